@@ -18,7 +18,6 @@ from models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
 from models.ensemble import Ensemble
 from models.errors import UserError, one_line
 from models.image_size import as_names, create_for_image_size, set_strides
-from models.projection import put_projection
 from models.sides import ImageSize
 from models.weights_file import StateDict, load_weights_file
 
@@ -283,4 +282,37 @@ def _create_pretrained(part: dict[str, Any], create: Callable[..., nn.Module], n
         notes.append(f"{name}: adapted from images of {published['input_size'][-1]} pixels to {part['image_size']}")
     if channels_of(part) != 3:
         notes.append(f"{name}: first layer adapted: 3 -> {channels_of(part)} channels")
+    return module
+
+
+class ProjectionHead(nn.Sequential):
+    """Features `[B, F]` to embeddings `[B, width]` in training; in evaluation it returns the features themselves.
+
+    Khosla et al. 2020 (https://arxiv.org/abs/2004.11362, section 3): two layers that are thrown away after the
+    training, because the features before them are the better representation.
+    """
+
+    def __init__(self, features: int, width: int) -> None:
+        """Make the layers, the hidden one as wide as the features."""
+        super().__init__(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, width))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Map features `[B, F]` to `[B, width]`, in evaluation to themselves."""
+        return super().forward(features) if self.training else features
+
+
+def put_projection(module: nn.Module, model_type: str, width: int) -> nn.Module:
+    """Put a projection in the place of a network's classifier; return the network.
+
+    Raises:
+        UserError: if the classifier is not one linear layer.
+    """
+    names = as_names(getattr(module, "default_cfg", {}).get("classifier"))
+    classifier = module.get_submodule(names[0]) if len(names) == 1 else None
+    if not isinstance(classifier, nn.Linear):
+        raise UserError(
+            f"--loss supcon: the head of model '{model_type}' is not one linear layer, which a projection could "
+            "replace: take another model."
+        )
+    module.set_submodule(names[0], ProjectionHead(classifier.in_features, width))
     return module

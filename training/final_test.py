@@ -13,7 +13,7 @@ from training.base.errors import UserError
 from training.base.points import SCORE_NAMES
 from training.base.run_folder import IMAGES, TEST_EVALUATION
 from training.checkpoint.weights import load_model
-from training.data.image_contents import digests_over_ranks
+from training.data.duplicates import digests_over_ranks
 from training.data.image_list import TrainedImages, read_image_list
 from training.data.loader import Loader
 from training.data.reader import Batch

@@ -14,7 +14,7 @@ from training.base.heartbeat import HeartbeatWriter
 from training.base.run_folder import EVALUATION, RunFolder
 from training.base.run_lock import Origin
 from training.config import TrainConfig
-from training.config.unused_flags import note_unused_flags
+from training.config.check import note_unused_flags
 from training.data import data_options, load_data
 from training.engines.deepspeed_config import read_strategy_json
 from training.engines.precision import resolve_precision

@@ -23,7 +23,7 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig
 from training.data.datasets import DatasetPair, ImageDataset
-from training.data.image_contents import ImageContents
+from training.data.duplicates import ImageContents
 from training.data.loader import Loader, build_loaders
 from training.data.sampler import BatchPlan, EvaluationPlan, build_plan
 from training.engines.build_engine import build_engine, note_engine, resolve_engine
@@ -46,9 +46,8 @@ from training.observe.step_metrics import start_timing
 from training.other_epochs import note_other_epochs
 from training.prepare import Prepared, RunStart
 from training.recipe import read_tune
-from training.recipe.contrast import VIEWS
 from training.recipe.freezing import BackboneFreezer
-from training.recipe.loss import build_loss
+from training.recipe.loss import VIEWS, build_loss
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
 from training.recipe.tuning import Adapters

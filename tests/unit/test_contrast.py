@@ -23,7 +23,7 @@ from training.config.command_line import parse_args
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan, EvaluationPlan
 from training.observe.neighbours import NEIGHBOURS, TEMPERATURE, Neighbours
-from training.recipe.contrast import contrast
+from training.recipe.loss import contrast
 from training.steps.accumulate import StepInput, TimedEngine
 from training.steps.gradient_cache import GradientCache
 from training.world.world import World

@@ -8,8 +8,8 @@ import pytest
 
 from training.base.settings import PRESETS
 from training.config import TrainConfig
+from training.config.check import USED, note_unused_flags
 from training.config.command_line import parse_args
-from training.config.unused_flags import USED, note_unused_flags
 
 MUON, STEP, PAIRS = {"optimizer": "muon"}, {"schedule": "step"}, {"batch_size": 2}
 CASES = {  # a value, and what gives it an effect

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from models import check_model_name, model_spec
 from training.base.errors import UserError, shown, unknown_name
-from training.config import FIELDS, TrainConfig
+from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config.global_batch import in_chunks
 from training.config.values import allowed_values, is_allowed
 from training.data import bad_image_share, find_dataset
@@ -22,7 +22,7 @@ from training.observe.settings import TRACKERS
 from training.recipe import read_distill, read_tune
 from training.recipe.class_weights import given_weights
 from training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, SHIFTED_RATE, SQUARED_DECAY, check_optimizer, read_options
-from training.recipe.schedule import SCHEDULES, head_epochs_of, schedule_names
+from training.recipe.schedule import SCHEDULES, has_slow_backbone, head_epochs_of, schedule_names
 
 DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
 MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
@@ -314,3 +314,72 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
             yield f"{of[name]} {getattr(config, name)}{before}: the run has {config.epochs} epochs only."
     if config.milestones and not MILESTONES_PATTERN.fullmatch(config.milestones):
         yield f"{of['milestones']} {shown(config.milestones)}: expected epochs such as 30,60,80."
+
+
+def _has_schedule(*names: str) -> Callable[[TrainConfig], bool]:
+    return lambda config: not schedule_names(config).isdisjoint(names)
+
+
+def _mixes(config: TrainConfig) -> bool:
+    """Return whether images are mixed: those of a micro-batch, with each other."""
+    return config.batch_size != 1 and bool(config.mixup or config.cutmix)
+
+
+def _shifts(config: TrainConfig) -> bool:
+    if config.augmentation == "auto":
+        return config.shift_pixels != 0
+    return augmentation_of(config, config.augmentation).shift
+
+
+def _has_momentum(config: TrainConfig) -> bool:
+    from timm.optim import get_optimizer_info
+
+    rules = {config.optimizer: config.optimizer_options}
+    if config.optimizer in MATRIX_RULES:
+        rules[config.fallback_optimizer] = config.fallback_options
+    return any(
+        get_optimizer_info(rule).has_momentum and "momentum" not in read_options("", options)
+        for rule, options in rules.items()
+    )
+
+
+# When each flag has an effect.
+USED: dict[str, Callable[[TrainConfig], bool]] = {
+    "fold": lambda config: config.folds > 0,
+    "shuffle_window": lambda config: config.order == "shards",
+    "val_fraction": lambda config: not config.folds,
+    "eval_crop": lambda config: config.fit in ("auto", "crop"),
+    "momentum": _has_momentum,
+    **dict.fromkeys(("milestones", "decay_rate"), _has_schedule("step")),
+    "decay_epochs": lambda config: _has_schedule("wsd" if config.milestones else "step", "wsd")(config),
+    # A rate has a final value that it reaches by its schedule's shape.
+    **dict.fromkeys(
+        ("final_learning_rate_scale", "cooldown_epochs"),
+        lambda config: not schedule_names(config) <= {"step", "constant"},
+    ),
+    "decay_shape": _has_schedule("wsd"),
+    "decay_power": _has_schedule("polynomial"),
+    **dict.fromkeys(
+        ("fallback_optimizer", "fallback_options", "fallback_schedule", "fallback_learning_rate_scale"),
+        lambda config: config.optimizer in MATRIX_RULES,
+    ),
+    **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), has_slow_backbone),
+    "ensemble_members": lambda config: model_spec(config.model_type).takes_members,
+    **dict.fromkeys(("mixup", "cutmix", "mixup_probability", "mixup_off_epochs"), _mixes),
+    "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
+    "random_erasing_mode": lambda config: config.random_erasing > 0,
+    "shift_padding": _shifts,
+    **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.has_stages),
+    **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
+    "temperature": lambda config: config.is_contrastive,
+    **dict.fromkeys(
+        ("islands", "outer_learning_rate", "outer_momentum", "outer_precision"), lambda config: config.has_islands
+    ),
+}
+
+
+def note_unused_flags(config: TrainConfig) -> list[str]:
+    """Return a note for the log that names the flags whose values change nothing in this run."""
+    given = [name for name, field in FIELDS.items() if getattr(config, name) != field.default]
+    unused = [FLAG_OF[name] for name in given if name in USED and not USED[name](config)]
+    return [f"without effect in this run: {', '.join(unused)}"] if unused else []

@@ -14,7 +14,7 @@ from training.data.datasets import DatasetPair
 from training.engines.activation_checkpointing import enable_activation_checkpointing
 from training.engines.batchnorm import synchronize_batchnorm
 from training.engines.flops import TrainingFlops
-from training.recipe.contrast import EMBEDDING_SIZE
+from training.recipe.loss import EMBEDDING_SIZE
 from training.recipe.settings import RecipeSettings
 from training.recipe.tuning import tune
 from training.recipe.whitening import whiten_stem

@@ -1,9 +1,10 @@
-"""The training loss of each sample: hard or soft targets, smoothed, weighted by class. Evaluation has its own."""
+"""The training loss of each sample, of hard or soft targets, and that which compares images with each other."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from training.data.reader import Batch
 from training.recipe import read_distill
 from training.recipe.class_weights import class_weights
 from training.recipe.settings import RecipeSettings
+
+EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
+VIEWS = 2  # of each image of a step: what an image has in common with itself, augmented otherwise
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
@@ -160,3 +164,52 @@ GUESSES: dict[str, Callable[[int], float]] = {
     "cross_entropy": math.log,
     "bce": lambda classes: (math.log(classes) - (classes - 1) * math.log1p(-1 / classes)) / classes,
 }
+
+
+class Contrast(NamedTuple):
+    """What the comparison of N images gives.
+
+    Attributes:
+        losses: float32 [N], 0 for an image without another one of its class.
+        shares: float32 [N, classes], how similar an image is to the others of each class; the shares add up to 1.
+        gradient: float32 [N, D], of the sum of the losses with weight by the embeddings.
+    """
+
+    losses: torch.Tensor
+    shares: torch.Tensor
+    gradient: torch.Tensor
+
+
+def contrast(
+    embeddings: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, temperature: float, classes: int, rows: int
+) -> Contrast:
+    """Compare images by the angles between their embeddings: L_out, equation 2 of Khosla et al. 2020.
+
+    https://arxiv.org/abs/2004.11362. The anchors are taken a block at a time, always in the same order: memory is that
+    of a block, and the bits depend on the embeddings alone.
+
+    Args:
+        embeddings: float32 [N, D], of any length above 0.
+        labels: int64 [N].
+        weights: float32 [N]; images of weight 0 are neither anchors, nor compared with any.
+        temperature: by which the cosines are divided.
+        classes: of the data set.
+        rows: anchors of a block, a divisor of N.
+    """
+    leaves = embeddings.detach().requires_grad_()
+    one_hot, losses, shares = F.one_hot(labels, classes).float(), [], []
+    for anchors in torch.arange(len(labels), device=labels.device).split(rows):
+        with torch.enable_grad():
+            unit = F.normalize(leaves)
+            similarity = unit[anchors] @ unit.T / temperature
+            is_other = (weights > 0) & (torch.arange(len(labels), device=labels.device) != anchors[:, None])
+            is_positive = is_other & (labels == labels[anchors, None])
+            # The smallest number, not minus infinity: an image that is compared with none has a gradient of 0, not NaN.
+            kept = similarity.masked_fill(~is_other, torch.finfo(similarity.dtype).min)
+            log_share = kept - kept.logsumexp(1, keepdim=True)
+            found = -torch.where(is_positive, log_share, 0.0).sum(1) / is_positive.sum(1).clamp(min=1)
+            (found * weights[anchors]).sum().backward()
+        losses.append(found.detach())
+        shares.append(log_share.detach().exp() @ one_hot)
+    assert leaves.grad is not None
+    return Contrast(torch.cat(losses), torch.cat(shares), leaves.grad)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from training.engines.engine import StepResult
-from training.recipe.contrast import contrast
+from training.recipe.loss import contrast
 from training.steps.accumulate import StepInput, TimedEngine
 from training.world.collectives import gather_rows
 from training.world.world import World
