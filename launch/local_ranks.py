@@ -109,7 +109,12 @@ def fork_rank(given: argparse.Namespace, local_rank: int, channel: socket.socket
 
 def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
     """Run the command in this process as a rank."""
-    place = rank_environment(local_rank, given.nproc_per_node, given.node_rank, given.nnodes)
+    place = {  # every machine has the same number of ranks
+        "RANK": str(given.node_rank * given.nproc_per_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(given.nnodes * given.nproc_per_node),
+        "LOCAL_WORLD_SIZE": str(given.nproc_per_node),
+    }
     # What /proc tells of command and variables is the launcher's: by this name the supervisor and `top` know a rank.
     Path("/proc/self/comm").write_text(f"{RANK_NAME}{place['RANK']}")
     os.environ.update(place, MASTER_ADDR=given.master_addr, MASTER_PORT=given.master_port)
@@ -148,16 +153,6 @@ def is_closed(channel: socket.socket | None) -> bool:
         return False
     except OSError:
         return True
-
-
-def rank_environment(local_rank: int, local_size: int, node_rank: int, nodes: int) -> dict[str, str]:
-    """Return the variables of a rank; every machine has the same number of ranks."""
-    return {
-        "RANK": str(node_rank * local_size + local_rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(nodes * local_size),
-        "LOCAL_WORLD_SIZE": str(local_size),
-    }
 
 
 @contextlib.contextmanager

@@ -95,7 +95,9 @@ class RankMonitor:
             codes = {rank: code_of_zombie(pid) for rank, pid in ended.items()}  # before their parent reaps them
             self.beats |= self._folder.beats()  # their last beats, written before they ended
             deaths = [self._death(rank, pid, codes[rank], now) for rank, pid in ended.items()]
-            self.deaths += sorted(deaths, key=_cause_first)
+            # Of those found together: ended by a signal first, by SIGTERM last, as a launcher ends the others.
+            deaths.sort(key=lambda death: (death.code == -signal.SIGTERM, death.code is None or death.code >= 0))
+            self.deaths += deaths
 
     def first_failure(self) -> Death | None:
         """Return the first death for which the other ranks may wait, if there is any.
@@ -214,8 +216,3 @@ def main_thread(dump: str) -> list[str]:
     if len(stack) > STACK_LINES:
         stack = stack[:INNERMOST_LINES] + [line for line in stack[INNERMOST_LINES:] if "/site-packages/" not in line]
     return stack[:STACK_LINES]
-
-
-def _cause_first(death: Death) -> tuple[bool, bool]:
-    """Sort key of deaths found together: ended by a signal first, by SIGTERM last, as a launcher ends the others."""
-    return death.code == -signal.SIGTERM, death.code is None or death.code >= 0

@@ -78,10 +78,6 @@ class RestartPolicy:
         self._in_a_row = 0
         self._position = -1
 
-    def after_adaptation(self) -> None:
-        """Count a start with smaller settings, which is no restart without progress: there are only so many."""
-        self.total += 1
-
     def after_failure(self, reason: str, position: int) -> float | None:
         """Print to stderr what follows; return the seconds to wait before the next start, None if none follows.
 
@@ -117,7 +113,7 @@ def start_until_done(
         started = start(restarts.total, adaptation.flags + ([f"--run-name={run_name}"] if run_name else []))
         ending, run_name, newest = started.ending, started.run_name or run_name, max(newest, started.position)
         if ending.code == OUT_OF_MEMORY_EXIT_CODE and not received and adaptation.step_down(ending.reason):
-            restarts.after_adaptation()
+            restarts.total += 1  # no restart without progress: there are only so many smaller settings
             continue
         if not ending.is_final:
             delay_s = restarts.after_failure(ending.reason, started.position)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,7 +172,9 @@ class RunningSweep:
         finally:
             places.put(place)
         with self._lock:
-            _save(self.folder, self.trials)
+            kept = ("values", "run_name", "epochs", "score", "state", "seconds")
+            with replacing(self.folder / STATE) as temporary:
+                write_json(temporary, [{name: getattr(one, name) for name in kept} for one in self.trials])
         return trial
 
     def _start(self, trial: SweepTrial, until: int, place: Mapping[str, str]) -> None:
@@ -337,9 +339,3 @@ def _last_error(output: Path) -> str:
     lines = output.read_text(errors="replace").splitlines()
     errors = [line for line in lines if "error" in line.lower()] or lines or ["no output"]
     return one_line(errors[-1])[:200]
-
-
-def _save(folder: Path, trials: Sequence[SweepTrial]) -> None:
-    kept = ("values", "run_name", "epochs", "score", "state", "seconds")
-    with replacing(folder / STATE) as temporary:
-        write_json(temporary, [{name: getattr(trial, name) for name in kept} for trial in trials])

@@ -59,7 +59,8 @@ def load_weights_file(
     elif not has_projection:
         _check_class_names(path, facts, {found for _, found in counts})
     replaced = sorted((found, wanted) for wanted, found in counts if found != wanted)
-    left_out = {key for key in head_keys if key in tensors and _other_class_count(expected[key], tensors[key])}
+    shapes = {key: (expected[key].shape, tensors[key].shape) for key in head_keys & tensors.keys()}
+    left_out = {key for key, (ours, found) in shapes.items() if ours and found[1:] == ours[1:] and found != ours}
     resized = _other_shapes(expected, tensors, left_out)
     if resized and tensors.keys() == expected.keys():
         tensors = adapt(tensors)
@@ -161,10 +162,6 @@ def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> No
         raise UserError(
             f"weights file '{path}' contradicts itself: {named} class names, but a head of {max(counts)} classes"
         )
-
-
-def _other_class_count(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    return expected.ndim > 0 and found.shape[1:] == expected.shape[1:] and found.shape != expected.shape
 
 
 def _check_same_network(

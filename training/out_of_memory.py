@@ -108,10 +108,6 @@ def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
     )
 
 
-def _to_few_images(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
-    yield from _halve(config, FEWEST_IMAGES)
-
-
 def _recompute(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
     if not config.activation_checkpointing and config.compile != "on":  # which do not go together
         yield Rung(
@@ -144,11 +140,8 @@ def _offload(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
                 )
 
 
-def _to_fewest_images(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
-    yield from _halve(config, 2 if config.mixup or config.cutmix else 1)  # which mix images of a micro-batch
-
-
 _LADDER: tuple[Callable[[TrainConfig, int, bool], Iterator[Rung]], ...] = (
-    *(_to_few_images, _recompute, _shard, _offload),
-    _to_fewest_images,
+    lambda config, *_: _halve(config, FEWEST_IMAGES),
+    *(_recompute, _shard, _offload),
+    lambda config, *_: _halve(config, 2 if config.mixup or config.cutmix else 1),  # images of a micro-batch are mixed
 )

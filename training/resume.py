@@ -118,8 +118,11 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
         return config if config.batch_size == "auto" else divide_given(config, world.data.size)
     global_batch = _saved_global_batch(config, found)
     if config.batch_size == "auto":
+        saved = found.manifest.config.get("batch_size")
+        if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
+            raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is no whole number.")
         share = max(1, global_batch // world.data.size)
-        config = dataclasses.replace(config, batch_size=largest_divisor(share, _saved_batch_size(found)))
+        config = dataclasses.replace(config, batch_size=largest_divisor(share, saved))
     return divide(config, global_batch, world.data.size, "the checkpoint's global batch of")
 
 
@@ -134,14 +137,6 @@ def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
             "start a new run with --weights."
         )
     return global_batch
-
-
-def _saved_batch_size(found: FoundCheckpoint) -> int:
-    """Return the micro-batch that a checkpoint was made with."""
-    saved = found.manifest.config.get("batch_size")
-    if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
-        raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is no whole number.")
-    return saved
 
 
 def keep_normalization(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:

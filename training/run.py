@@ -95,7 +95,10 @@ def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> 
         exit_code = USER_ERROR_EXIT_CODE
         if context is not None and isinstance(error, RunEnded):
             exit_code = error.exit_code
-            _give_up(context, error, start, deliver)
+            context.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
+            context.loggers.message(f"gave up at step {error.step}")
+            if world.is_main:
+                _deliver(context, start, deliver, has_finished=False)
     except Exception as error:
         if is_out_of_memory(error):  # the launcher ends the others, and may start all again
             print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
@@ -184,14 +187,6 @@ def _restore(context: Run, found: FoundCheckpoint, start: RunStart) -> None:
         for line in filter(None, (kept, brought)):
             loggers.message(line)
     loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": restarts})
-
-
-def _give_up(context: Run, error: RunEnded, start: RunStart, deliver: Deliver | None) -> None:
-    """Log why the run ended, and deliver what there is."""
-    context.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
-    context.loggers.message(f"gave up at step {error.step}")
-    if context.world.is_main:
-        _deliver(context, start, deliver, has_finished=False)
 
 
 def _deliver(context: Run, start: RunStart, deliver: Deliver | None, *, has_finished: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,9 +67,9 @@ def find_duplicates(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) ->
     is_train = np.concatenate([np.full(len(set_), name == "train") for name, set_ in parts])
     starts = np.cumsum([0, *(len(set_) for _, set_ in parts)])
 
-    def path(position: int) -> str:
+    def path(position: np.int64) -> str:
         part = int(np.searchsorted(starts, position, side="right")) - 1
-        return parts[part][1].source.name(position - int(starts[part]))
+        return parts[part][1].source.name(int(position - starts[part]))
 
     # Of equal digests, which stand together, training images come first, and then the order is that of the set.
     order = np.lexsort((~is_train, all_digests))
@@ -85,14 +85,13 @@ def find_duplicates(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) ->
     return Duplicates(
         **{name: int(is_so.sum()) for name, is_so in found.items()},
         examples={
-            name: [_pair(path, own, first) for own, first in zip(order[is_so][:NAMED], firsts[is_so], strict=False)]
+            name: [
+                (path(int(own)), path(int(first)))
+                for own, first in zip(order[is_so][:NAMED], firsts[is_so], strict=False)
+            ]
             for name, is_so in found.items()
         },
     )
-
-
-def _pair(path: Callable[[int], str], own: int, first: int) -> tuple[str, str]:
-    return path(int(own)), path(int(first))
 
 
 class ImageContents:

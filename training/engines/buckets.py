@@ -61,7 +61,7 @@ def cut_anywhere(parameters: Mapping[str, nn.Parameter], stage: Collection[str],
     for name, parameter in parameters.items():
         if name in stage:
             places[name] = elements
-        elements += _round_up(parameter.numel(), ALIGNMENT)
+        elements += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
     spans = [
         torch.arange(place // BLOCK, (place + parameters[name].numel() - 1) // BLOCK + 1)
         for name, place in places.items()
@@ -360,7 +360,3 @@ def _products(parameter: torch.Tensor) -> int:
     """Return the multiplications of a matrix [n, m] by its transpose; of anything else, the number of elements."""
     rows = len(parameter) if parameter.ndim > 1 else 1
     return parameter.numel() * min(rows, parameter.numel() // rows)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

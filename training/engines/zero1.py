@@ -168,7 +168,8 @@ class _Blocks:
         split = is_split.nonzero().view(-1)
         place_of = torch.empty(first, dtype=torch.int64).scatter_(0, numbers, places)
         place_of[split] = pipeline.size * world.size * row + torch.arange(len(split))
-        is_own = is_split[numbers] & (places.div(max(row, 1), rounding_mode="floor") == _row_of(world, pipeline))
+        own_row = pipeline.rank * world.size + world.rank
+        is_own = is_split[numbers] & (places.div(max(row, 1), rounding_mode="floor") == own_row)
         self._own = (places[is_own] % max(row, 1)).to(world.device)
         self._own_split = torch.searchsorted(split, numbers[is_own]).to(world.device)
         self._split = len(split)
@@ -182,7 +183,3 @@ class _Blocks:
         for ranks in (self._world, self._pipeline):  # every element is one rank's, and 0 on the others
             whole = sum_over_ranks(whole, ranks)
         return self._sum(squares_of_rows(rows), squares_of_rows(whole))
-
-
-def _row_of(world: World, pipeline: World) -> int:
-    return pipeline.rank * world.size + world.rank

@@ -71,20 +71,15 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return read
 
 
-def _boolean(word: str) -> bool:
-    return {"true": True, "false": False}[word]
-
-
-def _betas(word: str) -> tuple[float, ...]:
-    return tuple(map(_number(0.0, 1), word.split("/")))
-
-
 # What `--optimizer-options` may give, in words, and how it is read. Others would make a rule another kind of rule.
 OPTION_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     **dict.fromkeys(("alpha", "momentum"), ("a number from 0 to below 1", _number(0.0, 1))),
     **dict.fromkeys(("eps", "trust_coeff"), ("a number above 0", _number(sys.float_info.min, math.inf))),
-    **dict.fromkeys(("amsgrad", "centered", "nesterov"), ("true or false", _boolean)),
-    "betas": ("numbers from 0 to below 1, such as 0.9/0.95", _betas),
+    **dict.fromkeys(("amsgrad", "centered", "nesterov"), ("true or false", {"true": True, "false": False}.__getitem__)),
+    "betas": (
+        "numbers from 0 to below 1, such as 0.9/0.95",
+        lambda text: tuple(map(_number(0.0, 1), text.split("/"))),
+    ),
     "ns_steps": ("a whole number from 1 to 20", _number(1, 21)),
 }
 

@@ -27,13 +27,12 @@ def _polynomial(progress: float, power: float = 1.0) -> float:
     return (1 - progress) ** power
 
 
-def _sqrt(progress: float) -> float:
-    """The decay of a stable rate that Haegele et al. 2024 (https://arxiv.org/abs/2405.18392, eq. 3) found best."""
-    return 1 - math.sqrt(progress)
-
-
 # How far the rate is above its final value, from 1 to 0, at each share of the decay.
-SHAPES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _polynomial, "sqrt": _sqrt}
+SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": _cosine,
+    "linear": _polynomial,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),  # best for a stable rate: Haegele et al. 2024, arXiv:2405.18392
+}
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,6 @@ def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     with communication():
         dist.broadcast(flat, group=world.group, group_src=source)
-    _split_into(tensors, flat)
-
-
-def _split_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.detach().copy_(part.view_as(tensor))
 
