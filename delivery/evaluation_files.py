@@ -13,9 +13,9 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from delivery.activation_map import Explain
 from training.base.atomic_write import replacing_folder, write_json
-from training.base.csv_cells import write_csv
 from training.base.errors import UserError, printable
 from training.base.run_folder import SCORES, TYPICAL, WHY, WORST
+from training.base.small_files import write_csv
 from training.data.augment import viewable
 from training.data.values import stretched
 from training.observe.evaluation import check_replaceable, dense_confusion

@@ -15,8 +15,8 @@ from rich.table import Table
 from delivery.calibration import NONE_OF_THESE
 from delivery.predict import Prediction
 from training.base.atomic_write import replacing
-from training.base.csv_cells import csv_line
 from training.base.errors import UserError, printable
+from training.base.small_files import csv_line
 
 LONGEST_NAME = 100  # letters of an image's name in that of its picture
 

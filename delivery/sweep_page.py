@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 
 from training.base.atomic_write import replacing
-from training.base.csv_cells import csv_line
 from training.base.points import SCORE_NAMES, merit
+from training.base.small_files import csv_line
 
 PAGE = Path(__file__).with_name("sweep_page.html.j2")
 REPEATS = ("seed", "split-seed", "fold")  # flags whose values are no choices: their trials have a mean

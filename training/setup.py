@@ -46,24 +46,22 @@ from training.observe.step_metrics import start_timing
 from training.other_epochs import note_other_epochs
 from training.prepare import Prepared, RunStart
 from training.recipe import read_tune
-from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import VIEWS, build_loss
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
-from training.recipe.tuning import Adapters
+from training.recipe.tuning import Adapters, BackboneFreezer
 from training.resume import (
     DATA_SET,
     NORMALIZATION,
     check_fit,
     normalization_of,
 )
-from training.steps.accumulate import Accumulate, Step
+from training.steps.accumulate import Accumulate, Pipelined, Step
 from training.steps.audit import Audited
 from training.steps.context import TrainContext
 from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.steps.outer_step import OuterSteps
-from training.steps.pipelined import Pipelined
 from training.steps.weight_average import WeightAverages
 from training.teacher import Teacher, load_teacher
 from training.world.collectives import agreed, copy_from_main, ranks_per_machine

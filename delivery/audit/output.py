@@ -20,8 +20,8 @@ from delivery.evaluation_files import thumbnail
 from delivery.report import formatting
 from delivery.report.page import TEMPLATE as REPORT_TEMPLATE
 from training.base.atomic_write import replacing_folder, write_json
-from training.base.csv_cells import as_given, write_csv
 from training.base.errors import UserError, printable, shown
+from training.base.small_files import as_given, write_csv
 from training.data.reading.images import ImageError
 
 FACTS, PAGE, FIXES, FIXED = "audit.json", "audit.html", "fixes.csv", "fixed.csv"

@@ -36,10 +36,10 @@ from launch.launch_folder import HeartbeatFolder, launch_environment, launch_fol
 from launch.node_launcher import NodeLauncher, malloc_variables
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, remove_stale_build_locks
+from training.base.atomic_write import leave_mark, sees_mark
 from training.base.control_groups import usable_cores
 from training.base.errors import UserError
 from training.base.lasting_output import outlast_readers
-from training.base.shared_folder import leave_mark, sees_mark
 from training.observe.environment import software
 from training.world.gpus import machine_gpus, visible_gpus
 from training.world.network_interfaces import check_chosen_interfaces, free_port, own_addresses, route_towards

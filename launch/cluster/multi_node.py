@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_launcher, run_preflight
 from launch.before_start import check_new_run, resolve_strategy
 from launch.cluster.cluster_run import ClusterRun
+from launch.cluster.hosts import read_hostfile, split_hosts
 from launch.cluster.plan import Plan
-from launch.hostfile import read_hostfile, split_hosts
 from launch.node_run import receive_signals
 from launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from training.base.errors import UserError

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from launch.cluster.agent import BEAT_SECONDS, LOST_SECONDS
 from launch.cluster.channel import Channel, Message
-from launch.cluster.remote_shell import Command, srun_command, ssh_command
+from launch.cluster.hosts import Command, srun_command, ssh_command
 from training.config import REPO_ROOT
 
 LINES_KEPT = 10

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.cluster.remote_shell import Command, srun_command, ssh_command
-from launch.hostfile import read_hostfile, split_hosts
+from launch.cluster.hosts import Command, read_hostfile, split_hosts, srun_command, ssh_command
 from launch.slurm.arguments import host_names
 from training.base.errors import UserError
 from training.config import REPO_ROOT, TrainConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.cluster.agreement import differences, reachable_addresses
-from launch.cluster.remote_shell import Command
+from launch.cluster.hosts import Command
 from planning.doctor.machine import assess_machine
 from planning.doctor.paths import FailedPath, assess_paths
 from planning.doctor.probe import PROBE, Answer, Probe, Unreachable, ask_all

@@ -16,9 +16,9 @@ import psutil
 
 from planning.doctor.gpu_health import assess_gpu_health, assess_gpus, gpu_facts
 from planning.doctor.table import Row
+from training.base.atomic_write import existing_part
 from training.base.control_groups import quota_note, usable_cores
 from training.base.errors import UserError
-from training.base.shared_folder import existing_part
 from training.base.units import format_bytes
 from training.config import REPO_ROOT
 from training.observe.environment import software

@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launch.cluster.remote_shell import Command
+from launch.cluster.hosts import Command
+from training.base.atomic_write import leave_mark, sees_mark
 from training.base.errors import UserError
-from training.base.shared_folder import leave_mark, sees_mark
 from training.config import REPO_ROOT
 
 RECORD_SEPARATOR = "\x1e"

@@ -40,15 +40,13 @@ from training.engines.strategies import STRATEGIES
 from training.loop import train_one_epoch
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing
-from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
 from training.recipe.schedule import Schedule
-from training.recipe.tuning import tune
-from training.steps.accumulate import Accumulate
+from training.recipe.tuning import BackboneFreezer, tune
+from training.steps.accumulate import Accumulate, Pipelined
 from training.steps.context import TrainContext
 from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
-from training.steps.pipelined import Pipelined
 from training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
 from training.world.collectives import barrier, broadcast_object
 from training.world.exchange import text

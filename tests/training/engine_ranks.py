@@ -34,10 +34,10 @@ from training.engines.strategies import plan_of
 from training.loop import train_one_epoch
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
-from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule
+from training.recipe.tuning import BackboneFreezer
 from training.steps.accumulate import Accumulate
 from training.steps.context import TrainContext
 from training.steps.nonfinite_steps import NonFiniteGuard

@@ -25,8 +25,7 @@ from training.engines.strategies import plan_of
 from training.loop import seed_dropout
 from training.recipe.loss import build_loss
 from training.recipe.optimizer import build_optimizer
-from training.steps.accumulate import Accumulate, StepInput, TimedEngine
-from training.steps.pipelined import Pipelined
+from training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
 from training.world.collectives import gather_objects
 from training.world.exchange import list_of, text
 from training.world.world import World

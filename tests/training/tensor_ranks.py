@@ -30,8 +30,7 @@ from training.engines.parameter_shards import gather_weights
 from training.loop import seed_dropout
 from training.observe.scores import sample_losses
 from training.setup import set_up_engine
-from training.steps.accumulate import Accumulate, StepInput, TimedEngine
-from training.steps.pipelined import Pipelined
+from training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
 from training.world.collectives import sum_over_ranks
 from training.world.mesh import form_mesh
 from training.world.world import World

@@ -24,14 +24,14 @@ from launch.arguments import LaunchArguments
 from launch.cluster.agreement import HERE, by_reason, differences, unshared
 from launch.cluster.channel import Channel
 from launch.cluster.cluster_run import ending_of
+from launch.cluster.hosts import srun_command, ssh_command
 from launch.cluster.nodes import Node, Nodes, Shell, is_passing
 from launch.cluster.plan import Plan, forwarded_environment
-from launch.cluster.remote_shell import srun_command, ssh_command
 from launch.node_run import HANG_CODE, Ending
 from launch.process_tree import MARK
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
+from training.base.atomic_write import leave_mark, sees_mark
 from training.base.errors import UserError
-from training.base.shared_folder import leave_mark, sees_mark
 from training.config import TrainConfig
 from training.world.network_interfaces import (
     address_towards,

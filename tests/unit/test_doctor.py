@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.remote_shell import srun_command
+from launch.cluster.hosts import srun_command
 from planning.doctor.doctor_command import parse, request_of
 from planning.doctor.examination import HERE, Request
 from planning.doctor.probe import local_command

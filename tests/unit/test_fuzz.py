@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from launch.cluster.remote_shell import ssh_command
-from launch.hostfile import read_hostfile
+from launch.cluster.hosts import read_hostfile, ssh_command
 from models.build import build_model
 from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings, hostfile_text, value
 from tests.unit.launching import WORDS

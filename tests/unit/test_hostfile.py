@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.hostfile import read_hostfile
+from launch.cluster.hosts import read_hostfile
 from training.base.errors import UserError
 from training.engines.deepspeed_config import read_strategy_json
 

@@ -163,7 +163,7 @@ def test_the_environment_is_read_where_it_belongs():
         *("scripts/train_distributed.py", "training/base/heartbeat.py", "training/engines/deepspeed_engine.py"),
         *(f"launch/{name}.py" for name in ("single_node", "sweep", "local_ranks", "process_tree")),  # hand it on
         "training/config/command_line.py",  # rank 0 prints for all
-        *(f"launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "remote_shell")),  # the same
+        *(f"launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "hosts")),  # the same
         *(
             "launch/slurm/job.py",
             "planning/doctor/doctor_command.py",

@@ -18,8 +18,8 @@ from models.build import build_model
 from planning.data_check import check_data
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.made_data import KINDS, SPLIT, make_photos, write_csv
-from training.base.csv_cells import as_given, inert
 from training.base.errors import UserError
+from training.base.small_files import as_given, inert
 from training.data import DataOptions, layout_of, load_data, load_whole
 from training.data.loader import Loader
 from training.data.reading.boxes import decode_box

@@ -27,9 +27,8 @@ from training.config.file import read_config_file
 from training.engines.deepspeed_config import read_strategy_json
 from training.engines.model_buffers import ModelBuffers
 from training.recipe import read_tune
-from training.recipe.freezing import BackboneFreezer
 from training.recipe.optimizer import build_optimizer
-from training.recipe.tuning import Adapters, tune
+from training.recipe.tuning import Adapters, BackboneFreezer, tune
 from training.run import run
 from training.setup import set_up_engine
 from training.world.world import World

@@ -1,4 +1,4 @@
-"""Files and folders that appear under their names only when they are complete; removing what a kill left of one."""
+"""Files and folders that appear under their names only when complete; what a kill left of one; what others see."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
 SECONDS_OF_OTHERS = 86400.0  # another machine's files count as left behind after so long without a change
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # that of folders on CIFS, and of some FUSE servers
+LOOK_SECONDS = 0.1
 
 
 def sync_to_disk(path: Path) -> None:
@@ -173,3 +175,37 @@ def process_start_ticks(pid: str) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
+
+
+def existing_part(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.resolve().parents) if path.exists())
+
+
+def leave_mark(folder: Path) -> Path:
+    """Write a file into a folder, or into the nearest existing one above it; the caller removes it.
+
+    Raises:
+        OSError: if nothing can be written there.
+    """
+    handle, name = tempfile.mkstemp(dir=existing_part(folder), prefix=".zerovision-shared-")
+    os.close(handle)
+    return Path(name)
+
+
+def sees_mark(mark: Path, seconds: float) -> bool:
+    """Return whether another machine's mark is there, or appears within so many seconds.
+
+    A client of a network disk may cache for a while that there is no such name. It asks its server again when a folder
+    is opened (close-to-open consistency, nfs(5)), so the mark's folder and the one above are opened before each check.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        for folder in (mark.parent.parent, mark.parent):
+            with contextlib.suppress(OSError):
+                os.scandir(folder).close()
+        if os.path.exists(mark):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_SECONDS)

@@ -1,14 +1,21 @@
-"""Reads small text files that a user names, never waiting for a named pipe; tells files apart by their content."""
+"""Small files: texts that a user names, read without waiting for a named pipe; hashes; CSV without formulas."""
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
+import io
 import os
 import stat
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 LARGEST_BYTES = 2**20
+# What begins a formula, also after a spreadsheet has taken off white space, and in the full width of Chinese and
+# Japanese input: https://owasp.org/www-community/attacks/CSV_Injection
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 
 
 def read_small_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
@@ -32,3 +39,30 @@ def sha256_of(path: Path) -> str:
     """Return the sha256 of a file's content, hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def csv_line(row: Iterable[Any]) -> str:
+    r"""Return a row, inert, as it stands in a file that is opened with `newline=""`; it ends in \n.
+
+    Python's writer quotes a line break in a cell only if it is one of those that end its rows, and readers end a row at
+    each of \n, \r and \r\n.
+    """
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\r\n").writerow(inert(row))
+    return line.getvalue().removesuffix("\r\n") + "\n"
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Write a file of rows under a header; names of files keep bytes that are no text."""
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        stream.writelines(map(csv_line, (header, *rows)))
+
+
+def inert(row: Iterable[Any]) -> list[Any]:
+    """Return a row whose texts begin no formula: one that would has a single quote before it; numbers stay."""
+    return [f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA_STARTS) else cell for cell in row]
+
+
+def as_given(cell: str) -> str:
+    """Return the text that `inert` was given."""
+    return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA_STARTS) else cell

@@ -67,7 +67,7 @@ def find_duplicates(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) ->
     is_train = np.concatenate([np.full(len(set_), name == "train") for name, set_ in parts])
     starts = np.cumsum([0, *(len(set_) for _, set_ in parts)])
 
-    def path(position: np.int64) -> str:
+    def path(position: int) -> str:
         part = int(np.searchsorted(starts, position, side="right")) - 1
         return parts[part][1].source.name(int(position - starts[part]))
 

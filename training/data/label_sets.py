@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from training.base.csv_cells import as_given
 from training.base.errors import UserError, shown
+from training.base.small_files import as_given
 
 SEPARATOR = ";"  # in the name of a set
 SEPARATORS = re.compile(r"[;|]")

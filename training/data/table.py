@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from training.base.csv_cells import as_given
 from training.base.errors import UserError, nearest, one_line, shown
+from training.base.small_files import as_given
 from training.data import DataOptions
 from training.data.label_sets import columns_of, set_name
 from training.data.reading.boxes import Edges

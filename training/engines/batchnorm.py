@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.base.timing import communication
-from training.recipe.freezing import BATCHNORMS
+from training.recipe.tuning import BATCHNORMS
 from training.world.world import World
 
 
