@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable
 
 from models.weights_file import not_finite
-from training.base.points import merit
+from training.base.points import EpochPoint, merit
 from training.checkpoint.saver import Saver
 from training.data.bad_images import check_bad_images
 from training.engines.compilation import keep_compiled_code
 from training.engines.parameter_shards import gather_weights
 from training.loop import evaluate, train_one_epoch
-from training.messages import log_epoch
 from training.observe.best_weights import write_best
-from training.observe.class_scores import score_of
+from training.observe.class_scores import count_classes, score_of
 from training.observe.scores import Scores
 from training.observe.step_metrics import peak_memory_per_rank
 from training.recipe import read_distill
@@ -101,7 +100,8 @@ def _end_epoch(
     scale = max(1.0, read_distill(context.config.distill)[0]) ** 2 if context.config.distill else 1.0
     diverged = find_divergence(train_loss / scale, scores.loss, choices)
     write_weights, best_by = None, context.config.best_by
-    score = merit(best_by, score_of(scores, best_by, loop.num_classes))
+    of_epoch = score_of(scores, best_by, loop.num_classes)
+    score = merit(best_by, of_epoch)
     if diverged is None and (not state.progress.best_epoch or score > state.progress.best_score):
         with clock.saving:
             weights = context.adapters.merge(gather_weights(state.engine, world))
@@ -115,19 +115,34 @@ def _end_epoch(
             diverged = f"the weights hold NaN or infinity, first in {broken}"
     is_best = write_weights is not None
     state.progress = state.progress.after_epoch(score, is_best=is_best, has_diverged=diverged is not None)
-    memory = peak_memory_per_rank(world)
+    memory, names = peak_memory_per_rank(world), context.data.class_names
+    lowest, lowest_recall = count_classes(scores, len(names)).lowest_recall
+    point = EpochPoint(
+        epoch=state.progress.epoch,
+        step=context.position,
+        epochs=context.config.epochs,
+        train_loss=train_scores.loss,
+        train_top1=train_scores.top1,
+        validation=scores,
+        raw=raw,
+        images_per_second=result.images_per_second,
+        data_wait_share=result.data_wait_share,
+        seconds=result.seconds,
+        evaluation_seconds=evaluation_seconds,
+        memory_bytes_per_rank=memory,
+        is_best=is_best,
+        diverged=diverged,
+        class_names=names,
+        best_by=best_by,
+        score=of_epoch,
+        lowest_recall=lowest_recall,
+        lowest_recall_class=names[lowest],
+    )
     with clock.logging:
-        log_epoch(
-            context,
-            result,
-            train_scores,
-            scores,
-            raw,
-            evaluation_seconds,
-            memory,
-            is_best=is_best,
-            diverged=diverged,
-        )
+        context.loggers.epoch(point)
+        if diverged:
+            context.loggers.event("diverged", {"step": point.step, "epoch": point.epoch, "reason": diverged})
+            context.loggers.message(f"epoch {point.epoch} has diverged: {diverged}")
     return write_weights
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from training.base.control_groups import quota_note, usable_cores
-from training.base.points import SCORE_NAMES, EpochPoint, RunPoint, merit
+from training.base.points import SCORE_NAMES, RunPoint, merit
 from training.base.progress import Progress
 from training.base.run_folder import shown_path
 from training.data.augment import viewable
@@ -21,15 +20,12 @@ from training.data.values import BYTES, stretched
 from training.data.workers import SHARED_MEMORY
 from training.engines.precision import note_slow_bf16
 from training.observe.best_weights import epoch_of
-from training.observe.class_scores import count_classes, score_of
 from training.observe.neighbours import NEIGHBOURS
 from training.recipe.schedule import schedule_notes
 from training.world.signals import can_handle_signals
 
 if TYPE_CHECKING:
-    from training.observe.scores import Scores
     from training.setup import Run
-    from training.steps.epoch_observer import EpochResult
 
 AUGMENTED_IMAGES_SHOWN = 16
 
@@ -56,50 +52,6 @@ def announce_start(context: Run) -> None:
         images = _augmented_sample(context)
         if len(images):
             context.loggers.images(images)
-
-
-def log_epoch(
-    context: Run,
-    result: EpochResult,
-    train_scores: Scores,
-    validation: Scores,
-    raw: Scores | None,
-    evaluation_seconds: float,
-    memory_bytes_per_rank: Sequence[int],
-    *,
-    is_best: bool,
-    diverged: str | None,
-) -> None:
-    """Log an epoch that is counted in `context.state.progress`; arguments as in `EpochPoint`."""
-    epoch, step = context.state.progress.epoch, context.position
-    best_by, names = context.config.best_by, context.data.class_names
-    assert validation.details is not None
-    lowest, lowest_recall = count_classes(validation, len(names)).lowest_recall
-    point = EpochPoint(
-        epoch=epoch,
-        step=step,
-        epochs=context.config.epochs,
-        train_loss=train_scores.loss,
-        train_top1=train_scores.top1,
-        validation=validation,
-        raw=raw,
-        images_per_second=result.images_per_second,
-        data_wait_share=result.data_wait_share,
-        seconds=result.seconds,
-        evaluation_seconds=evaluation_seconds,
-        memory_bytes_per_rank=memory_bytes_per_rank,
-        is_best=is_best,
-        diverged=diverged,
-        class_names=names,
-        best_by=best_by,
-        score=score_of(validation, best_by, len(names)),
-        lowest_recall=lowest_recall,
-        lowest_recall_class=names[lowest],
-    )
-    context.loggers.epoch(point)
-    if diverged:
-        context.loggers.event("diverged", {"step": step, "epoch": epoch, "reason": diverged})
-        context.loggers.message(f"epoch {epoch} has diverged: {diverged}")
 
 
 def announce_end(context: Run, stop_signal: int, point: RunPoint) -> None:
