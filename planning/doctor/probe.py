@@ -31,8 +31,8 @@ ANSWERS = {
     "machine": "planning.doctor.machine:machine_facts",
     "leave_mark": "planning.doctor.probe:write_mark",
     "sees_mark": "planning.doctor.probe:look_for_mark",
-    "open_port": "planning.doctor.paths:open_port",
-    "try_paths": "planning.doctor.paths:try_paths",
+    "open_port": "planning.doctor.examination:open_port",
+    "try_paths": "planning.doctor.examination:try_paths",
     "network": "planning.doctor.network:measure_network",
 }
 PROBE = [sys.executable, str(REPO_ROOT / "scripts" / "doctor.py"), "--probe"]

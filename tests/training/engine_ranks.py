@@ -24,11 +24,11 @@ from training.config import TrainConfig
 from training.data.sampler import BatchPlan
 from training.engines import buckets
 from training.engines.activation_checkpointing import enable_activation_checkpointing
-from training.engines.batchnorm import synchronize_batchnorm
 from training.engines.build_engine import build_engine, resolve_engine
 from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
 from training.engines.engine import Engine, EngineSetup, PipelineSetup
 from training.engines.islands import Islands
+from training.engines.model import synchronize_batchnorm
 from training.engines.model_buffers import ModelBuffers
 from training.engines.strategies import plan_of
 from training.loop import train_one_epoch

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 from planning.doctor.examination import (
+    FailedPath,
     Request,
     assess_all_reduce,
     assess_copies,
+    assess_paths,
     assess_shared_logs,
     assess_versions,
     examine,
+    open_port,
+    try_paths,
 )
 from planning.doctor.network import measure_network
-from planning.doctor.paths import FailedPath, assess_paths, open_port, try_paths
 from planning.doctor.probe import Probe, Unreachable, ask_all, explain, local_command
 from planning.doctor.table import Row, join_hosts, some_of
 from training.world.network_interfaces import free_port, own_addresses

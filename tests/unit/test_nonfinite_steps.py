@@ -17,8 +17,8 @@ from tests.recording import Recorder
 from training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from training.base.run_logger import Loggers
 from training.data.reader import Batch
-from training.engines.batchnorm import synchronize_batchnorm
 from training.engines.engine import StepResult
+from training.engines.model import synchronize_batchnorm
 from training.engines.model_buffers import ModelBuffers
 from training.engines.precision import DynamicLossScale
 from training.observe.scores import sample_losses

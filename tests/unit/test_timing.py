@@ -24,10 +24,10 @@ from training.base.timing import SPANS, SpanClock, StreamMarks, measured_communi
 from training.checkpoint.restore import TrainState
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan
-from training.engines.batchnorm import _SumOverRanks
 from training.engines.deepspeed_engine import TimedBackend
 from training.engines.engine import StepResult
 from training.engines.flops import TrainingFlops, peak_tflops
+from training.engines.model import _SumOverRanks
 from training.engines.model_buffers import ModelBuffers
 from training.loop import train_one_epoch
 from training.observe import slow_ranks
