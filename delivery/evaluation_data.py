@@ -211,23 +211,16 @@ def _resolve_split(split: str, options: DataOptions, *, is_own: bool) -> str:
 def _data_options(
     preprocessing: dict[str, Any], config: TrainConfig, choice: EvaluationChoice, data: str
 ) -> DataOptions:
+    of_run = ("val_fraction", "split_seed", "folds", "fold", "val_part", "links", "seed")
+    of_user = ("path_column", "label_column", "bad_images", "data_root")
     return DataOptions(
+        **{name: getattr(config, name) for name in of_run},
+        **{name: getattr(choice, name) or getattr(config, name) for name in of_user},
         data=data,
-        val_fraction=config.val_fraction,
-        split_seed=config.split_seed,
-        folds=config.folds,
-        fold=config.fold,
-        val_part=config.val_part,
-        links=config.links,
-        path_column=choice.path_column or config.path_column,
-        label_column=choice.label_column or config.label_column,
         image_size=preprocessing["image_size"],
         image_channels=len(preprocessing["mean"]),
         augmentation="none",
-        bad_images=choice.bad_images or config.bad_images,
-        seed=config.seed,
         interpolation=preprocessing["interpolation"],
-        data_root=choice.data_root or config.data_root,
         mean=tuple(preprocessing["mean"]),
         std=tuple(preprocessing["std"]),
         decode="numbers" if takes_numbers(preprocessing) else config.decode,

@@ -27,7 +27,6 @@ from training.base.points import SCORE_NAMES
 from training.base.timing import measured_communication
 from training.cached_features import cache_features
 from training.checkpoint.restore import restore
-from training.checkpoint.store import FoundCheckpoint
 from training.config import FLAG_OF, TrainConfig
 from training.config.check import check_config
 from training.epoch import train_and_evaluate
@@ -171,22 +170,18 @@ def _resume(context: Run, start: RunStart) -> None:
     for note in context.notes:
         loggers.message(note)
     if found is not None:
-        _restore(context, found, start)
+        state, world, restarts = context.state, context.world, start.origin.restarts
+        agreed(lambda: restore(found, state, world), world)
+        progress = state.progress
+        loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
+        if world.is_main:
+            kept = keep_finished(context.folder, found.manifest, context.config.epochs)
+            brought = bring_along(found.path, context.folder, progress.best_epoch)
+            for line in filter(None, (kept, brought)):
+                loggers.message(line)
+        loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": restarts})
     for kind, values in context.events.items():
         loggers.event(kind, {"step": context.position} | values)
-
-
-def _restore(context: Run, found: FoundCheckpoint, start: RunStart) -> None:
-    state, loggers = context.state, context.loggers
-    agreed(lambda: restore(found, state, context.world), context.world)
-    progress, restarts = state.progress, start.origin.restarts
-    loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
-    if context.world.is_main:
-        kept = keep_finished(context.folder, found.manifest, context.config.epochs)
-        brought = bring_along(found.path, context.folder, progress.best_epoch)
-        for line in filter(None, (kept, brought)):
-            loggers.message(line)
-    loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": restarts})
 
 
 def _deliver(context: Run, start: RunStart, deliver: Deliver | None, *, has_finished: bool) -> None:

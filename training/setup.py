@@ -15,12 +15,10 @@ from models.tensor_plan import tensor_plan
 from training.base.errors import AgreedError, UserError
 from training.base.heartbeat import SLOW_PHASE
 from training.base.progress import Progress
-from training.base.run_folder import RunFolder
 from training.base.run_logger import Loggers
 from training.checkpoint.frozen import FrozenWeights, keep_frozen
 from training.checkpoint.restore import TrainState
 from training.checkpoint.saver import Saver
-from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.duplicates import ImageContents
@@ -50,12 +48,7 @@ from training.recipe.loss import VIEWS, build_loss
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
 from training.recipe.tuning import Adapters, BackboneFreezer
-from training.resume import (
-    DATA_SET,
-    NORMALIZATION,
-    check_fit,
-    normalization_of,
-)
+from training.resume import DATA_SET, NORMALIZATION, check_fit, normalization_of
 from training.steps.accumulate import Accumulate, Pipelined, Step
 from training.steps.audit import Audited
 from training.steps.context import TrainContext
@@ -180,11 +173,12 @@ def build(prepared: Prepared) -> Run:
         loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
     facts_of_memory = prepared.memory_facts(engine_name)  # before the engine takes memory
     freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
-    frozen = agreed(lambda: _keep_frozen(config, built, folder, found, world), world)
-    compiled_code = None
-    if compiles:
-        recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
-        compiled_code = load_compiled_code(recipe)
+    frozen = None
+    if read_tune(config.tune)[0] != "full":  # what is not trained is written once, beside the checkpoints
+        kept = (folder.checkpoints, frozen_parameters(built.module), found)
+        frozen = agreed(lambda: keep_frozen(*kept, is_main=world.is_main), world)
+    recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
+    compiled_code = load_compiled_code(recipe) if compiles else None
     setup = dataclasses.replace(setup, must_compile=config.compile == "on", image_shape=data.image_shape)
     groups = form_islands(world, prepared.islands) if config.has_islands else None
     engine = build_engine(setup, engine_name, groups)
@@ -195,12 +189,9 @@ def build(prepared: Prepared) -> Run:
         averages = OuterSteps(engine, groups, world, config, config.epochs * plan.steps_per_epoch, loggers)
         notes.append(averages.describe())
     notes += setup.notes
-    changed: dict[str, Any] = {
-        "config": dataclasses.replace(config, compile="on" if compiles else "off"),
-        "notes": notes,
-    }
+    changed: dict[str, Any] = {"config": dataclasses.replace(config, compile="on" if compiles else "off")}
     return Run(
-        **vars(prepared) | changed,
+        **vars(prepared) | changed | {"notes": notes},
         built=built,
         facts=facts_of_memory,
         plan=plan,
@@ -270,10 +261,7 @@ def set_up_engine(
     """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
     shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
     parallel = plan_of(config.strategy, world.data.size, config.offload, shards, world.tensor.size, world.pipeline.size)
-    name = agreed(
-        lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
-        world,
-    )
+    name = agreed(lambda: resolve_engine(config.engine, parallel, strategy_json, built.module), world)
     needing = {
         f"--loss {config.loss}": config.is_contrastive,
         f"--features {config.features}": config.features == "cached",
@@ -323,15 +311,6 @@ def set_up_engine(
         pipeline=pipeline,
     )
     return setup, name
-
-
-def _keep_frozen(
-    config: TrainConfig, built: BuiltModel, folder: RunFolder, found: FoundCheckpoint | None, world: World
-) -> FrozenWeights | None:
-    """Write the weights that fine-tuning leaves alone beside the checkpoints, which then do not contain them."""
-    if read_tune(config.tune)[0] == "full":
-        return None
-    return keep_frozen(folder.checkpoints, frozen_parameters(built.module), found, is_main=world.is_main)
 
 
 def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainContext:
