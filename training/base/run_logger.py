@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 from training.base.errors import printable
@@ -55,27 +56,6 @@ class Loggers(RunLogger):
         """Log a line of text; control characters in it (from names of files and classes) are escaped."""
         self._each("message", printable(message))
 
-    def event(self, kind: str, values: dict[str, Any]) -> None:
-        self._each("event", kind, values)
-
-    def images(self, images: torch.Tensor) -> None:
-        self._each("images", images)
-
-    def steps(self, point: StepPoint) -> None:
-        self._each("steps", point)
-
-    def epoch(self, point: EpochPoint) -> None:
-        self._each("epoch", point)
-
-    def end(self, point: RunPoint) -> None:
-        self._each("end", point)
-
-    def delivered(self) -> None:
-        self._each("delivered")
-
-    def close(self) -> None:
-        self._each("close")
-
     def _each(self, method: str, *values: Any) -> None:
         for number, logger in enumerate(self._loggers):
             try:
@@ -84,6 +64,10 @@ class Loggers(RunLogger):
                 if number not in self._failed:
                     self._failed.add(number)
                     warn_cannot_write(type(logger).__name__, error)
+
+
+for _method in ("event", "images", "steps", "epoch", "end", "delivered", "close"):
+    setattr(Loggers, _method, partialmethod(Loggers._each, _method))
 
 
 def warn_cannot_write(name: str, error: OSError) -> None:
