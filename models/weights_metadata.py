@@ -156,12 +156,10 @@ def _checked_description(value: Any, named: int) -> dict[str, Any]:
         _check(isinstance(pair, list) and len(pair) == 2, "stem_stride_changed", pair, "[old, new]")
         for stride in pair:
             _check_whole("stem_stride_changed", stride, LARGEST_STRIDE)
-    if "image_channels" in value:
-        _check_whole("image_channels", value["image_channels"], MOST_IMAGE_CHANNELS)
-        found["image_channels"] = value["image_channels"]
-    if "embedding" in value:
-        _check_whole("embedding", value["embedding"], LARGEST_EMBEDDING)
-        found["embedding"] = value["embedding"]
+    for name, largest in (("image_channels", MOST_IMAGE_CHANNELS), ("embedding", LARGEST_EMBEDDING)):
+        if name in value:
+            _check_whole(name, value[name], largest)
+            found[name] = value[name]
     return found
 
 
@@ -177,12 +175,10 @@ def _checked_preprocessing(value: Any, image_channels: int) -> dict[str, Any]:
         # nan is in no range
         is_right = [type(x) in (int, float) and low <= x <= high for x in channels] == [True] * image_channels
         _check(is_right, name, found[name], f"{image_channels} number(s) from {low:g} to {high:g}")
-    if "fit" in value:
-        _check(value["fit"] == "pad", "fit", value["fit"], "pad")
-        found["fit"] = value["fit"]
-    if "values" in value:
-        _check(value["values"] in VALUE_TYPES, "values", value["values"], ", ".join(VALUE_TYPES))
-        found["values"] = value["values"]
+    for name, allowed in (("fit", ("pad",)), ("values", VALUE_TYPES)):
+        if name in value:
+            _check(value[name] in allowed, name, value[name], ", ".join(allowed))
+            found[name] = value[name]
     return found
 
 
