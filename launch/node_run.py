@@ -88,18 +88,14 @@ class NodeRun:
             is_alone: whether no other machine takes part, so that this one prints which signal came.
         """
         self.monitor = RankMonitor(launcher, folder)
-        self._launch = launch
-        self._launcher = launcher
-        self._folder = folder
-        self._received = received
+        self._launch, self._launcher, self._folder, self._received = launch, launcher, folder, received
         self._stop_timeout_s = stop_timeout_s
         self._sent = 0  # the signal that the ranks were sent to stop them
         self._deadline = math.inf  # when the ranks are ended
         self._oom_kills = 0  # of the kernel so far
         self._kernel_killed = -math.inf  # when the last of them was noticed
         self._cause: Death | None = None  # the failure of a rank that the launcher outlived
-        self._has_rank_0 = has_rank_0
-        self._is_alone = is_alone
+        self._has_rank_0, self._is_alone = has_rank_0, is_alone
         self._is_abandoned = False
 
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:

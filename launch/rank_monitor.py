@@ -77,8 +77,7 @@ class RankMonitor:
         self.beats: dict[int, Heartbeat] = {}
         self.deaths: list[Death] = []
         self.run_name = ""
-        self._launcher = launcher
-        self._folder = folder
+        self._launcher, self._folder = launcher, folder
         self._started = self._last_look = self._awake_since = time.monotonic()
 
     def look(self) -> None:

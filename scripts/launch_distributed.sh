@@ -43,6 +43,7 @@ Exit codes:
     1                 --preflight found something wrong
     2                 a mistake in what was given; one line says which
     65                the loss or the gradients were not finite, too many steps in a row
+    70                a machine computed wrong, too often (--audit)
     71                a rank ran out of memory (--on-oom)
     74                no checkpoint could be written for 10 minutes
     78                training is done, and has diverged: its last epoch's losses are far beyond guessing or not finite

@@ -71,9 +71,7 @@ class Agent:
 
     def __init__(self, node: str, channel: Channel, address: str) -> None:
         """Serve `channel` as `node`, which the launch reached on `address` ('' if not known)."""
-        self._node = node
-        self._channel = channel
-        self._address = address
+        self._node, self._channel, self._address = node, channel, address
         self._orders: queue.Queue[Message | None] = queue.Queue()
         # Signals, of the launch or of Slurm, which may send one to a single node: the ranks of all nodes agree on it.
         self._received = receive_signals()

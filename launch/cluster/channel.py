@@ -22,8 +22,7 @@ class Channel:
     """One end of a connection, over a pair of file descriptors."""
 
     def __init__(self, reading: int, writing: int) -> None:
-        self._reading = reading
-        self._writing = writing
+        self._reading, self._writing = reading, writing
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> bool:

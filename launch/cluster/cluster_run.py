@@ -35,9 +35,7 @@ class ClusterRun:
             launch_id: the mark of the processes of this launch on every machine.
             received: the list to which the signal handlers append.
         """
-        self._plan = plan
-        self._launch_id = launch_id
-        self._received = received
+        self._plan, self._launch_id, self._received = plan, launch_id, received
         self._nodes = Nodes(plan.remote_shell)
         self._taking_part: list[Node] = []
         self._first_reason = ""  # why a node was lost

@@ -102,9 +102,7 @@ class _Wait:
         self.failed: dict[str, str] = {}
         self.unfit: dict[str, str] = {}
         self._left_out: set[str] = set()  # those of the unfit that have no new order yet
-        self._nodes = nodes
-        self._plan = plan
-        self._prepare = prepare
+        self._nodes, self._plan, self._prepare = nodes, plan, prepare
         self._ordered: set[str] = set()
         self._retry_at: dict[str, float] = {}
         self._started = time.monotonic()

@@ -15,6 +15,7 @@ from training.observe.new_run import run_folder
 from training.world.launchers import job_port
 
 TASK = "{task}"
+SCONTROL_SECONDS = 60
 NODE_LIST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.,\[\]-]*")
 
 
@@ -130,9 +131,6 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     if value and not re.fullmatch(r"[0-9]{1,18}", value):
         raise UserError(f"{name} {value!r}: expected a whole number, which Slurm sets.")
     return int(value) if value else None
-
-
-SCONTROL_SECONDS = 60
 
 
 def scontrol(*arguments: str, stderr: int | None = None) -> str | None:

@@ -96,9 +96,7 @@ class HeartbeatWriter:
             rank: this rank's number.
             hang_timeout_s: seconds without a beat after which the rank counts as hung, unless a beat says otherwise.
         """
-        self._folder = folder
-        self._rank = rank
-        self._hang_timeout_s = hang_timeout_s
+        self._folder, self._rank, self._hang_timeout_s = folder, rank, hang_timeout_s
         self._host = socket.gethostname()[:LONGEST_NAME]
         self._stacks: TextIOWrapper | None = None  # faulthandler writes to its descriptor: it must stay open
         self._descriptor = -1
