@@ -47,10 +47,21 @@ LAUNCHER_WORDS = {
     "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
 }
 PROGRAMS_OF_OTHERS = (
-    *("deepspeed", "torchrun", "accelerate", "mpirun", "sbatch", "srun", "scancel", "tensorboard", "nvidia-smi"),
+    *(
+        "deepspeed",
+        "torchrun",
+        "accelerate",
+        "mpirun",
+        "sbatch",
+        "srun",
+        "scancel",
+        "tensorboard",
+        "nvidia-smi",
+        "trtexec",
+    ),
 )
 VERBS = (
-    *("evaluate", "predict", "report", "export", "plan", "serve", "sweep", "bisect_runs", "replay"),
+    *("evaluate", "predict", "report", "export", "plan", "serve", "sweep", "bisect_runs", "replay", "publish"),
     *("pack", "audit_data"),
 )
 # With how many words they take.
