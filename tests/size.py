@@ -18,7 +18,7 @@ BUDGET = {
     "training": 3048,
     "training/base": 1657,
     "training/world": 1398,
-    "training/data": 7401,
+    "training/data": 7424,
     "training/recipe": 1462,
     "training/engines": 5123,
     "training/checkpoint": 1504,

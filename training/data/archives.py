@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -73,7 +74,7 @@ class Index(NamedTuple):
         checksums: See `RemoteFiles`.
     """
 
-    entries: Sequence[Entry]
+    entries: list[Entry]
     class_names: Sequence[str] = ()
     left_out: int = 0
     columns: Sequence[str] = ()
@@ -128,7 +129,7 @@ def listing_of(
     Args:
         root: Folder of the archives.
         files: The archives.
-        indexes: Of each.
+        indexes: Of each; their entries are taken out.
         archive: What reads them.
         options: Of the data.
         read_names: Returns the content of `CLASS_NAMES`, or raises OSError.
@@ -140,22 +141,24 @@ def listing_of(
     if not (options.val_part or any(part_kind(part)[0] for part in parts)):
         parts = [""] * len(parts)
     class_names = _class_names(root, indexes, read_names)
-    records = [
-        Record(
-            entry.path,
-            _named(entry.label, class_names, files[number]),
-            part,
-            entry.group,
-            size=entry.size,
-            changed_ns=index.state[1],
-            box=entry.box,
-            weight=entry.weight,
-            archive=number,
-            place=entry.place,
-        )
-        for number, (part, index) in enumerate(zip(parts, indexes, strict=True))
-        for entry in index.entries
-    ]
+    records: list[Record] = []
+    for number, (part, index) in enumerate(zip(parts, indexes, strict=True)):
+        records += [
+            Record(
+                entry.path,
+                _named(entry.label, class_names, files[number]),
+                part,
+                entry.group,
+                size=entry.size,
+                changed_ns=index.state[1],
+                box=entry.box,
+                weight=entry.weight,
+                archive=number,
+                place=entry.place,
+            )
+            for entry in index.entries
+        ]
+        index.entries.clear()  # of millions of images there is room for one list of them
     if not records:
         raise UserError(f"--data {options.data}: there is no image in {len(files)} {files[0].suffix} file(s).")
     left_out = sum(index.left_out for index in indexes)
@@ -254,7 +257,7 @@ def _parsed(content: Any) -> Index:
         for path, label, place, length, box, weight, group in content["entries"]:
             if not (type(place) is type(length) is int and 0 <= place < 2**62 and 0 <= length < 2**62):
                 raise ValueError
-            yield checked(Entry(path, label, place, length, tuple(box), weight, group))
+            yield checked(Entry(path, sys.intern(label), place, length, tuple(box), weight, group))
 
     names = content["class_names"]
     if not all(type(name) is str for name in names):
@@ -270,4 +273,4 @@ def checked(entry: Entry) -> Entry:
     is_sound = (not box or (len(box) == 4 and box[0] < box[2] and box[1] < box[3])) and 0 <= weight < float("inf")
     if not is_sound or not all(type(text) is str for text in (entry.path, entry.label, entry.group)):
         raise ValueError
-    return entry._replace(box=box, weight=weight)
+    return entry._replace(box=box, weight=weight if weight != 1 else 1.0)  # one object for most of them

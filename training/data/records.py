@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class Listing(NamedTuple):
     """
 
     root: PurePath
-    records: Sequence[Record]
+    records: list[Record]
     class_names: Sequence[str] = ()
     archive: Archive | None = None
     notes: Sequence[str] = ()
@@ -94,7 +94,7 @@ def load(listing: Listing, options: DataOptions) -> DatasetPair:
 
 def load_whole(listing: Listing, options: DataOptions) -> DatasetPair:
     """Return all images of a list as both sets of a pair, uncached, as `folder.load_whole`."""
-    return _datasets(listing, [listing.records], [], replace(options, cache="off"))
+    return _datasets(listing, [[*listing.records]], [], replace(options, cache="off"))
 
 
 def layout_of(listing: Listing, options: DataOptions) -> Layout:
@@ -157,9 +157,8 @@ def _held_out(records: Sequence[Record], options: DataOptions) -> tuple[list[Rec
     return sides
 
 
-def _datasets(
-    listing: Listing, parts: Sequence[Sequence[Record]], test: Sequence[Record], options: DataOptions
-) -> DatasetPair:
+def _datasets(listing: Listing, parts: Sequence[list[Record]], test: list[Record], options: DataOptions) -> DatasetPair:
+    """Return the sets of records, which are taken out of their lists, and out of the listing's."""
     names: dict[str, str] = {}  # by the form NFC, in which equal ones have the same bytes
     is_multilabel = options.task == MULTILABEL and listing.archive is None
     of_records = sorted({record.label for record in listing.records})
@@ -167,24 +166,28 @@ def _datasets(
         names.setdefault(unicodedata.normalize("NFC", name), name)
     numbers = {name: number for number, name in enumerate(names)}
     mean = sum(record.weight for record in parts[0]) / len(parts[0])
+    listing.records.clear()
     if not mean:
         raise UserError(f"--data {options.data}: all training images have weight 0.")
 
-    def files(records: Iterable[Record]) -> list[ImageFile]:
-        found = [
-            ImageFile(
-                record.path,
-                record.size,
-                numbers[unicodedata.normalize("NFC", record.label)],
-                record.changed_ns,
-                record.box,
-                record.weight / mean,  # 1 on average, as the weights of classes
-                record.archive,
-                record.place,
+    def files(records: list[Record]) -> list[ImageFile]:
+        found = []
+        while records:  # of millions of images there is room for one list of them
+            record = records.pop()
+            found.append(
+                ImageFile(
+                    record.path,
+                    record.size,
+                    numbers[unicodedata.normalize("NFC", record.label)],
+                    record.changed_ns,
+                    record.box,
+                    record.weight if mean == 1 else record.weight / mean,  # 1 on average, as the weights of classes
+                    record.archive,
+                    record.place,
+                )
             )
-            for record in records
-        ]
-        return sorted(found, key=lambda file: (file.label, file))
+        found.sort()
+        return sorted(found, key=lambda file: file.label)
 
     label_sets, class_names = None, [*names.values()]
     if is_multilabel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -200,20 +201,24 @@ class FileSource:
         self.channels, self._archive, self._reduced_to = channels, archive, reduced_to
         self.root, self._decode, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
         self.cache_folder = cache.folder if cache else None
-        self.labels = torch.tensor([file.label for file in files])
-        self.sizes = torch.tensor([file.size for file in files])
-        parts = [os.path.split(file.path) for file in files]
-        numbers = {folder: number for number, folder in enumerate(dict.fromkeys(folder for folder, _ in parts))}
+        self.labels, self.sizes = _integers(file.label for file in files), _integers(file.size for file in files)
+        numbers: dict[str, int] = {}
+        names, ends, folder_of = bytearray(), array("q"), array("i")
+        for file in files:
+            folder, name = os.path.split(file.path)
+            folder_of.append(numbers.setdefault(folder, len(numbers)))
+            names += os.fsencode(name)
+            ends.append(len(names))
         self._folders = list(numbers)
-        self._folder_of = torch.tensor([numbers[folder] for folder, _ in parts], dtype=torch.int32)
-        names = [os.fsencode(name) for _, name in parts]
-        self._names = torch.from_numpy(np.frombuffer(bytearray(b"".join(names)), dtype=np.uint8))
-        self._ends = torch.tensor([len(name) for name in names]).cumsum(0)
-        self._places = torch.tensor([(file.archive, file.place) for file in files]) if archive else None
+        self._folder_of = torch.from_numpy(np.array(folder_of, dtype=np.int32))
+        self._names, self._ends = torch.from_numpy(np.array(names, dtype=np.uint8)), _integers(ends)
+        self._places = None
+        if archive:
+            self._places = _integers(number for file in files for number in (file.archive, file.place)).view(-1, 2)
         has_boxes = any(file.box for file in files)
         boxes = torch.tensor([file.box or (0.0,) * 4 for file in files], dtype=torch.float64) if has_boxes else None
         self._boxes = boxes
-        weights = torch.tensor([file.weight for file in files], dtype=torch.float32)
+        weights = torch.from_numpy(np.fromiter((file.weight for file in files), dtype=np.float32))
         self.loss_weights = None if bool((weights == 1).all()) else weights
 
     def content(self, index: int) -> bytes:
@@ -286,6 +291,11 @@ class FileSource:
         start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
         name = os.fsdecode(self._names[start:end].numpy().tobytes())
         return os.path.join(self._folders[int(self._folder_of[index])], name)
+
+
+def _integers(values: Iterable[int]) -> torch.Tensor:
+    """Return int64 [N], of millions of values without a list of them."""
+    return torch.from_numpy(np.fromiter(values, dtype=np.int64))
 
 
 def digest_of(content: bytes, box: Edges = ()) -> int:
