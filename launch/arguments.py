@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from training.base.errors import USER_ERROR_EXIT_CODE, UserError, shown
+from training.base.heartbeat import end_with_caller
 from training.base.helper_processes import current_folder_kept_out
 from training.base.lasting_output import outlast_readers
 from training.config import REPO_ROOT, TrainConfig
@@ -134,7 +135,11 @@ LAUNCHERS = {
 
 @current_folder_kept_out()
 def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
-    """Exit with what `main` returns for the command line, or with code 2 and one line for a UserError."""
+    """Exit with what `main` returns for the command line, or with code 2 and one line for a UserError.
+
+    Gets SIGTERM with the end of whoever called it (`end_with_caller`).
+    """
+    end_with_caller()
     outlast_readers()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks start, Ctrl-C ends it without a traceback

@@ -31,7 +31,7 @@ from launch.process_tree import Launch, extensions_folder, remove_stale_build_lo
 from launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from training.base.control_groups import quota_note, usable_cores
 from training.base.errors import UserError
-from training.base.heartbeat import CALLER_VARIABLE, RESTARTS_VARIABLE, SECRET_VARIABLE, end_with_parent
+from training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
 from training.world.gpus import machine_gpus, visible_gpus
 from training.world.launchers import refuse_a_pod_alone
 from training.world.network_interfaces import check_chosen_interfaces, free_port
@@ -142,6 +142,4 @@ def supervise(
 
 
 if __name__ == "__main__":
-    if caller := os.environ.pop(CALLER_VARIABLE, ""):
-        end_with_parent(int(caller))
     run_launcher(main)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from launch.arguments import check_training, read_arguments
+from launch.cluster.hosts import read_hostfile
+from launch.cluster.rendezvous import NO_NODES_CODE
 from training.base.atomic_write import replacing, write_json
 from training.base.control_groups import usable_cores
 from training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
@@ -37,6 +39,7 @@ from training.observe.new_run import run_folder
 from training.world.gpus import machine_gpus, visible_gpus
 
 LAUNCHER = REPO_ROOT / "launch" / "single_node.py"
+MULTI_NODE = REPO_ROOT / "launch" / "cluster" / "multi_node.py"
 SCRIPT = "launch_distributed.sh"
 MOST_TRIALS = 1000
 POLL_SECONDS = 0.2
@@ -44,7 +47,7 @@ PLACES = 3  # significant digits of a number that is drawn
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9-]*)=(.+)", re.DOTALL)
 _RANGE = re.compile(r"([^.].*?)\.\.(.+?)(:log)?")
-STATE, LINE = "trials.json", "sweep.json"
+LINE = "sweep.json"
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,22 @@ class SweepTrial:
         return [f"--{flag}={value}" for flag, value in self.values.items()]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one trial at a time trains.
+
+    Attributes:
+        variables: that choose its GPUs, or its share of the cores.
+        host: the machine, empty for this one.
+    """
+
+    variables: dict[str, str]
+    host: str = ""
+
+
 @dataclass
 class RunningSweep:
-    """A sweep on this machine, with what every trial has come to so far.
+    """A sweep that is run from this machine, with what every trial has come to so far.
 
     Attributes:
         sweep: what is tried.
@@ -119,17 +135,28 @@ class RunningSweep:
     _processes: set[subprocess.Popen] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopped: bool = False
+    _left: int = 0  # places
 
-    def run(self, jobs: int) -> Iterator[SweepTrial]:
-        """Train what is left, `jobs` trials at a time; yield each trial when it has come to a rung.
+    def run(self, jobs: int, hostfile: Path | None = None, only: int = 0) -> Iterator[SweepTrial]:
+        """Train what is left; yield each trial when it has come to a rung.
+
+        Args:
+            jobs: how many trials at a time on this machine.
+            hostfile: of the machines that train in its place, each as many trials at a time as its slots allow.
+            only: the number of the trial to train, 0 for all.
 
         Raises:
-            UserError: if there are fewer GPUs than `jobs` trials need.
+            UserError: if there are fewer GPUs than trials at a time need, or no such trial.
         """
-        places = _places(self.sweep, jobs)
-        going = list(self.trials)
+        found = _places_on(self.sweep, hostfile) if hostfile else _places(self.sweep, jobs)
+        self._left, places = len(found), SimpleQueue[Place | None]()
+        for place in found:
+            places.put(place)
+        if only > len(self.trials):
+            raise UserError(f"--trial {only}: the sweep has {len(self.trials)} trials: give one of them.")
+        going = self.trials[only - 1 : only] if only else list(self.trials)
         for until in self.rungs():
-            with ThreadPoolExecutor(jobs) as pool:
+            with ThreadPoolExecutor(len(found)) as pool:
                 yield from pool.map(lambda trial, until=until: self._train(trial, until, places), going)
             if self._is_stopped:
                 return
@@ -161,33 +188,47 @@ class RunningSweep:
             for process in self._processes:
                 process.send_signal(signal.SIGTERM)
 
-    def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[dict[str, str]]) -> SweepTrial:
-        """Train a trial up to the end of an epoch, if it is not that far; a failure is its state."""
+    def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[Place | None]) -> SweepTrial:
+        """Train a trial up to the end of an epoch, if it is not that far; a failure is its state.
+
+        A machine that cannot be reached gets no other trial.
+        """
         is_there = until < self.epochs and trial.epochs >= until
         if self._is_stopped or is_there or trial.state in ("finished", "diverged"):
             return trial
-        place = places.get()
-        try:
-            self._start(trial, until, place)
-        finally:
-            places.put(place)
-        with self._lock:
-            kept = ("values", "run_name", "epochs", "score", "state", "seconds")
-            with replacing(self.folder / STATE) as temporary:
-                write_json(temporary, [{name: getattr(one, name) for name in kept} for one in self.trials])
+        while place := places.get():
+            try:
+                is_lost = self._start(trial, until, place) == NO_NODES_CODE and place.host != ""
+            except BaseException:
+                places.put(place)  # others wait for it
+                raise
+            if not is_lost:
+                places.put(place)
+                break
+            print(f"{place.host}: {trial.state}: it gets no more trials", file=sys.stderr, flush=True)
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    places.put(None)
+        else:
+            places.put(None)
+            trial.state = f"exit code {NO_NODES_CODE}: no machine is left"
+        _save(self.folder, trial)
         return trial
 
-    def _start(self, trial: SweepTrial, until: int, place: Mapping[str, str]) -> None:
+    def _start(self, trial: SweepTrial, until: int, place: Place) -> int:
+        """Train a trial at a place; return the launcher's exit code."""
         words = [*self.sweep.words, *trial.flags, f"--run-name={trial.run_name}", "--resume=auto"]
-        command, caller = [sys.executable, str(LAUNCHER), *words], {CALLER_VARIABLE: str(os.getpid())}
+        if place.host:
+            words = [*words[:2], "1", *words[2:], f"--hosts={place.host}"]
+        command = [sys.executable, str(MULTI_NODE if place.host else LAUNCHER), *words]
+        variables = os.environ | place.variables | {CALLER_VARIABLE: str(os.getpid())}
         start = time.monotonic()
         output = self.folder / f"{trial.number:03}.log"
         with output.open("ab") as log, self._lock:
             if self._is_stopped:
-                return
-            process = subprocess.Popen(
-                command, env={**os.environ, **place, **caller}, stdout=log, stderr=log, start_new_session=True
-            )
+                return 0
+            process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
             self._processes.add(process)
         is_asked = False
         while process.poll() is None:
@@ -207,6 +248,7 @@ class RunningSweep:
             trial.state = "paused"
         else:
             trial.state = f"exit code {process.returncode}: {_last_error(output)}"
+        return process.returncode
 
 
 def prepare(sweep: Sweep) -> RunningSweep:
@@ -240,14 +282,16 @@ def prepare(sweep: Sweep) -> RunningSweep:
                 raise UserError(
                     f"sweep {sweep.name}: a run {shown(taken.run_name)} is there already: give another name."
                 )
-            write_json(folder / LINE, line)
+            with replacing(folder / LINE) as temporary:
+                write_json(temporary, line)
         elif json.loads((folder / LINE).read_text()) != line:
             raise UserError(
                 f"sweep {sweep.name} was begun with another line ({shown_path(folder / LINE)}): give that, or another "
                 "name."
             )
-        if (folder / STATE).exists():
-            for trial, saved in zip(trials, json.loads((folder / STATE).read_text()), strict=True):
+        for trial in trials:
+            if (state := _state_file(folder, trial)).exists():
+                saved = json.loads(state.read_text())
                 trial.epochs, trial.score, trial.seconds = saved["epochs"], saved["score"], saved["seconds"]
                 trial.state = saved["state"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -303,8 +347,8 @@ def _draw(draws: random.Random, values: list[str] | tuple[float, float, bool, bo
     return str(round(value)) if is_whole else f"{value:.{PLACES}g}"
 
 
-def _places(sweep: Sweep, jobs: int) -> SimpleQueue[dict[str, str]]:
-    """Return the variables of `jobs` trials at a time: their GPUs, or their share of the cores.
+def _places(sweep: Sweep, jobs: int) -> list[Place]:
+    """Return the places of `jobs` trials at a time on this machine.
 
     Raises:
         UserError: if there are too few GPUs.
@@ -316,12 +360,31 @@ def _places(sweep: Sweep, jobs: int) -> SimpleQueue[dict[str, str]]:
             f"--jobs {jobs}: {jobs} trials of {ranks} GPU(s) need {ranks * jobs}, {len(gpus)} present: "
             f"give at most {len(gpus) // ranks}."
         )
-    places: SimpleQueue[dict[str, str]] = SimpleQueue()
-    for job in range(jobs):
-        own = gpus[job * ranks : (job + 1) * ranks]
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // (ranks * jobs)))
-        places.put({"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))} if gpus else {"OMP_NUM_THREADS": threads})
-    return places
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // (ranks * jobs)))
+    return [
+        _on_gpus(gpus[job * ranks : (job + 1) * ranks]) if gpus else Place({"OMP_NUM_THREADS": threads})
+        for job in range(jobs)
+    ]
+
+
+def _places_on(sweep: Sweep, hostfile: Path) -> list[Place]:
+    """Return as many places on each machine as its slots allow.
+
+    Raises:
+        UserError: for a hostfile that is none, or a machine with too few slots for a trial.
+    """
+    ranks = read_arguments(SCRIPT, sweep.words, {}).ranks_per_node
+    slots = read_hostfile(hostfile)
+    read_hostfile(hostfile, len(slots), ranks)
+    return [
+        _on_gpus(range(job * ranks, (job + 1) * ranks), host)
+        for host, count in slots.items()
+        for job in range(count // ranks)
+    ]
+
+
+def _on_gpus(gpus: Sequence[int | str], host: str = "") -> Place:
+    return Place({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}, host)
 
 
 def _progress(folder: Path) -> tuple[int, float | None]:
@@ -339,3 +402,13 @@ def _last_error(output: Path) -> str:
     lines = output.read_text(errors="replace").splitlines()
     errors = [line for line in lines if "error" in line.lower()] or lines or ["no output"]
     return one_line(errors[-1])[:200]
+
+
+def _state_file(folder: Path, trial: SweepTrial) -> Path:
+    return folder / f"{trial.number:03}.json"
+
+
+def _save(folder: Path, trial: SweepTrial) -> None:
+    kept = ("values", "run_name", "epochs", "score", "state", "seconds")
+    with replacing(_state_file(folder, trial)) as temporary:
+        write_json(temporary, {name: getattr(trial, name) for name in kept})

@@ -4,6 +4,8 @@ python scripts/sweep.py rates --vary learning-rate=0.001,0.003,0.01 --vary seed=
 python scripts/sweep.py wide --vary learning-rate=0.0003..0.03:log --vary weight-decay=0..0.2 --trials 9 --halving 3 \\
     -- basic_cnn ddp 2 16 9 --data digits
 
+python scripts/sweep.py rates --hostfile hostfile.txt --vary seed=0,1,2,3 -- mobilenet ddp 2 16 12
+
 After -- stand the words and flags of scripts/launch_distributed.sh. The same line again goes on where it was stopped.
 Exit code: 0 every trial is done, 1 some have failed (each is a row), 2 a mistake, 130 or 143 stopped.
 """
@@ -38,9 +40,12 @@ def sweep(given: argparse.Namespace) -> int:
         running.stop()
 
     with handling_stop_signals(stop):
-        for trial in running.run(given.jobs):
+        for trial in running.run(given.jobs, given.hostfile, given.trial):
             score = "no epoch" if trial.score is None else f"{trial.score:.4f} after {trial.epochs} epoch(s)"
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
+    failed = [trial for trial in running.trials if trial.state.startswith("exit code")]
+    if given.trial:
+        return 128 + received[0] if received else int(any(trial.number == given.trial for trial in failed))
     best, by = running.winner(), running.best_by
     command = shlex.join(["bash", f"scripts/{SCRIPT}", *asked.words, *best.flags]) if best else ""
     results = [
@@ -52,7 +57,7 @@ def sweep(given: argparse.Namespace) -> int:
     print(f"best         {command}\npage         {shown_path(page)}")
     if received:
         return 128 + received[0]
-    return 1 if any(trial.state.startswith("exit code") for trial in running.trials) else 0
+    return 1 if failed else 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -79,12 +84,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="Go on with one in so many after each rung of epochs, 2 or more; 0: with all.",
     )
     parser.add_number("--jobs", 1, 64, default=1, help="Trials at a time, each on GPUs, or cores, of its own.")
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="Machines that train in place of this one (lines of 'name slots=N'), over ssh: as many trials at a time"
+        " as their slots allow.",
+    )
+    parser.add_number(
+        "--trial", 0, 1000, default=0, help="Train this one alone, such as $SLURM_ARRAY_TASK_ID; 0: all, and compare."
+    )
     parser.add_number("--seed", 0, 2**31 - 1, default=0, help="Of the draws.")
     given = parser.parse(own)
     if not separator:
         raise UserError("the line to train is missing: -- MODEL STRATEGY GPUS BATCH_SIZE EPOCHS [FLAGS], at the end.")
     if given.halving == 1:
         raise UserError("--halving 1 would go on with all: give 2 or more, or 0.")
+    if given.hostfile and given.jobs > 1:
+        raise UserError("--jobs with --hostfile: the slots say how many trials at a time: leave --jobs out.")
+    if given.trial and given.halving:
+        raise UserError("--trial with --halving, which chooses among all trials: leave one out.")
     given.words = words
     return given
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -24,10 +25,14 @@ words = dict(word.lstrip("-").split("=", 1) for word in sys.argv if "=" in word)
 if words["learning-rate"] == "0.5":
     print("error: no such luck")
     sys.exit(1)
+if words.get("hosts") == "node-2":
+    print("ssh: no route")
+    sys.exit(69)
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 folder = pathlib.Path(words["log-dir"], "runs", words["run-name"])
 folder.mkdir(parents=True, exist_ok=True)
+(folder / "line").write_text(" ".join(sys.argv))
 metrics = folder / "metrics.jsonl"
 done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
 with (folder / "starts").open("a") as starts:
@@ -47,12 +52,13 @@ for epoch in range(done + 1, 10):
 def actor(tmp_path, monkeypatch) -> Path:
     path = tmp_path / "actor.py"
     path.write_text(ACTOR)
-    monkeypatch.setattr(sweeps, "LAUNCHER", path)
+    for launcher in ("LAUNCHER", "MULTI_NODE"):
+        monkeypatch.setattr(sweeps, launcher, path)
     return tmp_path
 
 
-def made(folder: Path, *varied: str, **values) -> Sweep:
-    return Sweep("rates", (*WORDS, f"--log-dir={folder}"), varied, **values)
+def made(folder: Path, *varied: str, name: str = "rates", **values) -> Sweep:
+    return Sweep(name, (*WORDS, f"--log-dir={folder}"), varied, **values)
 
 
 def values_of(*varied: str, **values) -> list[dict[str, str]]:
@@ -161,9 +167,15 @@ def test_another_line_under_the_name_and_runs_of_others_are_refused(tmp_path):
 def test_the_command_line():
     given = parse(["rates", "--vary", "seed=0,1", "--", *WORDS, "--", "x"])
     assert (given.vary, given.words) == (["seed=0,1"], [*WORDS, "--", "x"])
-    for words, line in ((["rates"], "the line to train is missing"), (["x", "--halving", "1", "--"], "--halving 1")):
+    mistakes = {
+        "the line to train is missing": [],
+        "--halving 1": ["--halving", "1", "--"],
+        "--trial with --halving": ["--trial", "1", "--halving", "2", "--"],
+        "--jobs with --hostfile": ["--jobs", "2", "--hostfile", "x", "--"],
+    }
+    for line, words in mistakes.items():
         with pytest.raises(UserError, match=line):
-            parse(words)
+            parse(["rates", *words])
 
 
 def test_seeds_are_a_mean_and_a_deviation(tmp_path):
@@ -198,11 +210,42 @@ def test_folds_are_a_mean_and_a_deviation():
 def test_the_state_survives_what_is_no_state(actor):
     asked = made(actor, "learning-rate=0.01")
     list(prepare(asked).run(1))
-    state = actor / "sweeps" / "rates" / "trials.json"
-    assert json.loads(state.read_text())[0]["epochs"] == 9
+    state = actor / "sweeps" / "rates" / "001.json"
+    assert json.loads(state.read_text())["epochs"] == 9
     state.write_text("{")
     with pytest.raises(UserError, match="cannot be used"):
         prepare(asked)
+
+
+def test_tasks_of_an_array_train_one_trial_each(actor):
+    asked = made(actor, "learning-rate=0.01,0.02,0.03")
+    for number in (3, 1):
+        assert [trial.number for trial in prepare(asked).run(1, only=number)] == [number]
+    assert [trial.state for trial in prepare(asked).trials] == ["finished", "waiting", "finished"]
+    with pytest.raises(UserError, match="--trial 4: the sweep has 3 trials"):
+        next(prepare(asked).run(1, only=4))
+
+
+def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor, capfd):
+    """The actor's machine node-2 cannot be reached."""
+    path = actor / "hostfile"
+    path.write_text("node-1 slots=5\nnode-2 slots=2\n")
+    words = ("basic_cnn", "ddp", "2", *WORDS[3:], f"--log-dir={actor}")
+    asked = Sweep("rates", words, ("learning-rate=0.01,0.02,0.03,0.04",))
+    assert [(place.host, place.variables["CUDA_VISIBLE_DEVICES"]) for place in sweeps._places_on(asked, path)] == [
+        ("node-1", "0,1"),
+        ("node-1", "2,3"),
+        ("node-2", "0,1"),
+    ]
+    assert [trial.state for trial in prepare(asked).run(1, path)] == ["finished"] * 4
+    assert capfd.readouterr().err.count("node-2: exit code 69: ssh: no route") == 1
+    assert "basic_cnn ddp 1 2 32 9" in (actor / "runs" / "rates-1" / "line").read_text()
+    path.write_text("node-2 slots=2\n")
+    asked = dataclasses.replace(asked, name="lost")
+    assert [trial.state for trial in prepare(asked).run(1, path)] == ["exit code 69: no machine is left"] * 4
+    path.write_text("node-1 slots=1\n")
+    with pytest.raises(UserError, match="2 GPUs per node asked for, node-1 has slots=1"):
+        next(prepare(asked).run(1, path))
 
 
 @pytest.mark.slow

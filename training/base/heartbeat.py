@@ -192,6 +192,12 @@ def end_with_parent(parent: int = 0) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def end_with_caller() -> None:
+    """Do so with the process that `CALLER_VARIABLE` names, if there is one."""
+    if caller := os.environ.pop(CALLER_VARIABLE, ""):
+        end_with_parent(int(caller))
+
+
 def _process_1_started_us() -> bool:
     """Whether process 1 is the launcher itself, as in a container: then its command line names our script."""
     script = os.fsencode(Path(sys.argv[0]).name)
