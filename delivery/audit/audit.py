@@ -24,7 +24,7 @@ from delivery.audit.findings import (
     small_classes,
 )
 from delivery.audit.labels import doubt_labels, outliers
-from delivery.audit.output import FIXED, FIXES, PAGE, check_replaceable, read_fixes, write_audit, write_fixed
+from delivery.audit.output import FIXED, FIXES, PAGE, check_output, read_fixes, write_audit, write_fixed
 from delivery.evaluation_data import EvaluationChoice, audit_options
 from delivery.trained_model import find_model, slug
 from training.base.atomic_write import replacing
@@ -58,7 +58,7 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
     place = os.path.basename(os.path.abspath(os.path.expanduser(data)))
     default = REPO_ROOT / "logs" / "audits" / (slug(place) or "data")
     folder = Path(os.path.expanduser(output)) if output else default
-    check_replaceable(folder)
+    check_output(folder)
     model = find_model(run) if run else None
     config = (model.config() if model else None) or TrainConfig()
     if config.task == MULTILABEL:

@@ -11,7 +11,7 @@ import numpy as np
 from delivery.audit.catalogue import Catalogue
 from delivery.audit.copies import Copy
 from delivery.audit.labels import SUSPECTED, LabelDoubts
-from training.data.reading.sources import UNKNOWN
+from training.data.duplicates import first_of_each
 
 KINDS = {
     "leak": "The same image in two parts",
@@ -64,11 +64,7 @@ def equal_files(digests: np.ndarray) -> list[Copy]:
     Args:
         digests: int64 [N], `UNKNOWN` for an image without.
     """
-    order = np.argsort(digests, kind="stable")
-    order = order[digests[order] != UNKNOWN]
-    values = digests[order]
-    is_first = np.r_[True, values[1:] != values[:-1]] if len(values) else np.empty(0, dtype=bool)
-    firsts = order[is_first][np.cumsum(is_first) - 1]
+    order, is_first, firsts = first_of_each(digests, np.argsort(digests, kind="stable"))
     pairs = zip(firsts[~is_first].tolist(), order[~is_first].tolist(), strict=True)
     return [Copy(one, other, is_mirrored=False, difference=0.0, limit=1.0) for one, other in pairs]
 

@@ -23,6 +23,7 @@ from training.base.atomic_write import replacing_folder, write_json
 from training.base.errors import UserError, printable, shown
 from training.base.small_files import as_given, write_csv
 from training.data.reading.images import ImageError
+from training.observe.evaluation import check_replaceable
 
 FACTS, PAGE, FIXES, FIXED = "audit.json", "audit.html", "fixes.csv", "fixed.csv"
 COLUMNS = ("path", "action", "new", "confidence", "reason")
@@ -32,14 +33,9 @@ THUMBNAIL_PIXELS, JPEG_QUALITY = 96, 80
 Fixes = Sequence[tuple[int, Fix]]
 
 
-def check_replaceable(folder: Path) -> None:
-    """Refuse a folder that contains something else than an audit.
-
-    Raises:
-        UserError: for such a folder, and for a file.
-    """
-    if folder.exists() and not (folder / FACTS).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"'{folder}' exists and holds no audit: move it away, or give --output another folder.")
+def check_output(folder: Path) -> None:
+    """Refuse a folder that contains something else than an audit; raise UserError."""
+    check_replaceable(folder, FACTS, "audit", "give --output another folder")
 
 
 def write_audit(
@@ -57,7 +53,7 @@ def write_audit(
     Raises:
         UserError: the folder contains something else, or cannot be written.
     """
-    check_replaceable(folder)
+    check_output(folder)
     listed = [
         {"kind": one.kind, "image": catalogue.name(one.image), "part": str(catalogue.parts[one.image])}
         | {"label": catalogue.class_names[catalogue.labels[one.image]], "confidence": round(one.confidence, 4)}

@@ -54,6 +54,15 @@ class Duplicates:
         ]
 
 
+def first_of_each(digests: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the known ones of `order`, in which equal digests stand together; whether each is its content's first; and
+    which that is."""
+    order = order[digests[order] != UNKNOWN]
+    values = digests[order]
+    is_first = np.r_[True, values[1:] != values[:-1]] if len(values) else np.empty(0, dtype=bool)
+    return order, is_first, order[is_first][np.cumsum(is_first) - 1]
+
+
 def find_duplicates(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> Duplicates:
     """Find equal images by the digests of their files.
 
@@ -72,11 +81,7 @@ def find_duplicates(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) ->
         return parts[part][1].source.name(int(position - starts[part]))
 
     # Of equal digests, which stand together, training images come first, and then the order is that of the set.
-    order = np.lexsort((~is_train, all_digests))
-    order = order[all_digests[order] != UNKNOWN]
-    values = all_digests[order]
-    is_first = np.r_[True, values[1:] != values[:-1]] if len(values) else np.empty(0, dtype=bool)
-    firsts = order[is_first][np.cumsum(is_first) - 1]  # of each image, the first one with its content
+    order, is_first, firsts = first_of_each(all_digests, np.lexsort((~is_train, all_digests)))
     found = {
         "leaked": ~is_train[order] & is_train[firsts],
         "mislabelled": labels[order] != labels[firsts],

@@ -85,14 +85,16 @@ def write_scores(folder: Path, facts: dict[str, Any]) -> None:
         write_json(new / SCORES, facts)
 
 
-def check_replaceable(folder: Path) -> None:
-    """Refuse a folder that contains something else than an evaluation, which would be lost.
+def check_replaceable(
+    folder: Path, mark: str = SCORES, kind: str = "evaluation", cure: str = "choose another folder"
+) -> None:
+    """Refuse a folder that contains something else than an evaluation, or than what has a file `mark`.
 
     Raises:
         UserError: for such a folder, and for a file.
     """
-    if folder.exists() and not (folder / SCORES).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"'{folder}' exists and holds no evaluation: move it away, or choose another folder.")
+    if folder.exists() and not (folder / mark).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"'{folder}' exists and holds no {kind}: move it away, or {cure}.")
 
 
 def confusion_cells(details: SampleScores, num_classes: int) -> list[list[int]]:
