@@ -101,7 +101,11 @@ def audit_data_parser(description: str | None) -> OneLineParser:
     """Return the parser of audit_data.py."""
     parser = OneLineParser("audit_data", description)
     parser.add_argument("data", metavar="DATA", help="As --data of a training.")
-    parser.add_argument("--run", default="", help="A run's name or folder: the data is divided as in its training.")
+    parser.add_argument(
+        "--run",
+        default="",
+        help="A run's name or folder: the data is divided as in its training; or timm:NAME with published weights.",
+    )
     parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
     parser.add_argument("--fixes", default="", help="A fixes.csv, changed or not: write the table of it, and no more.")
     parser.add_argument("--output", default="", help="Folder of the files; default: logs/audits/DATA.")

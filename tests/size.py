@@ -22,11 +22,11 @@ BUDGET = {
     "training/recipe": 1462,
     "training/engines": 5123,
     "training/checkpoint": 1504,
-    "training/observe": 2579,
+    "training/observe": 2590,
     "training/steps": 1129,
     "training/config": 1132,
     "planning": 3306,
-    "delivery": 4431,
+    "delivery": 4488,
     "delivery/export": 1229,
     "delivery/report": 1649,
 }

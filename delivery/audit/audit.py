@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
+import torch
 from torch import nn
 
 from delivery.audit.catalogue import Catalogue, embeddings, picture_features
@@ -27,18 +29,23 @@ from delivery.audit.labels import doubt_labels, outliers
 from delivery.audit.output import FIXED, FIXES, PAGE, check_output, read_fixes, write_audit, write_fixed
 from delivery.evaluation_data import EvaluationChoice, audit_options
 from delivery.trained_model import find_model, slug
+from models.build import build_model
+from models.timm_models import check_timm_name
 from training.base.atomic_write import replacing
 from training.base.errors import UserError, printable
 from training.base.run_folder import shown_path
 from training.checkpoint.weights import load_model
 from training.config import REPO_ROOT, TrainConfig
 from training.data import load_data
+from training.data.datasets import DatasetPair
 from training.data.settings import MULTILABEL
 from training.data.values import values_of
+from training.observe.neighbours import MOST_COMPARED, votes
 
 SMALL_CLASS = 10  # training images
 MOST_JUDGED = 100_000  # images, whose neighbours are looked for among all
 LEAST_ACCURACY = 0.8  # of a classifier that may doubt labels
+TIMM, QUERIES_AT_ONCE = "timm:", 256
 
 
 def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", output: str = "") -> dict[str, Any]:
@@ -46,8 +53,8 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
 
     Args:
         data: as `--data` of a training.
-        run: a run's name or folder, which says how the data is divided, and whose model judges; empty: as by default,
-            and by the pictures alone.
+        run: a run's name or folder, which says how the data is divided, and whose model judges; `timm:NAME`, a network
+            with its published weights that judges; empty: as by default, and by the pictures alone.
         data_root: folder of torchvision's data sets; default: the run's own.
         fixes: a list of fixes to make instead of looking for some; empty without.
         output: the folder; default: logs/audits/DATA.
@@ -59,13 +66,17 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
     default = REPO_ROOT / "logs" / "audits" / (slug(place) or "data")
     folder = Path(os.path.expanduser(output)) if output else default
     check_output(folder)
-    model = find_model(run) if run else None
+    is_published = run.startswith(TIMM)
+    model = find_model(run) if run and not is_published else None
     config = (model.config() if model else None) or TrainConfig()
     if config.task == MULTILABEL:
         raise UserError(f"run '{run}' has several labels for each image, an audit knows one: leave out --run.")
     trained = load_model(model.weights) if model else None
     seen_as = trained[1]["preprocessing"] if trained else None
     datasets = load_data(audit_options(config, EvaluationChoice(data, data_root=data_root), seen_as))
+    if is_published:
+        trained = _published(run, datasets)
+        seen_as = trained[1]["preprocessing"]
     wanted, values = (values_of(each or {}) for each in (seen_as, datasets.preprocessing))
     if trained and wanted != values:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {values}: convert it.")
@@ -86,6 +97,46 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
     write_audit(folder, facts, findings, found_fixes, catalogue)
     _show(folder, facts, findings, found_fixes, catalogue)
     return facts
+
+
+def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a network of timm's with its published weights, and how its images are prepared."""
+    check_timm_name(name.removeprefix(TIMM))
+    facts: Any = timm.get_pretrained_cfg(name.removeprefix(TIMM))
+    size = facts.input_size[-1]
+    network = build_model(
+        name,
+        num_classes=len(data.class_names),
+        image_size=size,
+        image_channels=data.image_channels,
+        pretrained=True,
+        keep_stem=True,
+    ).module.eval()
+    preprocessing = data.preprocessing | {"image_size": size, "resize_size": round(size / facts.crop_pct)}
+    preprocessing |= {"interpolation": facts.interpolation, "fit": "crop"}
+    if data.image_channels == 3:
+        preprocessing |= {"mean": [*facts.mean], "std": [*facts.std]}
+    return network, {"preprocessing": preprocessing}
+
+
+def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.ndarray) -> float | None:
+    """Return the share of other images whose class most of their nearest training images have, see `votes`.
+
+    None without either kind of images. Of many training images a part is compared.
+
+    Args:
+        features: float32 [N, F].
+        labels: int64 [N].
+        is_trained: bool [N], which are training images.
+    """
+    vectors = torch.nn.functional.normalize(torch.from_numpy(features))
+    own, others = np.flatnonzero(is_trained), np.flatnonzero(~is_trained)
+    own = own[:: max(-(-len(own) // MOST_COMPARED), 1)]
+    if not (len(own) and len(others)):
+        return None
+    known, classes = torch.from_numpy(labels[own]), int(labels.max()) + 1
+    found = [votes(some, vectors[own], known, classes).argmax(1) for some in vectors[others].split(QUERIES_AT_ONCE)]
+    return float((torch.cat(found).numpy() == labels[others]).mean())
 
 
 def _examine(
@@ -118,7 +169,9 @@ def _examine(
         else:
             note += ", so labels are not judged" + ("" if trained else ": give the --run of a trained model")
     fixes = [*label_fixes.items(), *copy_fixes(catalogue, copies, label_fixes)]
-    return findings, fixes, [note]
+    score = neighbours_score(features[numbers], catalogue.labels[numbers], catalogue.parts[numbers] == "train")
+    near = [] if score is None else [f"the nearest training images predict {score:.1%} of the other labels (k-NN)"]
+    return findings, fixes, [note, *near]
 
 
 def _fix(folder: Path, fixes: Sequence[tuple[int, Fix]], catalogue: Catalogue) -> dict[str, Any]:

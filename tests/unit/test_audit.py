@@ -9,14 +9,18 @@ import shutil
 
 import numpy as np
 import pytest
+import timm
 from exports import save_run
 from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
 
-from delivery.audit.audit import audit
+from delivery.audit.audit import audit, neighbours_score
+from delivery.audit.catalogue import embeddings
 from delivery.audit.copies import SIDE, Copy, find_copies
 from delivery.audit.findings import Fix, copy_fixes, groups_of
 from delivery.audit.labels import doubt_labels, outliers, wrong_label_probabilities
+from models.build import build_model
 from training.base.errors import UserError
 from training.data import DataOptions, fake, load_data
 
@@ -180,7 +184,7 @@ def test_clean_generated_images_raise_no_alarm_and_have_no_table(tmp_path, monke
     output = tmp_path / "audit"
     facts = audit("fake", output=str(output))
     assert json.loads((output / "audit.json").read_text())["findings"] == []
-    assert "predicts" in facts["notes"][-1]
+    assert "predicts" in facts["notes"][-2]
     assert not (output / "fixed.csv").exists()
     (tmp_path / "fixes.csv").write_text("path,action,new\n")
     with pytest.raises(UserError, match="no files"):
@@ -192,8 +196,9 @@ def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path,
     run = save_run(tmp_path / "run", built, data)
     monkeypatch.setattr("delivery.audit.audit.find_copies", lambda pictures: [])  # slow, and not asked here
     facts = audit("digits", run=str(run), output=str(tmp_path / "audit"))
-    accuracy = float(re.search(r"what the model sees predicts ([\d.]+)%", facts["notes"][-1])[1])
-    assert accuracy > 95
+    accuracy = float(re.search(r"what the model sees predicts ([\d.]+)%", facts["notes"][-2])[1])
+    score = float(re.search(r"nearest training images predict ([\d.]+)% of the other labels", facts["notes"][-1])[1])
+    assert min(accuracy, score) > 95
     with pytest.raises(UserError, match="is neither a file"):
         audit("digits", run=str(tmp_path / "none"), output=str(tmp_path / "audit"))
 
@@ -232,3 +237,40 @@ def test_an_image_unlike_all_others_is_found():
     far, times = outliers(features)
     assert far.tolist() == [7]
     assert times[0] > 1
+
+
+def test_the_nearest_neighbours_are_those_of_scikit_learn():
+    """20 by cosine, with the weights of Wu et al. 2018, exp(cosine / 0.07)."""
+    generator = np.random.default_rng(0)
+    centres, labels = generator.normal(size=(4, 8)), generator.integers(0, 4, 400)
+    features = (centres[labels] + 1.2 * generator.normal(size=(400, 8))).astype(np.float32)
+    is_trained = generator.random(400) < 0.6
+    oracle = KNeighborsClassifier(20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07))
+    expected = oracle.fit(features[is_trained], labels[is_trained]).score(features[~is_trained], labels[~is_trained])
+    assert 0.5 < expected < 1
+    assert neighbours_score(features, labels, is_trained) == pytest.approx(expected)
+    assert neighbours_score(features, labels, np.ones(400, dtype=bool)) is None
+
+
+def test_a_published_network_judges_before_anything_is_trained(photos, tmp_path, monkeypatch):
+    """Of random weights here, where no hub is: with its own size, crop, mean and deviation."""
+    seen = []
+
+    def unpublished(name, **options):
+        assert options.pop("pretrained")
+        return build_model(name, **options)
+
+    def look(network, metadata, catalogue):
+        seen.append(metadata["preprocessing"])
+        return embeddings(network, metadata, catalogue)
+
+    monkeypatch.setattr("delivery.audit.audit.build_model", unpublished)
+    monkeypatch.setattr("delivery.audit.audit.embeddings", look)
+    facts = audit(str(photos), run="timm:test_resnet", output=str(tmp_path / "audit"))
+    assert "a classifier by what the model sees predicts" in facts["notes"][-2]
+    published = timm.get_pretrained_cfg("test_resnet")
+    (preprocessing,) = seen
+    assert (preprocessing["image_size"], preprocessing["resize_size"]) == (160, round(160 / published.crop_pct))
+    assert (preprocessing["mean"], preprocessing["std"]) == ([*published.mean], [*published.std])
+    with pytest.raises(UserError, match="unknown model 'timm:resnet19'"):
+        audit(str(photos), run="timm:resnet19", output=str(tmp_path / "audit"))

@@ -53,12 +53,23 @@ class Neighbours:
         self._bank, self._labels = features[order], facts[order, 1]
 
     def log_probabilities(self, features: torch.Tensor) -> torch.Tensor:
-        """Return float32 [B, classes] for features [B, F]: votes of the nearest, weighted by their cosines.
+        """Return float32 [B, classes] for features [B, F]: the logarithm of `votes`.
 
         One further vote is for all classes alike, so that no probability is 0.
         """
-        cosines = F.normalize(features.float()) @ self._bank.T
-        nearest = cosines.topk(min(NEIGHBOURS, len(self._bank)), dim=1)
-        votes = (nearest.values / TEMPERATURE).softmax(1)[:, None]
-        shares = (votes @ F.one_hot(self._labels[nearest.indices], self._num_classes).float())[:, 0]
+        shares = votes(F.normalize(features.float()), self._bank, self._labels, self._num_classes)
         return ((NEIGHBOURS * shares + 1 / self._num_classes) / (NEIGHBOURS + 1)).log()
+
+
+def votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Return the votes of the nearest for each class, weighted by their cosines: float32 [B, classes], 1 in all.
+
+    Args:
+        features: [B, F], of length 1.
+        bank: [N, F], of length 1.
+        labels: int64 [N], of the bank.
+        num_classes: of the data set.
+    """
+    nearest = (features @ bank.T).topk(min(NEIGHBOURS, len(bank)), dim=1)
+    weights = (nearest.values / TEMPERATURE).softmax(1)[:, None]
+    return (weights @ F.one_hot(labels[nearest.indices], num_classes).float())[:, 0]
