@@ -104,7 +104,8 @@ def test_evaluation_and_the_check_of_data_take_every_kind(run, photos, tmp_path,
     ]
     for scores in evaluated:
         assert Path(scores.pop("data")) in (photos, data)
-        assert [str(one.pop("name")).rpartition("/")[2] for one in scores["worst"]]
+        for listed in (scores["worst"], scores["typical"]):
+            assert [str(one.pop("name")).rpartition("/")[2] for one in listed]
         assert scores["judged"].pop("images")  # a hash of the names
     assert evaluated[0] == evaluated[1]
     report = check_data(DataOptions(data=str(data), data_root=str(photos)))
