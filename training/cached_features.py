@@ -2,13 +2,15 @@
 
 Without augmentation an image is the same in every epoch, and so is what a frozen network makes of it. Each image goes
 through it once, in the batches of an evaluation; from then on batches have features in the place of images. They have
-the batch size of the training, on which the last bit of a kernel's sums may depend.
+the batch size of the training, on which the last bit of a kernel's sums may depend. With augmentation it goes through
+it once for each of `--feature-views` V views, those of the first V epochs, and epoch e trains on view e mod V.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,15 +20,12 @@ from torch import nn
 from training.base.errors import AgreedError
 from training.base.units import format_duration
 from training.data.loader import Batch, Loader
-from training.data.sampler import BatchKey
+from training.data.sampler import COPY, BatchKey
 from training.data.transfer import to_device
 from training.engines.parameter_shards import WEIGHTS, fill_shards
 from training.loop import forward_all, seed_dropout
 from training.world.collectives import copy_from_main, gather_rows, largest_over_ranks
 from training.world.world import World
-
-if TYPE_CHECKING:
-    from training.setup import Run
 
 if TYPE_CHECKING:
     from training.setup import Run
@@ -48,7 +47,7 @@ def cache_features(context: Run, loop: TrainContext) -> int:
         UserError: on all ranks, if the model has several heads, or one that does not read a vector; if what is before
             it is not the same in training as in evaluation; if an image on any rank cannot be read.
     """
-    engine, world, begin = context.state.engine, context.world.data, time.perf_counter()
+    config, engine, world, begin = context.config, context.state.engine, context.world.data, time.perf_counter()
     heads = {name.rpartition(".")[0] for name in context.built.head_parameter_names}
     if len(heads) != 1:
         raise AgreedError("--features cached: this model has several heads: leave it out.")
@@ -56,26 +55,33 @@ def cache_features(context: Run, loop: TrainContext) -> int:
     read: list[torch.Tensor] = []
     hook = head.register_forward_pre_hook(lambda _head, inputs: read.append(inputs[0]))
     loaders = (context.train_loader, context.val_loader)
-    sets = [_Features(loader, read, world) for loader in loaders]
+    sets = [
+        _Features(loader, read, world, views) for loader, views in zip(loaders, (config.feature_views, 1), strict=True)
+    ]
     engine.module.eval()
     for loader, features in zip(loaders, sets, strict=True):
-        with loop.timing.clock.evaluation, torch.no_grad():
-            once = loader.each_once()
-            stop_signal = forward_all(engine, once, features.add, context=loop, is_interruptible=True)
-        if stop_signal:
-            hook.remove()
-            return stop_signal
+        for view in range(features.views):
+            with loop.timing.clock.evaluation, torch.no_grad():
+                once, add = loader.each_once(view), partial(features.add, view)
+                stop_signal = forward_all(engine, once, add, context=loop, is_interruptible=True)
+            if stop_signal:
+                hook.remove()
+                return stop_signal
     context.freezer.start_epoch(only_head=False)
     difference = _take_either(context, head, sets[0], read)
     hook.remove()
     for loader, features in zip(loaders, sets, strict=True):
         loader.read_from(features.batch)
-    if context.config.solver == "lbfgs":
+    if config.solver == "lbfgs":
         own = context.data.train.source.loss_weights
-        solve_head(context, head, sets[0].values, sets[0].weights if own is None else sets[0].weights * own)
+        weights = sets[0].weights if own is None else sets[0].weights * own.repeat(config.feature_views)
+        solve_head(context, head, sets[0].values, weights)
     width, seconds = sets[0].values.shape[1], time.perf_counter() - begin
+    images, often = sum(len(loader.dataset) for loader in loaders), "once"
+    if config.feature_views > 1:
+        often += f" for each of {config.feature_views} views"
     context.loggers.message(
-        f"features     {len(sets[0].values) + len(sets[1].values)} images went through the network once, in "
+        f"features     {images} images went through the network {often}, in "
         f"{format_duration(seconds)}: the head trains on {width} numbers of each"
     )
     if difference:
@@ -138,28 +144,30 @@ class _Features:
         loader: of the images.
         read: to which each forward of the network appends what its head reads, [B, D].
         world: the ranks that read different images.
+        views: how many of each image.
 
     Attributes:
-        values: [images, D] on the device.
-        weights: float32 [images], 0 for those that could not be read.
+        values: [views x images, D] on the device, view by view.
+        weights: float32 [views x images], 0 for those that could not be read.
         first: images and features of this rank's first batch.
     """
 
-    def __init__(self, loader: Loader, read: list[torch.Tensor], world: World) -> None:
-        self._source, self._read, self._world = loader.dataset.source, read, world
-        self.weights = torch.zeros(len(loader.dataset))
+    def __init__(self, loader: Loader, read: list[torch.Tensor], world: World, views: int) -> None:
+        self._source, self._read, self._world, self.views = loader.dataset.source, read, world, views
+        self._images = len(loader.dataset)
+        self.weights = torch.zeros(views * self._images)
         self.values = torch.empty(0)
         self.first: tuple[torch.Tensor, ...] = ()
 
-    def add(self, batch: Batch, _logits: torch.Tensor) -> None:
-        """Keep the features of all ranks' batches; a collective."""
+    def add(self, view: int, batch: Batch, _logits: torch.Tensor) -> None:
+        """Keep the features of all ranks' batches of one view; a collective."""
         own = self._read.pop()
         if own.ndim != 2:
             shape = " x ".join(map(str, own.shape[1:]))
             raise AgreedError(f"--features cached: this head reads {shape} numbers, no vector: leave that out.")
         if not self.first:
             self.first, self.values = (batch.images, own), own.new_zeros(len(self.weights), own.shape[1])
-        numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device), -1)
+        numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device) + view * self._images, -1)
         places = gather_rows(numbers, self._world).view(-1)
         # as bytes: gloo knows no bf16
         rows = gather_rows(own.contiguous().view(torch.uint8).view(-1), self._world).view(own.dtype)
@@ -168,12 +176,17 @@ class _Features:
         self.weights[places[is_read].cpu()] = 1.0
 
     def batch(self, key: BatchKey) -> Batch:
-        """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0."""
+        """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0.
+
+        The copies of an image that an epoch has more than once are of different views.
+        """
         indices, own = torch.from_numpy(key.indices), self._source.loss_weights
+        views = (key.epoch + key.draw_keys // COPY) % self.views
+        places = torch.from_numpy(key.indices + views * self._images)
         return Batch(
-            self.values.index_select(0, to_device(indices, self.values.device)),
+            self.values.index_select(0, to_device(places, self.values.device)),
             self._source.labels[indices],
-            torch.from_numpy(key.weights) * self.weights[indices],
+            torch.from_numpy(key.weights) * self.weights[places],
             indices,
             epoch=key.epoch,
             leaf=key.leaf,
@@ -192,8 +205,8 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
     Args:
         context: the run.
         head: a linear layer.
-        features: what it reads of each training image, [N, D].
-        weights: of the images' losses, float32 [N].
+        features: what it reads of each training image, [views x N, D].
+        weights: of the images' losses, float32 [views x N].
 
     Raises:
         UserError: on all ranks, if the head is no linear layer.
@@ -203,7 +216,7 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
     config, world, state = context.config, context.world, context.state
     if state.progress.epoch == config.epochs:
         return
-    labels = context.data.train.source.labels
+    labels = context.data.train.source.labels.repeat(config.feature_views)
     names = sorted(context.built.head_parameter_names, reverse=True)  # the weight comes first
     shapes = [(head.out_features, head.in_features), (head.out_features,)][: len(names)]
     solved = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

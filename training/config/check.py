@@ -47,10 +47,15 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
     ),
     "features": (
         lambda config: config.features == "cached",
-        {"tune": ("head",), "augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
-        | _only(0, "color_jitter", "random_erasing", "mixup", "cutmix")
+        {"tune": ("head",)}
+        | _only(0, "mixup", "cutmix")
         | _only("", "progressive_size", "distill")
         | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED, "pipeline_parallel": (1,)},
+    ),
+    "feature_views": (
+        lambda config: config.features == "cached" and config.feature_views == 1,
+        {"augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
+        | _only(0, "color_jitter", "random_erasing"),
     ),
     "solver": (
         lambda config: config.solver == "lbfgs",
@@ -372,6 +377,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.has_stages),
     **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
     "temperature": lambda config: config.is_contrastive,
+    "feature_views": lambda config: config.features == "cached",
     **dict.fromkeys(
         ("islands", "outer_learning_rate", "outer_momentum", "outer_precision"), lambda config: config.has_islands
     ),
