@@ -9,7 +9,6 @@ from pathlib import Path
 
 from delivery.activation_map import explainer
 from delivery.evaluation_files import write_evaluation
-from training.base.errors import UserError
 from training.base.run_folder import EVALUATION, METRICS, REPORT, TEST_EVALUATION, RunFolder, shown_path
 from training.base.units import format_bytes
 from training.checkpoint.weights import load_model, read_metadata
@@ -75,7 +74,7 @@ def _write_evaluation(folder: RunFolder, name: str, source: Source) -> None:
     # A run that was killed between the two files has the scores of an older epoch.
     if facts is not None and facts["epoch"] == read_metadata(folder.weights)["extra"].get("epoch"):
         explain = None
-        with contextlib.suppress(UserError):  # of weights that tell no classes apart
+        with contextlib.suppress(Exception):  # as of weights that tell no classes apart
             module, metadata = load_model(folder.weights)
             explain = explainer(module, metadata["preprocessing"])
         write_evaluation(folder.path / name, facts, source.read, explain)

@@ -13,7 +13,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from delivery.activation_map import Explain
 from training.base.atomic_write import replacing_folder, write_json
-from training.base.errors import UserError, printable
+from training.base.errors import printable
 from training.base.run_folder import SCORES, TYPICAL, WHY, WORST
 from training.base.small_files import write_csv
 from training.data.augment import viewable
@@ -124,7 +124,7 @@ def _write_reasons(
         images = [read_image(one["index"]) for _, _, one in some]
         try:
             pictures = explain(images, [one["prediction"] for _, _, one in some])
-        except UserError:  # a network without places of an image
+        except Exception:  # no places of an image, no memory: an evaluation is not lost for want of reasons
             return
         for (kind, number, _), picture in zip(some, pictures, strict=True):
             thumbnail(pil_to_tensor(picture)).save(folder / kind / f"{number:03d}{WHY}.png")

@@ -26,7 +26,7 @@ BUDGET = {
     "training/steps": 1129,
     "training/config": 1138,
     "planning": 3306,
-    "delivery": 4488,
+    "delivery": 4487,
     "delivery/export": 1229,
     "delivery/report": 1649,
 }
