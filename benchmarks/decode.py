@@ -5,19 +5,24 @@
 All variants read the same files and draw crops of the same distribution (8 to 100 % of the area); the baseline is
 torchvision's default: Pillow, then `RandomResizedCrop` on the Pillow image. One thread, CPU time of the process; all
 variants run in every round, in shuffled order; a ratio is taken within each round, and the median over the rounds is
-printed with the quartiles. The first round only warms up. The last column is the mean absolute difference of the whole
-image, resized, to the same image decoded in full, in grey levels of 256.
+printed with the quartiles. The first round only warms up. The column of grey levels is the mean absolute difference of
+the whole image, resized, to the same image decoded in full, of 256.
+
+The rows "from ..." read whole samples of a data set: ours from a folder, tar and Parquet files, in a random order;
+torchvision's ImageFolder, and if they are installed WebDataset and LitData, which go through their files in order.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,14 +34,19 @@ from photographs import write_photographs
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms import v2
 
+from delivery.pack import pack
+from tests.unit.made_data import CLASSES, as_parquet
+from training.data import DataOptions, load_data
 from training.data.augment import CROP_DRAWS, BoxChooser, random_box, resize
 from training.data.reading import native
 from training.data.reading.cache import ImageCache
 from training.data.reading.decode import Decoder, crop, decode_exact, make_decoder
 
+OURS = {"a folder": "photos", "tar": "tar", "Parquet": "parquet"}
 BASELINE = "torchvision, Pillow"
 ReadCrop = Callable[[str], torch.Tensor]
 
@@ -57,6 +67,43 @@ def peers(image_size: int) -> dict[str, ReadCrop]:
         return crop(decode_jpeg(read_file(path), mode=ImageReadMode.RGB))
 
     return {BASELINE: pillow, "torchvision, Pillow with draft": pillow_draft, "torchvision.io, tensors": tensors}
+
+
+def sets(paths: list[str], image_size: int, folder: Path, draws: random.Random) -> dict[str, ReadCrop]:
+    """Return what reads the next sample of a data set, whatever it is given."""
+    folder.mkdir()
+    for number, path in enumerate(paths):
+        place = folder / "photos" / CLASSES[number % len(CLASSES)] / Path(path).name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.hardlink_to(path)
+    pack(DataOptions(data=str(folder / "photos")), folder / "tar", 16_000_000)
+    as_parquet(folder / "photos", folder / "parquet")
+    crop, to_tensor = v2.RandomResizedCrop(image_size, antialias=True), v2.PILToTensor()
+
+    def ours_from(kind: str) -> ReadCrop:
+        train = load_data(DataOptions(data=str(folder / kind), image_size=image_size)).train
+        return lambda _: train.read(0, draws.randrange(len(train)), [draws.random() for _ in range(CROP_DRAWS)])
+
+    images = ImageFolder(str(folder / "photos"), v2.Compose([crop, to_tensor]))
+    found: dict[str, ReadCrop] = {"from a folder, ImageFolder": lambda _: images[draws.randrange(len(images))][0]}
+    with suppress(ImportError):
+        import webdataset
+
+        urls = sorted(str(path) for path in (folder / "tar").glob("train-*.tar"))
+        stream = webdataset.WebDataset(urls, shardshuffle=False).repeat().decode("pilrgb").to_tuple("jpg")
+        samples = iter(stream.map_tuple(v2.Compose([crop, to_tensor])))
+        found["from tar, WebDataset"] = lambda _: next(samples)[0]
+    with suppress(ImportError):
+        import litdata
+
+        writer = litdata.streaming.cache.Cache(str(folder / "litdata"), chunk_bytes="16MB")
+        for number, path in enumerate(paths):
+            writer[number] = {"image": Image.open(path), "label": number % len(CLASSES)}
+        writer.done()
+        writer.merge()
+        chunks = itertools.chain.from_iterable(itertools.repeat(litdata.StreamingDataset(str(folder / "litdata"))))
+        found["from chunks, LitData"] = lambda _: crop(next(chunks)["image"])
+    return found | {f"from {kind}, ours": ours_from(place) for kind, place in OURS.items()}
 
 
 def ours(decode: Decoder, image_size: int, draws: random.Random) -> ReadCrop:
@@ -114,6 +161,7 @@ def measure(paths: list[str], image_size: int, rounds: int, folder: Path) -> Tab
         "--decode cpu, from the cache": from_cache(shrunk, paths, folder),
     }
     variants = peers(image_size) | {name: ours(decode, image_size, draws) for name, decode in decoders.items()}
+    variants |= sets(paths, image_size, folder.with_name(f"sets-{image_size}"), draws)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
         for name in draws.sample(list(variants), len(variants)):
