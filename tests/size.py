@@ -18,7 +18,7 @@ BUDGET = {
     "training": 3061,
     "training/base": 1666,
     "training/world": 1398,
-    "training/data": 7434,
+    "training/data": 7438,
     "training/recipe": 1462,
     "training/engines": 5123,
     "training/checkpoint": 1504,

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,7 @@ def _records(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -
         if weight < 0:
             raise UserError(f"{place}: weight is {weight:g}; expected 0 or more.")
         part, group = (as_given(row.get(name) or "").strip() for name in ("split", "group"))
-        yield Record(path, label, part, group, box=_box(row, place), weight=weight)
+        yield Record(path, sys.intern(label), sys.intern(part), group, box=_box(row, place), weight=weight)
 
 
 def _number(cell: str, name: str, place: str) -> float:
@@ -119,16 +120,18 @@ def _box(row: dict[str, str], place: str) -> Edges:
 def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
     """Return the header and the other rows of a text file, whose separator is the one that its header has."""
     try:
-        text = read_file(file, MAX_BYTES).decode("utf-8-sig", "strict")
+        content = read_file(file, MAX_BYTES)
+        first = content.decode("utf-8-sig", "strict").partition("\n")[0]
     except ImageError as error:
         raise UserError(f"--data {options.data}: the table cannot be read ({error.reason}).") from None
     except UnicodeDecodeError:
         raise UserError(f"--data {options.data}: the table is not encoded as UTF-8: save it as CSV UTF-8.") from None
-    first = text.partition("\n")[0]
     known = {*PATH_COLUMNS, options.path_column, options.label_column, *columns_of(options.label_column)}
     likeness = {mark: sum(name.strip(' "\r') in known for name in first.split(mark)) for mark in SEPARATORS}
     separator = max(SEPARATORS, key=likeness.__getitem__)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    reader = csv.reader(
+        io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline=""), delimiter=separator, strict=True
+    )
 
     def rows() -> Iterator[list[str]]:
         try:
@@ -156,14 +159,14 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
     return header, cells()
 
 
-def _with_files(root: Path, records: Sequence[Record], options: DataOptions) -> Listing:
-    """Return the records with paths relative to `root`, sizes and times.
+def _with_files(root: Path, records: list[Record], options: DataOptions) -> Listing:
+    """Return the records with paths relative to `root`, sizes and times; changes the list.
 
     A path may lead anywhere, as a link in a folder may, unless --links refuse forbids that: what it leads to is read as
     an image, or is an error.
     """
-    found, missing, outside, roots = [], [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})
-    for record in records:
+    missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})
+    for number, record in enumerate(records):
         path = record.path
         if path.startswith(roots):
             path = path[len(next(place for place in roots if path.startswith(place))) :]
@@ -176,7 +179,8 @@ def _with_files(root: Path, records: Sequence[Record], options: DataOptions) -> 
             continue
         if not os.path.realpath(full).startswith(f"{root}/"):
             outside.append(record.path)
-        found.append(record._replace(path=path, size=status.st_size, changed_ns=status.st_mtime_ns))
+        path = record.path if path == record.path else path  # one string
+        records[number] = record._replace(path=path, size=status.st_size, changed_ns=status.st_mtime_ns)
     if missing:
         raise UserError(
             f"--data {options.data}: {len(missing)} of {len(records)} images are missing below '{root}', such as "
@@ -190,4 +194,4 @@ def _with_files(root: Path, records: Sequence[Record], options: DataOptions) -> 
         notes.append(line)
     columns = columns_of(options.label_column)
     class_names = columns if options.task == MULTILABEL and len(columns) > 1 else ()
-    return Listing(root, found, class_names, notes=notes)
+    return Listing(root, records, class_names, notes=notes)
