@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
@@ -205,6 +206,13 @@ def test_arrays_are_packed_as_png(tmp_path):
     assert torch.equal(packed.val.source.labels, digits.val.source.labels[order])
     for index in (0, 100, 359):
         assert torch.equal(packed.val.source.read(index), digits.val.source.read(int(order[index])))
+
+
+def test_the_garbage_collector_is_on_after_loading_that_fails(tmp_path):
+    write_tar(tmp_path / "data" / "a.tar", {"1.jpg": b"no label"})
+    with pytest.raises(UserError, match="has no label"):
+        load(tmp_path / "data")
+    assert gc.isenabled()
 
 
 def test_only_what_is_in_several_shards_has_an_order_by_shards(tmp_path):
