@@ -154,6 +154,7 @@ class RunningSweep:
             places.put(place)
         if only > len(self.trials):
             raise UserError(f"--trial {only}: the sweep has {len(self.trials)} trials: give one of them.")
+        _keep_line(self.folder, self.sweep)
         going = self.trials[only - 1 : only] if only else list(self.trials)
         for until in self.rungs():
             with ThreadPoolExecutor(len(found)) as pool:
@@ -276,14 +277,11 @@ def prepare(sweep: Sweep) -> RunningSweep:
         trials.append(trial)
     line = json.loads(json.dumps(dataclasses.asdict(sweep)))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if not (folder / LINE).exists():
             if taken := next((trial for trial in trials if (trial.folder / METRICS).exists()), None):
                 raise UserError(
                     f"sweep {sweep.name}: a run {shown(taken.run_name)} is there already: give another name."
                 )
-            with replacing(folder / LINE) as temporary:
-                write_json(temporary, line)
         elif json.loads((folder / LINE).read_text()) != line:
             raise UserError(
                 f"sweep {sweep.name} was begun with another line ({shown_path(folder / LINE)}): give that, or another "
@@ -295,8 +293,23 @@ def prepare(sweep: Sweep) -> RunningSweep:
                 trial.epochs, trial.score, trial.seconds = saved["epochs"], saved["score"], saved["seconds"]
                 trial.state = saved["state"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).") from None
+        raise _unusable(sweep, folder, error) from None
     return RunningSweep(sweep, trials, folder, config.epochs, config.best_by)
+
+
+def _keep_line(folder: Path, sweep: Sweep) -> None:
+    """Let the sweep's name stand for this line from now on; done last, so that a mistake leaves the name free."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / LINE).exists():
+            with replacing(folder / LINE) as temporary:
+                write_json(temporary, dataclasses.asdict(sweep))
+    except OSError as error:
+        raise _unusable(sweep, folder, error) from None
+
+
+def _unusable(sweep: Sweep, folder: Path, error: Exception) -> UserError:
+    return UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).")
 
 
 def _combinations(sweep: Sweep) -> Iterator[dict[str, str]]:

@@ -95,9 +95,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--trial", 0, 1000, default=0, help="Train this one alone, such as $SLURM_ARRAY_TASK_ID; 0: all, and compare."
     )
     parser.add_number("--seed", 0, 2**31 - 1, default=0, help="Of the draws.")
-    given = parser.parse(own)
-    if not separator:
+    if not separator and not {"-h", "--help"} & set(own):
         raise UserError("the line to train is missing: -- MODEL STRATEGY GPUS BATCH_SIZE EPOCHS [FLAGS], at the end.")
+    given = parser.parse(own)
     if given.halving == 1:
         raise UserError("--halving 1 would go on with all: give 2 or more, or 0.")
     if given.hostfile and given.jobs > 1:

@@ -103,6 +103,8 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         if host in found:
             raise UserError(f"{where}: host {host!r} is in line {found[host][1]} already.")
         found[host] = (int(match["slots"]), number)
+    if not found:
+        raise UserError(f"hostfile {str(path)!r} lists no machine: give lines of 'name slots=N'.")
     if len(found) < nodes:
         raise UserError(f"hostfile {str(path)!r}: {nodes} nodes asked for, {len(found)} listed.")
     for host, (host_slots, number) in list(found.items())[:nodes]:

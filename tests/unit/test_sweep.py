@@ -154,21 +154,32 @@ def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, change, word
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_line_under_the_name_and_runs_of_others_are_refused(tmp_path):
-    prepare(made(tmp_path, "seed=0,1"))
+def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_path):
+    next(prepare(made(tmp_path, "learning-rate=0.01,0.02")).run(1))
     with pytest.raises(UserError, match="begun with another line"):
-        prepare(made(tmp_path, "seed=0,2"))
+        prepare(made(tmp_path, "learning-rate=0.01,0.03"))
     (tmp_path / "runs" / "other-1").mkdir(parents=True)
     (tmp_path / "runs" / "other-1" / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="a run 'other-1' is there already"):
         prepare(Sweep("other", (*WORDS, f"--log-dir={tmp_path}"), ("seed=0,1",)))
 
 
+def test_a_mistake_leaves_the_name_free(tmp_path):
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# nobody\n")
+    asked = made(tmp_path, "seed=0,1")
+    mistakes = {"--trial 3": {"only": 3}, "lists no machine": {"hostfile": hostfile}}
+    for words, values in mistakes.items():
+        with pytest.raises(UserError, match=words):
+            next(prepare(asked).run(**{"jobs": 1} | values))
+    assert list(tmp_path.iterdir()) == [hostfile]
+
+
 def test_the_command_line():
     given = parse(["rates", "--vary", "seed=0,1", "--", *WORDS, "--", "x"])
     assert (given.vary, given.words) == (["seed=0,1"], [*WORDS, "--", "x"])
     mistakes = {
-        "the line to train is missing": [],
+        "the line to train is missing": ["basic_cnn", "ddp"],  # the -- is forgotten
         "--halving 1": ["--halving", "1", "--"],
         "--trial with --halving": ["--trial", "1", "--halving", "2", "--"],
         "--jobs with --hostfile": ["--jobs", "2", "--hostfile", "x", "--"],
