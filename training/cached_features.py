@@ -58,6 +58,10 @@ def cache_features(context: Run, loop: TrainContext) -> int:
     sets = [
         _Features(loader, read, world, views) for loader, views in zip(loaders, (config.feature_views, 1), strict=True)
     ]
+    images, often = sum(len(loader.dataset) for loader in loaders), "once"
+    if config.feature_views > 1:
+        often += f" for each of {config.feature_views} views"
+    context.loggers.message(f"features     {images} images go through the network {often}, before the first epoch")
     engine.module.eval()
     for loader, features in zip(loaders, sets, strict=True):
         for view in range(features.views):
@@ -77,9 +81,6 @@ def cache_features(context: Run, loop: TrainContext) -> int:
         weights = sets[0].weights if own is None else sets[0].weights * own.repeat(config.feature_views)
         solve_head(context, head, sets[0].values, weights)
     width, seconds = sets[0].values.shape[1], time.perf_counter() - begin
-    images, often = sum(len(loader.dataset) for loader in loaders), "once"
-    if config.feature_views > 1:
-        often += f" for each of {config.feature_views} views"
     context.loggers.message(
         f"features     {images} images went through the network {often}, in "
         f"{format_duration(seconds)}: the head trains on {width} numbers of each"

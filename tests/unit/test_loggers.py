@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import sys
 import threading
 
@@ -118,6 +119,11 @@ def test_a_diverged_epoch_is_marked():
     assert epoch_line(dataclasses.replace(EPOCH, is_best=False, diverged="the validation loss is nan")).endswith(
         "5.0 s  diverged"
     )
+
+
+def test_an_epoch_without_a_step_has_neither_loss_nor_speed():
+    solved = dataclasses.replace(EPOCH, train_loss=math.nan, train_top1=math.nan, images_per_second=0.0, seconds=0.0)
+    assert epoch_line(solved) == "epoch 2/5  val loss 0.3000  top-1 0.9000  top-5 0.9900  best"
 
 
 def test_the_line_of_an_epoch_has_the_score_that_counts():

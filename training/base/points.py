@@ -147,10 +147,15 @@ def epoch_line(point: EpochPoint) -> str:
     if point.best_by not in IN_EVERY_LINE:
         lowest = f"{point.lowest_recall:.4f} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
         chosen = f"  {SCORE_NAMES[point.best_by]} {point.score:.4f}  lowest recall {lowest}"
+    loss, speed = (
+        f"train loss {point.train_loss:.4f}  ",
+        f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s",
+    )
+    if not point.images_per_second:  # a head that was solved for: no step was trained
+        loss = speed = ""
     return (
-        f"epoch {point.epoch}/{point.epochs}  train loss {point.train_loss:.4f}  val loss {scores.loss:.4f}  "
-        f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}{chosen}{raw}  {point.images_per_second:.0f} images/s  "
-        f"{point.seconds:.1f} s{mark}"
+        f"epoch {point.epoch}/{point.epochs}  {loss}val loss {scores.loss:.4f}  "
+        f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}{chosen}{raw}{speed}{mark}"
     )
 
 

@@ -207,7 +207,10 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     yield from _wrong_contrast(config, of)
     for setting, (is_chosen, allowed) in GOES_WITH.items():
         if is_chosen(config):
-            yield from _wrong_values(config, of, f"{of[setting]} {getattr(config, setting)}", allowed)
+            given = f"{of[setting]} {getattr(config, setting)}"
+            if setting == "feature_views":  # a default, which decides only with another flag
+                given = f"{of['features']} cached with a single view ({given})"
+            yield from _wrong_values(config, of, given, allowed)
     has_members = model_spec(config.model_type).takes_members
     if config.is_contrastive and has_members:
         yield (
@@ -218,7 +221,7 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     if bool(config.distill) != bool(config.teacher):
         yield f"{of['distill']} learns from {of['teacher']}: give both, or none."
     if config.solver == "lbfgs" and not config.weight_decay:
-        yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: else may be no minimum."
+        yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: else there may be no minimum."
     if config.task == MULTILABEL and has_members:
         yield f"{of['task']} {MULTILABEL}: the members of an ensemble choose one class: give another."
     if config.pipeline_parallel > 1:
