@@ -20,7 +20,7 @@ BUDGET = {
     "training/world": 1398,
     "training/data": 7438,
     "training/recipe": 1462,
-    "training/engines": 5123,
+    "training/engines": 5124,
     "training/checkpoint": 1504,
     "training/observe": 2590,
     "training/steps": 1129,

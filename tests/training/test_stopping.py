@@ -14,6 +14,7 @@ import psutil
 import pytest
 from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_here
 
+from launch.local_ranks import RANK_NAME
 from training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
 from training.base.run_lock import LOCK, Origin, lock_run
 
@@ -62,7 +63,7 @@ def ranks_of(run_name):
 
 
 def rank_0_of(run_name):
-    return next(process for process in ranks_of(run_name) if process.environ()["RANK"] == "0")
+    return next(process for process in ranks_of(run_name) if process.name() == f"{RANK_NAME}0")
 
 
 def train_on_one_rank(logs, name, *flags):
