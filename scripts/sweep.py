@@ -95,7 +95,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--trial", 0, 1000, default=0, help="Train this one alone, such as $SLURM_ARRAY_TASK_ID; 0: all, and compare."
     )
     parser.add_number("--seed", 0, 2**31 - 1, default=0, help="Of the draws.")
-    if not separator and not {"-h", "--help"} & set(own):
+    if own and not separator and not {"-h", "--help"} & set(own):
         raise UserError("the line to train is missing: -- MODEL STRATEGY GPUS BATCH_SIZE EPOCHS [FLAGS], at the end.")
     given = parser.parse(own)
     if given.halving == 1:
