@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 from collections import Counter
 
 import numpy as np
@@ -81,6 +82,8 @@ def measure_copies(count: int, each: int) -> None:
     from sklearn.datasets import load_digits
 
     from delivery.audit.copies import SIDE, find_copies
+
+    sys.path.insert(0, "tests/unit")  # where its helpers are
     from tests.unit.test_audit import scenes
 
     generator = np.random.Generator(np.random.PCG64(0))
