@@ -55,7 +55,7 @@ def train(model: str, workers: int, options: Options, jpegs: Path, seconds: floa
 def run_tests(deadline: float) -> None:
     """Run the small tests marked `gpu` until the deadline, and emit how they ended."""
     log, files = results_folder() / "gpu_tests.log", ("tests/gpu/test_gpu_engines.py",)
-    command = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-x", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-x", "-p", "no:cacheprovider", *files]
     with log.open("w") as output:
         try:
             seconds = max(deadline - time.monotonic(), 1)
