@@ -387,11 +387,9 @@ def _places_on(sweep: Sweep, hostfile: Path) -> list[Place]:
         UserError: for a hostfile that is none, or a machine with too few slots for a trial.
     """
     ranks = read_arguments(SCRIPT, sweep.words, {}).ranks_per_node
-    slots = read_hostfile(hostfile)
-    read_hostfile(hostfile, len(slots), ranks)
     return [
         _on_gpus(range(job * ranks, (job + 1) * ranks), host)
-        for host, count in slots.items()
+        for host, count in read_hostfile(hostfile, nodes=0, slots=ranks).items()
         for job in range(count // ranks)
     ]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 1026,
-    "launch": 3734,
+    "launch": 3732,
     "models": 2430,
     "training": 3062,
     "training/base": 1671,

@@ -73,7 +73,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
 
     Args:
         path: the file.
-        nodes: number of hosts the run takes, from the top of the file.
+        nodes: number of hosts the run takes, from the top of the file; 0: all of them.
         slots: GPUs the run takes on each of them.
 
     Returns:
@@ -107,7 +107,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         raise UserError(f"hostfile {str(path)!r} lists no machine: give lines of 'name slots=N'.")
     if len(found) < nodes:
         raise UserError(f"hostfile {str(path)!r}: {nodes} nodes asked for, {len(found)} listed.")
-    for host, (host_slots, number) in list(found.items())[:nodes]:
+    for host, (host_slots, number) in list(found.items())[: nodes or None]:
         if host_slots < slots:
             where = f"hostfile {str(path)!r}, line {number}"
             raise UserError(f"{where}: {slots} GPUs per node asked for, {host} has slots={host_slots}.")
