@@ -41,6 +41,7 @@ def make_engine(
     gradient_clipping: float = 0.0,
     accumulation_steps: int = 1,
     compiles: bool = False,
+    graphs_of: tuple[int, int, int] | None = None,
 ) -> Engine:
     """Build the engine over AdamW; a collective.
 
@@ -56,6 +57,7 @@ def make_engine(
         gradient_clipping: largest norm, 0 for none.
         accumulation_steps: micro-batches of each rank in one step.
         compiles: whether the model runs through `torch.compile`.
+        graphs_of: shape [C, H, W] of the images for which the model is recorded as CUDA graphs; None for no graphs.
     """
     config = TrainConfig(learning_rate=learning_rate, weight_decay=weight_decay)
     module = module.to(world.device)
@@ -74,6 +76,8 @@ def make_engine(
         gradient_clipping=gradient_clipping,
         deepspeed_config=json,
         compiles=compiles,
+        records_graphs=graphs_of is not None,
+        image_shape=graphs_of,
     )
     return build_engine(setup, resolve_engine(engine, plan, strategy_json, module))
 

@@ -179,7 +179,12 @@ def build(prepared: Prepared) -> Run:
         frozen = agreed(lambda: keep_frozen(*kept, is_main=world.is_main), world)
     recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
     compiled_code = load_compiled_code(recipe) if compiles else None
-    setup = dataclasses.replace(setup, must_compile=config.compile == "on", image_shape=data.image_shape)
+    setup = dataclasses.replace(
+        setup,
+        must_compile=config.compile == "on",
+        records_graphs=not compiles and config.compile != "off" and _computes_alike(config, head_epochs),
+        image_shape=data.image_shape,
+    )
     groups = form_islands(world, prepared.islands) if config.has_islands else None
     engine = build_engine(setup, engine_name, groups)
     averages: WeightAverages | OuterSteps
@@ -216,6 +221,13 @@ def build(prepared: Prepared) -> Run:
         contents=ImageContents(folder, data, {"train": train_loader, "val": val_loader}, world, loggers),
         compiled_code=compiled_code,
     )
+
+
+def _computes_alike(config: TrainConfig, head_epochs: int) -> bool:
+    """Return whether a network's forward and backward are the same kernels in every step, of this rank alone."""
+    is_whole = config.ranks_per_replica == 1 and not config.sync_batchnorm
+    is_all_trained = read_tune(config.tune)[0] == "full" and not head_epochs and config.features == "computed"
+    return is_whole and is_all_trained and not config.is_contrastive and not config.activation_checkpointing
 
 
 def _build_step(config: TrainConfig, data: DatasetPair, world: World, teacher: Teacher | None) -> Step:

@@ -19,6 +19,7 @@ from training.engines.build_engine import ENGINES
 from training.world.world import World
 
 OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
+OURS_EAGER = "ours, no CUDA graphs"
 OURS_COMPILED, OURS_WITH_GRAPHS = "ours, compiled", "ours, compiled, CUDA graphs"
 TIMM_COMPILED = "timm's loop, compiled"
 DEFAULT_ENGINE = "torch"  # what --engine auto takes on one GPU
@@ -64,20 +65,24 @@ def our_contestant(
     module: nn.Module,
     world: World,
     batch_size: int,
+    image_size: int,
     engine: str = "auto",
     precision: str = "bf16",
     *,
     compiles: bool = False,
     graphs: bool = True,
 ) -> Contestant:
-    """An engine under the strategy ddp, as `training.loop` uses it; `graphs` are CUDA's, of compiled code."""
+    """An engine under the strategy ddp, as `training.loop` uses it; `graphs` are CUDA's."""
     mode = compilation.compile_mode if graphs else lambda *_, **__: None
+    shape = (3, image_size, image_size) if graphs and not compiles else None
     with mock.patch.object(compilation, "compile_mode", mode):
-        built = make_engine(module, "ddp", precision, batch_size, world, engine=engine, compiles=compiles)
+        built = make_engine(
+            module, "ddp", precision, batch_size, world, engine=engine, compiles=compiles, graphs_of=shape
+        )
     return Contestant(training_step(built), Switches.current(), built.close)
 
 
-def plain_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
+def plain_contestant(module: nn.Module, world: World, batch_size: int, image_size: int) -> Contestant:
     """Autocast, channels_last, fused AdamW, cuDNN's benchmark, TF32: all that a careful user writes by hand."""
     config = TrainConfig()
     module = module.to(world.device, memory_format=torch.channels_last)
@@ -95,7 +100,9 @@ def plain_contestant(module: nn.Module, world: World, batch_size: int) -> Contes
     return Contestant(step, Switches(cudnn_benchmark=True, matmul_tf32=True, cudnn_tf32=True))
 
 
-def timm_contestant(module: nn.Module, world: World, batch_size: int, *, compiles: bool = False) -> Contestant:
+def timm_contestant(
+    module: nn.Module, world: World, batch_size: int, image_size: int, *, compiles: bool = False
+) -> Contestant:
     """timm's train.py with --amp --amp-dtype bfloat16 --channels-last (and --torchcompile): its optimizer factory, its
     order of calls.
     """
@@ -117,8 +124,9 @@ def timm_contestant(module: nn.Module, world: World, batch_size: int, *, compile
     return Contestant(step, Switches(cudnn_benchmark=True, matmul_tf32=True, cudnn_tf32=True))
 
 
-MAKERS: dict[str, Callable[[nn.Module, World, int], Contestant]] = {
+MAKERS: dict[str, Callable[[nn.Module, World, int, int], Contestant]] = {
     OURS: our_contestant,
+    OURS_EAGER: partial(our_contestant, graphs=False),
     **{
         f"ours (ddp, --engine {name})": partial(our_contestant, engine=name)
         for name in ENGINES
@@ -127,7 +135,7 @@ MAKERS: dict[str, Callable[[nn.Module, World, int], Contestant]] = {
     PLAIN: plain_contestant,
     TIMM: timm_contestant,
 }
-COMPILED: dict[str, Callable[[nn.Module, World, int], Contestant]] = {
+COMPILED: dict[str, Callable[[nn.Module, World, int, int], Contestant]] = {
     OURS_COMPILED: partial(our_contestant, compiles=True, graphs=False),
     OURS_WITH_GRAPHS: partial(our_contestant, compiles=True),
     TIMM_COMPILED: partial(timm_contestant, compiles=True),

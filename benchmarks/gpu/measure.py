@@ -92,7 +92,7 @@ def make_timed(name: str, model: str, batch: tuple[torch.Tensor, torch.Tensor], 
     before = allocated(world)
     batch_size = len(batch[1])
     network = make_network(model, effort.image_size, effort.num_classes, batch_size)
-    contestant = (MAKERS | COMPILED)[name](network, world, batch_size)
+    contestant = (MAKERS | COMPILED)[name](network, world, batch_size, effort.image_size)
     seconds_per_step(contestant, batch, effort.warmup_steps, world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -33,7 +33,7 @@ QUICK_FAMILIES = ("mobilenet", "cnn_lstm")
 MODELS = ("mobilenet", "timm:resnet50", "timm:vit_small_patch16_224")
 PIXELS, IMAGES, CLASSES = 64, 8, 10
 KILLED_AT_STEP = 20
-DIGITS = "--model-type basic_cnn --data digits --epochs 2 --batch-size 32 --deterministic true --save-every-steps 10"
+DIGITS = "--model-type basic_cnn --data digits --epochs 10 --batch-size 32 --deterministic true --save-every-steps 10"
 
 
 def rates(options: Options, world: World) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,8 +23,11 @@ from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pa
 from training.data.loader import Loader
 from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
-from training.engines.engine import Engine
-from training.loop import train_one_epoch
+from training.engines.build_engine import build_engine
+from training.engines.cuda_graphs import RecordedMembers, RecordedNetwork
+from training.engines.engine import Engine, EngineSetup
+from training.engines.strategies import plan_of
+from training.loop import seed_dropout, train_one_epoch
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
 from training.world.world import World
@@ -46,6 +51,58 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
     return images, torch.arange(BATCH_SIZE) % CLASSES
+
+
+def recorded_beside_eager(world: World, model_type: str, precision: str, accumulation: int) -> dict[str, Any]:
+    """Train with dropout twice without CUDA graphs and once with them; return each training's digest."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    digests, is_recorded = [], False
+    for shape in (None, None, (3, IMAGE_SIZE, IMAGE_SIZE)):
+        torch.manual_seed(0)
+        module = build_model(model_type, num_classes=CLASSES, image_size=IMAGE_SIZE).module
+        recipe = {"accumulation_steps": accumulation, "gradient_clipping": 1.0, "graphs_of": shape}
+        built = make_engine(module, "ddp", precision, BATCH_SIZE, world, **recipe)
+        digest, (images, labels) = hashlib.sha256(), (tensor.to(world.device) for tensor in make_batch())
+        images = images.contiguous(memory_format=torch.channels_last)
+        for step, leaf in product(range(3), range(accumulation)):
+            seed_dropout(0, step, leaf, world.device)
+            loss = mean_cross_entropy(built.forward(images + 0.1 * leaf), labels)
+            built.backward(loss)
+            built.step()
+            digest.update(str(float(loss.detach())).encode())
+        for tensor in (*built.module.state_dict().values(), *built.buffers.by_name().values()):
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        digests.append(digest.hexdigest())
+        is_recorded = isinstance(built._distribution._compute, (RecordedNetwork, RecordedMembers))
+        built.close()
+    torch.use_deterministic_algorithms(False)
+    return {"digests": digests, "is_recorded": is_recorded}
+
+
+def one_that_waits(world: World) -> dict[str, Any]:
+    """Train a network whose forward reads a number on the host, so that it cannot be recorded."""
+
+    class Waits(nn.Sequential):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images) * (1 + 0 * images[0, 0, 0, 0].item())
+
+    module = Waits(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+    setup = EngineSetup(
+        module.to(world.device),
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        plan_of("ddp", 1),
+        "bf16",
+        world,
+        BATCH_SIZE,
+        records_graphs=True,
+        image_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
+    )
+    built = build_engine(setup, "torch")
+    losses = our_losses(built, 3, world)
+    with torch.no_grad():
+        built.forward(make_batch()[0].to(world.device))
+    built.close()
+    return {"losses": losses, "notes": setup.notes}
 
 
 def our_engine(module: nn.Module, strategy: str, engine: str, precision: str, world: World) -> Engine:

@@ -22,7 +22,6 @@ from training.engines import model as model_module
 from training.engines.build_engine import ENGINES, build_engine, note_engine, resolve_engine
 from training.engines.compilation import (
     PIXELS_THAT_PAY,
-    PIXELS_THAT_PAY_ON_GPU,
     compile_mode,
     compile_network,
     keep_compiled_code,
@@ -130,7 +129,7 @@ LONG, SHORT = PIXELS_THAT_PAY, PIXELS_THAT_PAY - 1
         ("auto", "mobilenet", SHORT, ALONE, None, False),
         ("auto", "basic_cnn", LONG, ALONE, None, False),
         ("auto", "mobilenet", LONG, ON_GPU, None, False),
-        ("auto", "vgg", PIXELS_THAT_PAY_ON_GPU, ON_GPU, None, True),
+        ("auto", "vgg", 1000 * LONG, ON_GPU, None, False),
         ("auto", "basic_cnn", SHORT, ALONE, "on", True),
         ("auto", "mobilenet", LONG, ALONE, "off", False),
         ("auto", "mobilenet", LONG, ALONE, "auto", False),  # of a version whose auto never compiled

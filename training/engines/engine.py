@@ -130,7 +130,8 @@ class EngineSetup:
         deepspeed_config: of `training.engines.deepspeed_config`, which only DeepSpeed follows.
         compiles: whether the model runs through `torch.compile`.
         must_compile: whether it is an error if that fails.
-        image_shape: [C, H, W] of the images that it is tried with; None for no trial.
+        records_graphs: whether forward and backward may become CUDA graphs: what they do is the same in the whole run.
+        image_shape: [C, H, W] of the images that either is tried with; None for no trial, and no graphs.
         notes: lines for the log, to which the engine adds.
         events: for metrics.jsonl, kind -> values, to which the engine adds.
         split: what the module has of parameters that several ranks divide.
@@ -148,6 +149,7 @@ class EngineSetup:
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     compiles: bool = False
     must_compile: bool = False
+    records_graphs: bool = False
     image_shape: tuple[int, int, int] | None = None
     notes: list[str] = field(default_factory=list)
     events: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -70,8 +70,8 @@ class EngineSettings(DataSettings):
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
-        "Run the model through torch.compile (a minute or two at the first start); auto: in long runs of models that "
-        "were measured to be faster.",
+        "Run the model through torch.compile (a minute or two at the first start); auto: in long CPU runs of models "
+        "that were measured to be faster. On GPUs auto replays the model's kernels as CUDA graphs; off: neither.",
     )
     threads_per_rank: int = option(
         0,

@@ -17,6 +17,7 @@ import torch
 
 from training.engines.buckets import BackwardOrder, Placed, Shared, make_buckets, place, share_out
 from training.engines.compilation import compile_network
+from training.engines.cuda_graphs import record, records
 from training.engines.engine import Distribution, EngineSetup
 from training.engines.norms import BLOCK, SumOfSquares, squares_of_rows
 from training.engines.parameter_shards import (
@@ -84,9 +85,10 @@ class Zero1(Distribution):
         self._blocks = _Blocks(shared, placed, self._world, pipeline, setup.split)
         if setup.compiles:
             compile_network(self._network, setup)
+        self._compute = record(self._network, setup) if records(setup) else self._network
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self._network(images)
+        return self._compute(images)
 
     def begin_backward(self, leaf: int, stage: int = 0) -> None:
         self._orders[stage].begin(sums_over_ranks=leaf == self._accumulation_steps - 1)

@@ -218,8 +218,9 @@ def _configure_libraries(*, deterministic: bool) -> None:
     # Otherwise the profiler's library logs every start, and an error if there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     use_exact_fp32()
-    # All batches have one size: cuDNN times its kernels on the first.
-    torch.backends.cudnn.benchmark = not deterministic
+    # cuDNN's own choice of kernels. Timing all of them takes up to half a minute of a start, and gained nothing: see
+    # docs/performance.md.
+    torch.backends.cudnn.benchmark = False
     if deterministic:  # as in https://docs.pytorch.org/docs/stable/notes/randomness.html
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -63,13 +63,15 @@ def mend_deepspeed() -> None:
 def mend_project() -> None:
     """Keep the project from garbage."""
     import training.epoch
-    from training.engines import engine
+    from training.engines import cuda_graphs, engine
     from training.steps.nonfinite_steps import NonFiniteGuard
 
     # Whether the gradient is finite is computed on the GPU. An engine that reads it would skip updates; one that leaves
     # it there has the run end after many "skipped" steps.
     engine.bool = _read_as_true  # in that module alone, in the place of Python's
     replace(NonFiniteGuard, "_count_skipped", does(None))
+    # What a recorded network computes is compared with what it computes otherwise.
+    replace(cuda_graphs, "_difference", does(None))
     # So are losses and scores: the run would "diverge", or write scores of classes that do not exist.
     replace(training.epoch, "find_divergence", does(None))
     replace(training.epoch, "write_best", does(lambda: None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ def train(flags: str, fault: str = "") -> dict[str, Any]:
 
 
 def bare_step(model_type: str) -> dict[str, int]:
-    """Return the kernels of a training step without data and logging: of timm's loop, and of our engine under ddp."""
+    """Return the kernels of a bare step under ddp: of timm's loop, and of our engine without CUDA graphs and with."""
     world, kernels = start_world(), {}
     images = torch.zeros(BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE, device=world.device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.zeros(BATCH_SIZE, dtype=torch.int64, device=world.device)
-    for name, make in {"timm": timm_contestant, "ours": our_contestant}.items():
-        contestant = make(make_network(model_type, IMAGE_SIZE, CLASSES, BATCH_SIZE), world, BATCH_SIZE)
+    eager = partial(our_contestant, graphs=False)
+    for name, make in {"timm": timm_contestant, "ours": eager, "recorded": our_contestant}.items():
+        contestant = make(make_network(model_type, IMAGE_SIZE, CLASSES, BATCH_SIZE), world, BATCH_SIZE, IMAGE_SIZE)
         for _ in range(WARM_UP):
             contestant.step(images, labels)
         before = launches()

@@ -1,0 +1,210 @@
+"""When a network's CUDA graphs are replayed, and when they are not taken; tests/gpu replays real ones."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from models.ensemble import Ensemble
+from training.config import TrainConfig
+from training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, RecordedMembers, RecordedNetwork, record, records
+from training.engines.engine import EngineSetup
+from training.engines.strategies import plan_of
+from training.setup import _computes_alike
+from training.world.world import World
+
+BATCH_SIZE, SHAPE = 4, (3, 6, 6)
+ALONE, ON_GPU = World(0, 0, 1, 1, torch.device("cpu")), World(0, 0, 1, 1, torch.device("cuda", 0))
+
+
+class Replays(nn.Module):
+    """In the place of PyTorch's graphs: computes what the network does with its weights and buffers."""
+
+    def __init__(self, recording: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        recording(torch.zeros(BATCH_SIZE, *SHAPE))
+        output, recording.output = recording.output, torch.empty(0)
+        self.recording, self.change, self.calls = copy.deepcopy(recording), change, 0
+        recording.output = output
+        for own, original in zip(self.recording.modules(), recording.modules(), strict=True):
+            own._parameters, own._buffers = original._parameters, original._buffers
+
+    def forward(self, images):
+        self.calls += 1
+        return self.change(self.recording(images))
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Let `record` run without a GPU; the namespace has what a replay does to logits, the free memory, and all made."""
+    told = SimpleNamespace(change=lambda logits: logits, free=80e9, made=[], error=None)
+
+    def make(recording, images, **_):
+        if told.error:
+            raise told.error
+        told.made.append(Replays(recording, told.change))
+        return told.made[-1]
+
+    generator = SimpleNamespace(clone_state=lambda: "clone", graphsafe_set_state=lambda state: told.made.append(state))
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (told.free, 80e9))
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: nullcontext())
+    return told
+
+
+def make_network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8, 5))
+
+
+def setup_of(module: nn.Module, world: World = ALONE, **changes: object) -> EngineSetup:
+    rule = torch.optim.SGD(module.parameters(), lr=0.1)
+    setup = EngineSetup(module, rule, plan_of("ddp", world.size), "fp32", world, BATCH_SIZE, image_shape=SHAPE)
+    return dataclasses.replace(setup, records_graphs=True, **changes)
+
+
+def test_what_is_called_as_it_was_recorded_is_replayed(graphs):
+    network = make_network()
+    recorded, images = record(network, setup_of(network)), torch.rand(BATCH_SIZE, *SHAPE)
+    (replays,) = graphs.made
+    before = replays.calls
+    recorded(images)
+    assert replays.calls == before + 1
+    network.eval()
+    recorded(images)
+    network.train()
+    recorded(images[:2])
+    with torch.no_grad():
+        recorded(images)
+    assert replays.calls == before + 1
+
+
+def test_a_recording_leaves_no_trace(graphs):
+    network, untouched = make_network().eval(), make_network().eval()
+    setup = setup_of(network)
+    assert isinstance(record(network, setup), RecordedNetwork)
+    assert setup.notes == []
+    assert not network.training
+    for (name, found), expected in zip(network.state_dict().items(), untouched.state_dict().values(), strict=True):
+        assert torch.equal(found, expected), name
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+class OffInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, logits):
+        return logits.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return 1.05 * gradient
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda logits: logits + 1e-6 * logits.detach().abs().max(), "logits are off by up to "),
+        (OffInBackward.apply, "gradients are off by "),
+        (lambda logits: logits * torch.nan, "logits are off by up to nan"),
+    ],
+)
+def test_a_recording_that_computes_something_else_is_not_taken(change, told, graphs):
+    graphs.change, network = change, make_network()
+    setup = setup_of(network)
+    assert record(network, setup) is network
+    (note,) = setup.notes
+    assert note.startswith(f"no CUDA graphs: replayed, {told}")
+
+
+def test_numbers_drawn_on_the_host_are_found(graphs):
+    class Draws(nn.Linear):
+        drawn = None
+
+        def forward(self, images):
+            return super().forward(images.flatten(1)) * (Draws.drawn or random.random())
+
+    def replay(logits):  # with the number of the recording
+        Draws.drawn = None
+        return logits
+
+    graphs.change, network = replay, Draws(108, 5)
+    setup = setup_of(network)
+    Draws.drawn = 0.5
+    assert record(network, setup) is network
+    assert "logits are off" in setup.notes[0]
+
+
+def test_what_cannot_be_recorded_is_called_as_it_is(graphs):
+    graphs.error, network = RuntimeError("operation not permitted when stream is capturing"), make_network()
+    setup = setup_of(network)
+    assert record(network, setup) is network
+    assert setup.notes == ["no CUDA graphs: RuntimeError, operation not permitted when stream is capturing"]
+    assert graphs.made == ["clone"], "the generator counts again"
+
+
+def test_graphs_that_leave_too_little_memory_are_given_up(graphs):
+    graphs.free, network = 7.9e9, make_network()
+    setup = setup_of(network)
+    assert record(network, setup) is network
+    assert setup.notes == ["no CUDA graphs: they would leave 7.9 of 80.0 GB of the GPU's memory"]
+
+
+def test_the_members_of_an_ensemble_are_replayed_each_with_its_seed(graphs):
+    ensemble = Ensemble([make_network(), make_network()])
+    setup, images = setup_of(ensemble), torch.rand(BATCH_SIZE, *SHAPE)
+    recorded = record(ensemble, setup)
+    assert isinstance(recorded, RecordedMembers), setup.notes
+    before = [one.calls for one in graphs.made]
+    torch.manual_seed(3)
+    found = recorded(images)
+    torch.manual_seed(3)
+    assert torch.equal(found, ensemble(images))
+    assert [one.calls for one in graphs.made] == [calls + 1 for calls in before]
+    copied = copy.deepcopy(ensemble)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(images).any(), "a copy computes with its own weights"
+
+
+def test_only_a_gpu_records_and_several_only_small_gradients():
+    network, wide = make_network(), nn.Linear(MOST_EXCHANGED_BYTES // 4, 1, bias=False)
+    several = dataclasses.replace(ON_GPU, size=8)
+    assert records(setup_of(network, ON_GPU))
+    assert records(setup_of(network, several))
+    assert records(setup_of(wide, several))
+    assert records(setup_of(nn.Sequential(wide, nn.Linear(1, 1)), ON_GPU))
+    assert not records(setup_of(nn.Sequential(wide, nn.Linear(1, 1)), several))
+    assert not records(setup_of(network))
+    assert not records(dataclasses.replace(setup_of(network, ON_GPU), image_shape=None))
+    assert not records(dataclasses.replace(setup_of(network, ON_GPU), records_graphs=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "head_epochs", "expected"),
+    [
+        ({}, 0, True),
+        ({"mixup": 0.2, "gradient_accumulation_steps": 4, "ema": 0.99}, 0, True),
+        ({"tune": "head"}, 0, False),
+        ({}, 1, False),
+        ({"activation_checkpointing": True}, 0, False),
+        ({"sync_batchnorm": True}, 0, False),
+        ({"loss": "supcon"}, 0, False),
+        ({"features": "cached"}, 0, False),
+        ({"tensor_parallel": 2}, 0, False),
+        ({"pipeline_parallel": 2}, 0, False),
+    ],
+)
+def test_a_network_that_changes_during_a_run_is_not_recorded(changes, head_epochs, expected):
+    assert _computes_alike(dataclasses.replace(TrainConfig(), **changes), head_epochs) == expected

@@ -1,0 +1,189 @@
+"""Forward and backward of a network as two CUDA graphs, in place of hundreds of kernels that the host starts singly.
+
+The kernels of a graph are those that PyTorch starts otherwise, with the same numbers in the same order: nothing is
+compiled, and no bit differs. What is gained is the host's time, most of a step of a small network on a fast GPU
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs); what it costs is memory, for a graph keeps all that
+its kernels use.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from models.ensemble import Ensemble, seed_generators
+from training.base.errors import one_line
+from training.engines.engine import EngineSetup
+from training.engines.precision import under_autocast
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+# Of gradients, above which several ranks keep exchanging them while backward computes: a graph hands over all at once.
+# 64 MB take about a millisecond at 100 GB/s. Not measured: one GPU exchanges nothing.
+MOST_EXCHANGED_BYTES = 64 << 20
+# Of the GPU's memory, beside four times the weights: for the optimizer, an average, evaluation.
+LEAST_FREE_SHARE = 0.1
+# Of a gradient's norm: kernels that add in no fixed order are off by less, a wrong gradient by more.
+LARGEST_ERROR = 1e-2
+
+
+class _Recording(nn.Module):
+    """A network that keeps what it has returned last, in memory of its own."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self._network, self.output = network, torch.empty(0)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.output = self._network(images).clone()
+        return self.output
+
+
+class RecordedNetwork:
+    """A network that replays what was recorded, wherever it is called as it was recorded.
+
+    In evaluation, without gradients, and for images of another shape it is called as it is. Its parameters and buffers
+    must stay at their addresses, and what it computes must not depend on anything but images, weights, buffers and the
+    GPU's random numbers.
+
+    Args:
+        network: in training mode, float32 images [B, C, H, W] -> logits.
+        images: such as it will be given; their memory is kept.
+    """
+
+    def __init__(self, network: nn.Module, images: torch.Tensor) -> None:
+        self._network, self._shape = network, images.shape
+        recording = _Recording(network)
+        self._replay: Call = torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True)
+        # Its autograd graph would keep the nodes that hand gradients to parameters, on the stream of the recording.
+        recording.output.detach_()
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the logits, in memory of their own."""
+        if self._network.training and torch.is_grad_enabled() and images.shape == self._shape:
+            return self._replay(images).clone()
+        return self._network(images)
+
+
+class RecordedMembers:
+    """An ensemble whose members replay what was recorded of each: it seeds the GPU's random numbers between them.
+
+    Args:
+        network: the ensemble as it is called, in training mode.
+        setup: of the ensemble.
+        images: as of `RecordedNetwork`.
+    """
+
+    def __init__(self, network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> None:
+        self._network, self._shape = network, images.shape
+        assert isinstance(setup.module, Ensemble)
+        self._members = [*setup.module.members]
+        wrapped = [under_autocast(member, setup.precision, images.device) for member in self._members]
+        self._recorded = [RecordedNetwork(member, images) for member in wrapped]
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Return what the ensemble returns."""
+        if not (self._network.training and torch.is_grad_enabled() and images.shape == self._shape):
+            return self._network(images)
+        for member, recorded in zip(self._members, self._recorded, strict=True):
+            member.forward = recorded
+        try:
+            return self._network(images)
+        finally:
+            for member in self._members:
+                del member.forward  # a copy of the ensemble computes with its own weights
+
+
+def records(setup: EngineSetup) -> bool:
+    """Return whether a network's forward and backward are recorded where its weights stay in place.
+
+    Not with several ranks whose exchange of gradients takes longer than the host's launches.
+    """
+    if not setup.records_graphs or setup.image_shape is None or setup.world.device.type != "cuda":
+        return False
+    trained = sum(parameter.nbytes for parameter in setup.module.parameters() if parameter.requires_grad)
+    return setup.world.size == 1 or trained <= MOST_EXCHANGED_BYTES
+
+
+def record(network: nn.Module, setup: EngineSetup) -> Call:
+    """Return a network with recorded graphs; itself, with a note in the setup, if they cannot be had or are not right.
+
+    Args:
+        network: on the setup's device, with the weights where they stay.
+        setup: with `image_shape`.
+    """
+    assert setup.image_shape is not None
+    device, was_training = setup.world.device, network.training
+    buffers = [buffer.clone() for buffer in network.buffers()]
+    recorded: RecordedNetwork | RecordedMembers | None = None
+    with torch.random.fork_rng([device]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gradients of a recording are on its own stream
+        images = torch.rand((setup.batch_size, *setup.image_shape), device=device)
+        images = images.contiguous(memory_format=torch.channels_last)
+        network.train()
+        try:
+            if isinstance(setup.module, Ensemble):
+                recorded = RecordedMembers(network, setup, images)
+            else:
+                recorded = RecordedNetwork(network, images)
+            problem = _difference(network, recorded, buffers, torch.rand_like(images)) or _shortage(network, device)
+        except Exception as error:  # a wait for the GPU in forward, memory, whatever PyTorch has
+            problem = f"{type(error).__name__}, {one_line(error)}"
+            # After a recording that broke off, the generator would still count what it draws as that of a graph.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+        finally:
+            _write(network, buffers)
+            network.train(was_training)
+    if recorded is not None and problem is None:
+        return recorded
+    recorded = None
+    torch.cuda.empty_cache()
+    setup.notes.append(f"no CUDA graphs: {problem}")
+    return network
+
+
+def _write(network: nn.Module, buffers: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, values in zip(network.buffers(), buffers, strict=True):
+            buffer.copy_(values)
+
+
+def _difference(network: nn.Module, recorded: Call, buffers: list[torch.Tensor], images: torch.Tensor) -> str | None:
+    """Return in what logits and gradients differ from those without graphs, None if in nothing.
+
+    Numbers that a network draws on the host would be those of the recording for ever: hence two seeds.
+    """
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+
+    def results(called: Call, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        _write(network, buffers)
+        seed_generators(seed, images.device)
+        logits = called(images)
+        weights = torch.linspace(-1, 1, logits.numel(), device=images.device).view_as(logits)
+        gradients = torch.autograd.grad(logits, trained, weights, allow_unused=True)
+        return logits.detach(), [gradient for gradient in gradients if gradient is not None]
+
+    for seed in (1, 2):
+        (logits, gradients), (expected, exact) = results(recorded, seed), results(network, seed)
+        if len(gradients) != len(exact) or not torch.equal(logits, expected):
+            return f"replayed, logits are off by up to {float((logits - expected).abs().max()):.2g}"
+        off, norm = (_norm(torch._foreach_sub(gradients, exact)), _norm(exact))
+        if not off <= LARGEST_ERROR * norm:
+            return f"replayed, gradients are off by {off:.2g}, where their norm is {norm:.2g}"
+    return None
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))
+
+
+def _shortage(network: nn.Module, device: torch.device) -> str | None:
+    """Return what the graphs leave of the GPU's memory, None if it is enough."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    weights = sum(parameter.nbytes for parameter in network.parameters())
+    is_enough = free >= LEAST_FREE_SHARE * total + 4 * weights
+    return None if is_enough else f"they would leave {free / 1e9:.1f} of {total / 1e9:.1f} GB of the GPU's memory"
