@@ -88,9 +88,11 @@ ALONE = StateRule(weights=1, gradients=1, accumulates_whole=True)
 
 
 FLOAT32_BYTES = 4
-# Of a GPU's process beside its tensors, stated, not measured here: the CUDA context with cuBLAS', cuDNN's and NCCL's
-# workspaces; and what PyTorch's allocator keeps in pieces that it cannot use, a share of the tensors.
+# Of a GPU's process beside its tensors, stated, not measured here: the CUDA context with cuDNN's and NCCL's workspaces;
+# and what PyTorch's allocator keeps in pieces that it cannot use, a share of the tensors.
 CUDA_CONTEXT_BYTES = 1_500_000_000
+# cuBLAS' workspaces for forward's thread and backward's, which PyTorch's allocator counts: 32 MiB each on Hopper.
+BLAS_BYTES = 2 * 32 << 20
 ALLOCATOR_SLACK = 0.08
 
 
@@ -134,7 +136,7 @@ class MemoryPlan:
     """The optimizer's copy of the weights, its moments, and averages of the weights."""
     gradients: int
     buffers: int
-    """What is not trained, such as BatchNorm's statistics."""
+    """What is not trained, such as BatchNorm's statistics; on a GPU also what cuBLAS works in."""
     activations: int
     """Tensors that forward saves for backward."""
     workspace: int
@@ -184,6 +186,7 @@ def plan_memory(
     activations: Activations,
     accumulation_steps: int = 1,
     device: str = "cpu",
+    images_ahead: int = 0,
     start: int = 0,
 ) -> MemoryPlan:
     """Predict the bytes of one rank; plain arithmetic.
@@ -196,6 +199,7 @@ def plan_memory(
         activations: of one micro-batch.
         accumulation_steps: micro-steps of an update.
         device: 'cpu' or 'cuda'; CPU ranks are those of one machine.
+        images_ahead: bytes of the next micro-batch, which a GPU has while it computes with one.
         start: bytes before the network is divided.
     """
     ranks = plan.shards * plan.replicas
@@ -227,8 +231,8 @@ def plan_memory(
             weights=round(rule.weights * whole + rule.sharded_weights * part + frozen),
             optimizer=round(rule.sharded_copy * part + moments),
             gradients=round(gradients),
-            buffers=sizes.buffer_bytes * (1 + versions),
-            activations=activations.saved,
+            buffers=sizes.buffer_bytes * (1 + versions) + (0 if device == "cpu" else BLAS_BYTES),
+            activations=activations.saved + (0 if device == "cpu" else images_ahead),
             workspace=max(activations.workspace, traffic.forward),
             communication=round(traffic.most),
             step=round(max(rule.step * part, traffic.step)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from models.activations import Activations, activations
 from models.dry_run import training_flops, without_data
 from models.sides import ImageSize, sides
 from models.tensor_plan import tensor_plan
-from planning.memory import ModelSizes
+from planning.memory import FLOAT32_BYTES, ModelSizes
 from training.base.errors import UserError
 from training.config import TrainConfig
 from training.engines.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
@@ -54,6 +55,11 @@ class Workload:
     def has_batchnorm(self) -> bool:
         """Whether any of its layers normalizes over the images of a micro-batch."""
         return any(isinstance(part, _BatchNorm) for part in self.network.modules())
+
+    @property
+    def image_bytes(self) -> int:
+        """Of an image in fp32."""
+        return FLOAT32_BYTES * self.image_channels * math.prod(sides(self.image_size))
 
     @property
     def layers(self) -> int:

@@ -177,6 +177,7 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
             activations=activations,
             accumulation_steps=config.gradient_accumulation_steps,
             device=job.device,
+            images_ahead=workload.image_bytes * config.micro_batch,
             start=workload.whole_bytes + tried,
         )
         for sizes, activations, tried in parts

@@ -4,9 +4,11 @@ A rank computes for operations / peak + traffic / bandwidth of its memory + a fi
 multiple of the activations that forward keeps. The exchange of gradients and weights is its volume over the slowest
 link, a message at a time, of which the backward pass hides what it can.
 
-How far off it is, on one rank. GPUs, none of which was measured here: 46 % too short to 30 % too long, of eight
-published training speeds with 16-bit arithmetic, 224 pixels and large batches (timm's benchmark files for an RTX 3090,
-NVIDIA DeepLearningExamples for an A100, Lambda for an H100). CPU ranks: 20 % too short to 33 % too long on 24 steps of
+How far off it is, on one rank. An H200 under `ddp` at 128 images of 224 pixels: 4 % too short to 3 % too long, of four
+networks to which it was fitted. Other GPUs, by eight published speeds of others' training, 16 bits and large batches:
+25 % too short to 15 % too long on an A100 and an H100 (NVIDIA DeepLearningExamples, Lambda), 18 to 77 % too long on an
+RTX 3090 (timm's benchmark files). Not counted: the host's time, most of a step of small batches without CUDA graphs,
+as other engines and stages have them. CPU ranks: 20 % too short to 33 % too long on 24 steps of
 PyTorch's engine under `ddp`; others take up to four times as long on small images. `measured_s` replaces all of it by
 20 steps on this machine. What several ranks exchange was never compared with GPUs.
 """
@@ -56,8 +58,9 @@ class Multiples:
     layer_s: float
 
 
-# The CPU's were fitted to steps of basic_cnn, mobilenet, efficientnet and cnn_lstm on 1, 2 and 4 ranks of two cores.
-CPU, GPU = Multiples(1.6, 10.0, 0.4e-3), Multiples(1.0, 11.0, 0.1e-3)
+# The CPU's were fitted to steps of basic_cnn, mobilenet, efficientnet and cnn_lstm on 1, 2 and 4 ranks of two cores,
+# the GPU's to those of mobilenet, efficientnet, resnet50 and vit_small on an H200 (benchmarks/results).
+CPU, GPU = Multiples(1.6, 10.0, 0.4e-3), Multiples(1.0, 17.0, 0.04e-3)
 
 
 @dataclass(frozen=True)

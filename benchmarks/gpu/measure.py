@@ -45,8 +45,7 @@ class Timed:
     """A contestant with what was measured of it."""
 
     contestant: Contestant
-    state_bytes: int
-    working_bytes: int
+    memory_bytes: int
     step_seconds: float
 
 
@@ -56,11 +55,11 @@ def synchronize(world: World) -> None:
         torch.cuda.synchronize()
 
 
-def allocated(world: World, *, peak: bool = False) -> int:
-    """Return bytes of tensors on the GPU; 0 on a CPU."""
+def reserved(world: World, *, peak: bool = False) -> int:
+    """Return bytes that PyTorch's allocator has of the GPU, those of CUDA graphs too; 0 on a CPU."""
     if world.device.type != "cuda":
         return 0
-    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    return torch.cuda.max_memory_reserved() if peak else torch.cuda.memory_reserved()
 
 
 def make_batch(effort: Effort, batch_size: int, world: World) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,17 +87,18 @@ def seconds_per_step(
 
 
 def make_timed(name: str, model: str, batch: tuple[torch.Tensor, torch.Tensor], effort: Effort, world: World) -> Timed:
-    """Build a contestant, warm it up, and note the memory that it holds and the memory that a step needs beside."""
-    before = allocated(world)
+    """Build a contestant, warm it up, and note the memory that it and a step need."""
+    release(world)
+    before = reserved(world)
     batch_size = len(batch[1])
     network = make_network(model, effort.image_size, effort.num_classes, batch_size)
     contestant = (MAKERS | COMPILED)[name](network, world, batch_size, effort.image_size)
     seconds_per_step(contestant, batch, effort.warmup_steps, world)
+    release(world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    held = allocated(world)
     step_seconds = seconds_per_step(contestant, batch, 1, world)
-    return Timed(contestant, held - before, allocated(world, peak=True) - held, step_seconds)
+    return Timed(contestant, reserved(world, peak=True) - before, step_seconds)
 
 
 def release(world: World) -> None:
@@ -144,7 +144,7 @@ def compare(
                 "images_per_s": batch_size / seconds,
                 # Of the speeds within each round; more is faster.
                 "ratios": ratios_to(name, rounds),
-                "memory_bytes": entry.state_bytes + entry.working_bytes,
+                "memory_bytes": entry.memory_bytes,
                 "mfu": costs.flops / seconds / peak.flops_per_second if peak else None,
                 "share_of_roofline": costs.least_seconds(peak) / seconds if peak else None,
             }

@@ -50,7 +50,9 @@ def _sections(lines: list[Line]) -> Iterable[Section]:
             (one["model"], one["batch_size"], one["pixels"]) for one in of(kind)
         ):
             found = [one for one in of(kind) if (one["model"], one["batch_size"]) == (model, batch_size)]
-            text = "bf16; ratios of images/s within each round, median (quartiles): more is faster. Memory: tensors."
+            text = (
+                "bf16; ratios of images/s within each round, median (quartiles): more is faster. Memory: allocator's."
+            )
             columns = (
                 "contestant",
                 "images/s",

@@ -39,6 +39,27 @@ def cases_of(**fixed):
     ]
 
 
+def test_cuda_graphs_change_no_bit(tmp_path, monkeypatch):
+    """Where a training without them can be repeated to the bit: with dropout, clipping, accumulation."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cases = [dict(zip(("model_type", "precision", "accumulation"), case, strict=True)) for case in RECORDED]
+    (reports,) = run_ranks("tests.gpu.gpu_ranks:recorded_beside_eager", 1, tmp_path, cases)
+    for case, report in zip(cases, reports, strict=True):
+        print(case, report)
+        assert report["is_recorded"], case
+        eager, again, recorded = report["digests"]
+        assert eager != again or recorded == eager, case
+    assert sum(report["digests"][0] == report["digests"][1] for report in reports) >= len(cases) - 2
+
+
+def test_what_cannot_be_recorded_trains_without_graphs(tmp_path):
+    ((report,),) = run_ranks("tests.gpu.gpu_ranks:one_that_waits", 1, tmp_path, [{}])
+    (note,) = report["notes"]
+    print(note)
+    assert note.startswith("no CUDA graphs: ")
+    assert all(np.isfinite(report["losses"]))
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     """{(strategy, engine, optimizer, frozen): report}; one process for all."""
@@ -91,24 +112,3 @@ def test_compiled_with_cuda_graphs_where_the_weights_stay_where_they_are(tmp_pat
     (reports,) = run_ranks(f"{CASES}:compiled_report", 1, tmp_path, [{"strategy": strategy} for strategy in STRATEGIES])
     for plain, compiled in reports:
         np.testing.assert_allclose(compiled, plain, rtol=1e-3)
-
-
-def test_cuda_graphs_change_no_bit(tmp_path, monkeypatch):
-    """Where a training without them can be repeated to the bit: with dropout, clipping, accumulation."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    cases = [dict(zip(("model_type", "precision", "accumulation"), case, strict=True)) for case in RECORDED]
-    (reports,) = run_ranks("tests.gpu.gpu_ranks:recorded_beside_eager", 1, tmp_path, cases)
-    for case, report in zip(cases, reports, strict=True):
-        print(case, report)
-        assert report["is_recorded"], case
-        eager, again, recorded = report["digests"]
-        assert eager != again or recorded == eager, case
-    assert sum(report["digests"][0] == report["digests"][1] for report in reports) >= len(cases) - 2
-
-
-def test_what_cannot_be_recorded_trains_without_graphs(tmp_path):
-    ((report,),) = run_ranks("tests.gpu.gpu_ranks:one_that_waits", 1, tmp_path, [{}])
-    (note,) = report["notes"]
-    print(note)
-    assert note.startswith("no CUDA graphs: ")
-    assert all(np.isfinite(report["losses"]))

@@ -9,7 +9,8 @@ its kernels use.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ class RecordedNetwork:
     def __init__(self, network: nn.Module, images: torch.Tensor) -> None:
         self._network, self._shape = network, images.shape
         recording = _Recording(network)
-        self._replay: Call = torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True)
+        self._replay = cast(Call, torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True))
         # Its autograd graph would keep the nodes that hand gradients to parameters, on the stream of the recording.
         recording.output.detach_()
 
@@ -176,8 +177,8 @@ def _difference(network: nn.Module, recorded: Call, buffers: list[torch.Tensor],
     return None
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*tensors]))))
 
 
 def _shortage(network: nn.Module, device: torch.device) -> str | None:
