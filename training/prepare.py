@@ -20,7 +20,7 @@ from training.engines.deepspeed_config import read_strategy_json
 from training.engines.precision import resolve_precision
 from training.observe.environment import RunFacts
 from training.observe.evaluation import check_replaceable
-from training.observe.new_run import create_run_folder, run_folder
+from training.observe.new_run import create_run_folder, removed_if_refused, run_folder
 from training.observe.step_metrics import resident_bytes
 from training.resume import Resolved, resolve
 from training.steps.audit import check_audit
@@ -110,7 +110,8 @@ def prepare(config: TrainConfig, world: World, start: RunStart = FIRST_START) ->
     strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
     data = agreed(lambda: load_data(data_options(config)), world)
     folder, lock = create_folder(config, start, world)
-    resolved = resolve(config, folder, data, world, is_restart=start.origin.restarts > 0)
+    with removed_if_refused(folder):
+        resolved = resolve(config, folder, data, world, is_restart=start.origin.restarts > 0)
     if resolved.config.threads_per_rank:
         torch.set_num_threads(resolved.config.threads_per_rank)
     resolved.notes[:0] = note_unused_flags(resolved.config)
@@ -136,4 +137,4 @@ def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[R
     log_dir, name = broadcast_object(paths, row_of(text, text), world)
     if world.is_main:
         start.heartbeat.run_name(name)
-    return RunFolder(Path(log_dir), name), lock
+    return created or RunFolder(Path(log_dir), name), lock

@@ -34,6 +34,7 @@ from training.final_test import judge_test
 from training.launched_run import run_launched
 from training.messages import announce_end, announce_start
 from training.observe.best_weights import bring_along, epoch_of, keep_finished
+from training.observe.new_run import removed_if_refused
 from training.observe.step_metrics import run_point
 from training.out_of_memory import describe_failure, is_out_of_memory
 from training.prepare import FIRST_START, RunStart, prepare
@@ -122,8 +123,9 @@ def set_up(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> 
         UserError: on all ranks, for a mistake that any of them found.
     """
     world = form_mesh(world, config.tensor_parallel, config.pipeline_parallel)
-    prepared = choose_batch_size(prepare(config, world, start), start)
-    return build(choose_learning_rate(prepared, start))
+    prepared = prepare(config, world, start)
+    with removed_if_refused(prepared.folder):
+        return build(choose_learning_rate(choose_batch_size(prepared, start), start))
 
 
 def train(context: Run, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
@@ -140,7 +142,8 @@ def train(context: Run, stop: StopRequest, start: RunStart = FIRST_START, delive
     start.heartbeat.beat("first step", context.position, allowed_s=SLOW_PHASE * config.hang_timeout)
     stop_signal = stop.poll_now(world)
     if config.features == "cached" and not stop_signal:
-        stop_signal = cache_features(context, loop)
+        with removed_if_refused(context.folder):
+            stop_signal = cache_features(context, loop)
     first_position = context.position
     with measured_communication(loop.timing.clock):
         while state.progress.epoch < config.epochs and not stop_signal:

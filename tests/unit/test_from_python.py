@@ -20,7 +20,7 @@ from PIL import Image
 
 from delivery.evaluate import evaluate
 from delivery.predict import predict
-from training.base.errors import UserError
+from training.base.errors import AgreedError, UserError
 from training.config import TrainConfig
 from training.run import run
 from training.world.preserved_process import preserved_generators, preserved_process
@@ -122,6 +122,41 @@ def test_a_folder_that_the_evaluation_would_replace_stops_a_run_at_once(tmp_path
     assert "kept/evaluation' exists and holds no evaluation: move it away" in capsys.readouterr().err
     shutil.move(notes.parent, tmp_path / "moved")
     assert run(config) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("bad", {"weights": "none.safetensors"}, "weights file 'none.safetensors' does not exist"),
+        ("", {"weights": "none.safetensors"}, "weights file 'none.safetensors' does not exist"),
+        ("bad", {"resume": "none"}, "--resume none: no checkpoint there"),
+        ("bad", {"model_type": "ensemble", "ensemble_members": "airbench,vgg"}, "image"),
+    ],
+)
+def test_a_start_that_is_refused_leaves_no_folder_and_one_that_was_there_as_it_was(
+    name, changes, message, tmp_path, capsys
+):
+    small = {"data": "fake", "model_type": "basic_cnn", "image_size": 8, "batch_size": 250, "epochs": 1}
+    config = TrainConfig(run_name=name, log_dir=str(tmp_path), **small | changes)
+    assert run(config) == 2
+    assert message in capsys.readouterr().err
+    assert not [*tmp_path.glob("*/*")]
+    (tmp_path / "runs" / "bad").mkdir()
+    (tmp_path / "runs" / "bad" / "notes.txt").touch()
+    assert run(config) == 2
+    assert [path.name for path in tmp_path.glob("runs/bad/*.txt")] == ["notes.txt"]
+
+
+def test_a_head_that_is_refused_after_the_loggers_were_opened_leaves_no_folder(digits, tmp_path, monkeypatch, capsys):
+    def refuse(*_) -> int:
+        raise AgreedError("this head reads no vector.")
+
+    monkeypatch.setattr("training.run.cache_features", refuse)
+    head = {"tune": "head", "features": "cached", "augmentation": "none", "weights": str(digits / "model.safetensors")}
+    given = {"data": "digits", "model_type": "basic_cnn", "image_size": 16, "batch_size": 64, "epochs": 1}
+    assert run(TrainConfig(log_dir=str(tmp_path), progress="off", **given | head)) == 2
+    assert "this head reads no vector." in capsys.readouterr().err
+    assert not [*tmp_path.glob("*/*")]
 
 
 def test_evaluate_and_predict_by_the_documentations_lines(digits, capsys):

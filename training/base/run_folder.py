@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # In a run's own folder.
@@ -31,10 +31,17 @@ WORST = "worst"  # folder of the worst samples, one picture each
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run; its other files are `path / CONFIG` and so on."""
+    """The paths of one run; its other files are `path / CONFIG` and so on.
+
+    Attributes:
+        log_dir: of all runs.
+        name: of the run.
+        made: the folders among these that this start has created.
+    """
 
     log_dir: Path
     name: str
+    made: tuple[Path, ...] = field(default=(), compare=False)
 
     @property
     def path(self) -> Path:

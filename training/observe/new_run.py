@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import count
 from pathlib import Path
 from typing import IO
@@ -76,7 +76,8 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolde
             model = config.model_type.replace(":", "-").replace("/", "-")
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
             folder = RunFolder(folder.log_dir, new_name(folder.log_dir, name))
-        make_folders(folder)
+        made = make_folders(folder)
+        folder = dataclasses.replace(folder, made=made if config.run_name else (folder.path, *made))
         refuse_another_run()
         lock = lock_run(folder.path / LOCK, origin)
         refuse_another_run()  # one that was being trained until now
@@ -95,10 +96,26 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolde
     return folder, lock
 
 
-def make_folders(folder: RunFolder) -> None:
-    """Create the folders of a run, those that are missing."""
+def make_folders(folder: RunFolder) -> tuple[Path, ...]:
+    """Create the folders of a run, those that are missing; return them."""
+    made = []
     for path in (folder.path, folder.tensorboard, folder.checkpoints):
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            made.append(path)
+    return tuple(made)
+
+
+@contextlib.contextmanager
+def removed_if_refused(folder: RunFolder) -> Iterator[None]:
+    """Remove the folders that this start has made if what comes before the first step ends by a user's mistake."""
+    try:
+        yield
+    except UserError:
+        for path in folder.made:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def new_name(log_dir: Path, name: str) -> str:
