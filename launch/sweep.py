@@ -125,6 +125,7 @@ class RunningSweep:
         folder: where the sweep keeps its line, the trials' states and their output.
         epochs: of a whole training.
         best_by: the score by which trials are chosen, a key of `SCORE_NAMES`.
+        ranks: of each trial.
     """
 
     sweep: Sweep
@@ -132,6 +133,7 @@ class RunningSweep:
     folder: Path
     epochs: int
     best_by: str
+    ranks: int
     _processes: set[subprocess.Popen] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopped: bool = False
@@ -148,7 +150,7 @@ class RunningSweep:
         Raises:
             UserError: if there are fewer GPUs than trials at a time need, or no such trial.
         """
-        found = _places_on(self.sweep, hostfile) if hostfile else _places(self.sweep, jobs)
+        found = _places_on(self.ranks, hostfile) if hostfile else _places(self.ranks, jobs)
         self._left, places = len(found), SimpleQueue[Place | None]()
         for place in found:
             places.put(place)
@@ -260,7 +262,8 @@ def prepare(sweep: Sweep) -> RunningSweep:
     """
     if not _NAME.fullmatch(sweep.name):
         raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
-    config = check_training(read_arguments(SCRIPT, sweep.words, {}).training)
+    arguments = read_arguments(SCRIPT, sweep.words, {})
+    config = check_training(arguments.training)
     if config.run_name or config.resume != "never":
         raise UserError("--run-name and --resume: a sweep names its runs, and goes on by itself: leave them out.")
     logs = run_folder(config, "x").log_dir
@@ -294,7 +297,7 @@ def prepare(sweep: Sweep) -> RunningSweep:
                 trial.state = saved["state"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(sweep, folder, error) from None
-    return RunningSweep(sweep, trials, folder, config.epochs, config.best_by)
+    return RunningSweep(sweep, trials, folder, config.epochs, config.best_by, arguments.ranks_per_node)
 
 
 def _keep_line(folder: Path, sweep: Sweep) -> None:
@@ -360,13 +363,12 @@ def _draw(draws: random.Random, values: list[str] | tuple[float, float, bool, bo
     return str(round(value)) if is_whole else f"{value:.{PLACES}g}"
 
 
-def _places(sweep: Sweep, jobs: int) -> list[Place]:
-    """Return the places of `jobs` trials at a time on this machine.
+def _places(ranks: int, jobs: int) -> list[Place]:
+    """Return the places of `jobs` trials of so many ranks at a time on this machine.
 
     Raises:
         UserError: if there are too few GPUs.
     """
-    ranks = read_arguments(SCRIPT, sweep.words, {}).ranks_per_node
     gpus = visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus and ranks * jobs > len(gpus):
         raise UserError(
@@ -380,13 +382,12 @@ def _places(sweep: Sweep, jobs: int) -> list[Place]:
     ]
 
 
-def _places_on(sweep: Sweep, hostfile: Path) -> list[Place]:
-    """Return as many places on each machine as its slots allow.
+def _places_on(ranks: int, hostfile: Path) -> list[Place]:
+    """Return as many places of so many ranks on each machine as its slots allow.
 
     Raises:
         UserError: for a hostfile that is none, or a machine with too few slots for a trial.
     """
-    ranks = read_arguments(SCRIPT, sweep.words, {}).ranks_per_node
     return [
         _on_gpus(range(job * ranks, (job + 1) * ranks), host)
         for host, count in read_hostfile(hostfile, nodes=0, slots=ranks).items()

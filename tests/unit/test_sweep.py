@@ -243,7 +243,7 @@ def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor
     path.write_text("node-1 slots=5\nnode-2 slots=2\n")
     words = ("basic_cnn", "ddp", "2", *WORDS[3:], f"--log-dir={actor}")
     asked = Sweep("rates", words, ("learning-rate=0.01,0.02,0.03,0.04",))
-    assert [(place.host, place.variables["CUDA_VISIBLE_DEVICES"]) for place in sweeps._places_on(asked, path)] == [
+    assert [(place.host, place.variables["CUDA_VISIBLE_DEVICES"]) for place in sweeps._places_on(2, path)] == [
         ("node-1", "0,1"),
         ("node-1", "2,3"),
         ("node-2", "0,1"),
