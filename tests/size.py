@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 1026,
-    "launch": 3732,
+    "launch": 3733,
     "models": 2430,
     "training": 3078,
     "training/base": 1678,
@@ -24,7 +24,7 @@ BUDGET = {
     "training/checkpoint": 1504,
     "training/observe": 2607,
     "training/steps": 1129,
-    "training/config": 1141,
+    "training/config": 1140,
     "planning": 3320,
     "delivery": 4487,
     "delivery/export": 1229,

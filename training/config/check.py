@@ -38,55 +38,56 @@ def _only(value: object, *names: str) -> Values:
     return dict.fromkeys(names, (value,))
 
 
-# By setting: when it restricts others, and the values that these may have then, the usual one first.
+# By a setting in words, with {name} for flag and value: when it restricts others, and the values that these may have
+# then, the usual one first.
 GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
-    "loss": (
+    "{loss}": (
         lambda config: config.is_contrastive,
         _only(0, "mixup", "cutmix")
         | {"distill": ("",), "class_weights": ("none",), "engine": OUR_ENGINE, "compile": NOT_COMPILED},
     ),
-    "features": (
+    "{features}": (
         lambda config: config.features == "cached",
         {"tune": ("head",)}
         | _only(0, "mixup", "cutmix")
         | _only("", "progressive_size", "distill")
         | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED, "pipeline_parallel": (1,)},
     ),
-    "feature_views": (
+    "{features} with a single view ({feature_views})": (  # a default, which decides only with the other flag
         lambda config: config.features == "cached" and config.feature_views == 1,
         {"augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
         | _only(0, "color_jitter", "random_erasing"),
     ),
-    "solver": (
+    "{solver}": (
         lambda config: config.solver == "lbfgs",
         {"features": ("cached",), "loss": ("cross_entropy",), "class_weights": ("none",), "sampling": ("uniform",)}
         | _only(0, "ema", "lookahead")
         | {"local_steps": (1,), "replicate_across": ("none",)},  # whose other replicas have no parts to fill
     ),
-    "task": (
+    "{task}": (
         lambda config: config.task == MULTILABEL,
         {"loss": ("bce",), "bce_target_threshold": (0,), "class_weights": ("none",), "sampling": ("uniform",)}
         | {"distill": ("",), "features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
     ),
     # Islands each have an engine, an optimizer and statistics of their own; fp16 would have another loss scale on each.
-    "local_steps": (
+    "{local_steps}": (
         lambda config: config.has_islands,
         {"strategy": ("ddp",), "engine": OUR_ENGINE, "precision": ("fp32", "auto", "bf16"), "loss": OF_CLASSES}
         | {"sync_batchnorm": (False,)}
         | _only(0, "ema", "lookahead"),  # the outer weights are such an average
     ),
-    "tensor_parallel": (
+    "{tensor_parallel}": (
         lambda config: config.tensor_parallel > 1,
         {"engine": OUR_ENGINE, "compile": NOT_COMPILED, "offload": ("none",), "tune": ("full",)}
         | {"replicate_across": ("none",), "local_steps": (1,), "optimizer": ELEMENT_WISE},
     ),
-    "audit": (
+    "{audit}": (
         lambda config: config.audit > 0,
         {"strategy": ("ddp",)}  # every rank has all weights
         | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "sync_batchnorm": (False,), "features": ("computed",)}
         | _only(1, "tensor_parallel", "pipeline_parallel", "local_steps"),
     ),
-    "pipeline_parallel": (
+    "{pipeline_parallel}": (
         lambda config: config.pipeline_parallel > 1,
         {"strategy": ("ddp",), "engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED}
         | {"sync_batchnorm": (False,), "local_steps": (1,)},
@@ -205,12 +206,10 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
 def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield what does not go together."""
     yield from _wrong_contrast(config, of)
-    for setting, (is_chosen, allowed) in GOES_WITH.items():
+    given = {name: f"{of[name]} {getattr(config, name)}" for name in FIELDS}
+    for words, (is_chosen, allowed) in GOES_WITH.items():
         if is_chosen(config):
-            given = f"{of[setting]} {getattr(config, setting)}"
-            if setting == "feature_views":  # a default, which decides only with another flag
-                given = f"{of['features']} cached with a single view ({given})"
-            yield from _wrong_values(config, of, given, allowed)
+            yield from _wrong_values(config, of, words.format_map(given), allowed)
     has_members = model_spec(config.model_type).takes_members
     if config.is_contrastive and has_members:
         yield (
