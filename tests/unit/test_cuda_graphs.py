@@ -17,6 +17,7 @@ from models.ensemble import Ensemble
 from training.config import TrainConfig
 from training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, RecordedMembers, RecordedNetwork, record, records
 from training.engines.engine import EngineSetup
+from training.engines.precision import under_autocast
 from training.engines.strategies import plan_of
 from training.setup import _computes_alike
 from training.world.world import World
@@ -87,6 +88,18 @@ def test_what_is_called_as_it_was_recorded_is_replayed(graphs):
     recorded(images[:2])
     with torch.no_grad():
         recorded(images)
+    assert replays.calls == before + 1
+
+
+def test_the_mode_is_that_of_the_model_within(graphs):
+    """The wrapper for autocast is never told."""
+    module, images = make_network(), torch.rand(BATCH_SIZE, *SHAPE)
+    recorded = record(under_autocast(module, "bf16", images.device), setup_of(module, precision="bf16"))
+    (replays,) = graphs.made
+    before = replays.calls
+    recorded(images)
+    module.eval()
+    recorded(images)
     assert replays.calls == before + 1
 
 

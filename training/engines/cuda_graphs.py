@@ -50,12 +50,13 @@ class RecordedNetwork:
     GPU's random numbers.
 
     Args:
-        network: in training mode, float32 images [B, C, H, W] -> logits.
+        network: float32 images [B, C, H, W] -> logits.
+        module: what is in training mode or not, in the network.
         images: such as it will be given; their memory is kept.
     """
 
-    def __init__(self, network: nn.Module, images: torch.Tensor) -> None:
-        self._network, self._shape = network, images.shape
+    def __init__(self, network: nn.Module, module: nn.Module, images: torch.Tensor) -> None:
+        self._network, self._module, self._shape = network, module, images.shape
         recording = _Recording(network)
         self._replay = cast(Call, torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True))
         # Its autograd graph would keep the nodes that hand gradients to parameters, on the stream of the recording.
@@ -63,7 +64,7 @@ class RecordedNetwork:
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Return the logits, in memory of their own."""
-        if self._network.training and torch.is_grad_enabled() and images.shape == self._shape:
+        if self._module.training and torch.is_grad_enabled() and images.shape == self._shape:
             return self._replay(images).clone()
         return self._network(images)
 
@@ -72,21 +73,21 @@ class RecordedMembers:
     """An ensemble whose members replay what was recorded of each: it seeds the GPU's random numbers between them.
 
     Args:
-        network: the ensemble as it is called, in training mode.
+        network: the ensemble as it is called.
         setup: of the ensemble.
         images: as of `RecordedNetwork`.
     """
 
     def __init__(self, network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> None:
-        self._network, self._shape = network, images.shape
         assert isinstance(setup.module, Ensemble)
+        self._network, self._ensemble, self._shape = network, setup.module, images.shape
         self._members = [*setup.module.members]
         wrapped = [under_autocast(member, setup.precision, images.device) for member in self._members]
-        self._recorded = [RecordedNetwork(member, images) for member in wrapped]
+        self._recorded = [RecordedNetwork(*pair, images) for pair in zip(wrapped, self._members, strict=True)]
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Return what the ensemble returns."""
-        if not (self._network.training and torch.is_grad_enabled() and images.shape == self._shape):
+        if not (self._ensemble.training and torch.is_grad_enabled() and images.shape == self._shape):
             return self._network(images)
         for member, recorded in zip(self._members, self._recorded, strict=True):
             member.forward = recorded
@@ -116,7 +117,7 @@ def record(network: nn.Module, setup: EngineSetup) -> Call:
         setup: with `image_shape`.
     """
     assert setup.image_shape is not None
-    device, was_training = setup.world.device, network.training
+    device, was_training = setup.world.device, setup.module.training
     buffers = [buffer.clone() for buffer in network.buffers()]
     recorded: RecordedNetwork | RecordedMembers | None = None
     with torch.random.fork_rng([device]), warnings.catch_warnings():
@@ -128,7 +129,7 @@ def record(network: nn.Module, setup: EngineSetup) -> Call:
             if isinstance(setup.module, Ensemble):
                 recorded = RecordedMembers(network, setup, images)
             else:
-                recorded = RecordedNetwork(network, images)
+                recorded = RecordedNetwork(network, setup.module, images)
             problem = _difference(network, recorded, buffers, torch.rand_like(images)) or _shortage(network, device)
         except Exception as error:  # a wait for the GPU in forward, memory, whatever PyTorch has
             problem = f"{type(error).__name__}, {one_line(error)}"
