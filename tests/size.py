@@ -15,7 +15,7 @@ BUDGET = {
     "scripts": 1026,
     "launch": 3733,
     "models": 2430,
-    "training": 3078,
+    "training": 3079,
     "training/base": 1678,
     "training/world": 1399,
     "training/data": 7438,

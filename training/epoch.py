@@ -93,12 +93,13 @@ def _end_epoch(
     state, world, clock = context.state, context.world, loop.timing.clock
     train_scores = state.sums.reduce(world)
     state.sums.reset()
-    train_loss = train_scores.loss if train_scores.samples else 0.0  # of no step that was applied
+    is_trained = train_scores.samples > 0  # by a step that was applied
+    train_loss = train_scores.loss if is_trained else None
     # A loss that compares images guesses among those of a step.
     choices = loop.num_classes if loop.neighbours is None else max(loop.num_classes, loop.plan.global_batch)
     # A divergence at a temperature of T is of logits / T, times T squared.
     scale = max(1.0, read_distill(context.config.distill)[0]) ** 2 if context.config.distill else 1.0
-    diverged = find_divergence(train_loss / scale, scores.loss, choices)
+    diverged = find_divergence((train_loss or 0.0) / scale, scores.loss, choices)
     write_weights, best_by = None, context.config.best_by
     of_epoch = score_of(scores, best_by, loop.num_classes)
     score = merit(best_by, of_epoch)
@@ -121,8 +122,8 @@ def _end_epoch(
         epoch=state.progress.epoch,
         step=context.position,
         epochs=context.config.epochs,
-        train_loss=train_scores.loss,
-        train_top1=train_scores.top1,
+        train_loss=train_loss,
+        train_top1=train_scores.top1 if is_trained else None,
         validation=scores,
         raw=raw,
         images_per_second=result.images_per_second,

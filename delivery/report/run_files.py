@@ -193,7 +193,7 @@ class History:
             self._add_memory([line["memory_bytes"]])
 
     def _add_epoch(self, line: dict[str, Any]) -> None:
-        numbers = {name: float(line[name]) for name in EPOCH_NUMBERS}
+        numbers = {name: math.nan if line[name] is None else float(line[name]) for name in EPOCH_NUMBERS}
         counts = {name: int(float(line[name])) for name in ("epoch", "step")}
         self.epochs[counts["epoch"]] = line | numbers | counts
         self.processes[-1].logged_seconds["evaluation"] += float(line.get("evaluation_seconds", 0.0))

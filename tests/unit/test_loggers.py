@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import sys
 import threading
 
@@ -122,7 +121,7 @@ def test_a_diverged_epoch_is_marked():
 
 
 def test_an_epoch_without_a_step_has_neither_loss_nor_speed():
-    solved = dataclasses.replace(EPOCH, train_loss=math.nan, train_top1=math.nan, images_per_second=0.0, seconds=0.0)
+    solved = dataclasses.replace(EPOCH, train_loss=None, train_top1=None, images_per_second=0.0, seconds=0.0)
     assert epoch_line(solved) == "epoch 2/5  val loss 0.3000  top-1 0.9000  top-5 0.9900  best"
 
 

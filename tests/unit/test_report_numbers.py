@@ -64,6 +64,13 @@ def test_all_lines_count_for_the_time_and_the_latest_for_the_curves():
     assert sum(row.share_of_total for row in time.rows) == pytest.approx(1.0)
 
 
+def test_an_epoch_without_a_step_has_no_training_curve():
+    """As of a head that is solved for."""
+    for changes, lines in (({"train_loss": None, "train_top1": None}, 1), ({}, 2)):
+        loss = single_run_charts(history_of([epoch(1, 0.5, **changes)]))[0]
+        assert len(loss["lines"]) == lines
+
+
 def test_a_resume_within_an_interval_repeats_a_part_of_it():
     history = history_of([step(10, 1.0), step(20, 2.0), event("resume", 5, 15), step(20, 0.5, steps=5), step(30, 1.0)])
     assert list(history.steps) == [10, 20, 30]

@@ -87,6 +87,8 @@ class EpochPoint:
     """Numbers of an epoch.
 
     Attributes:
+        train_loss: of the steps that were applied, None if there was none.
+        train_top1: of those, None if there was none.
         data_wait_share: mean of its logging points'.
         memory_bytes_per_rank: peak of every rank, as `DeviceUse.memory_bytes`.
         diverged: why it counts as diverged, None if it does not.
@@ -100,8 +102,8 @@ class EpochPoint:
     epoch: int
     step: int
     epochs: int
-    train_loss: float
-    train_top1: float
+    train_loss: float | None
+    train_top1: float | None
     validation: Scores
     images_per_second: float
     data_wait_share: float
@@ -147,12 +149,10 @@ def epoch_line(point: EpochPoint) -> str:
     if point.best_by not in IN_EVERY_LINE:
         lowest = f"{point.lowest_recall:.4f} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
         chosen = f"  {SCORE_NAMES[point.best_by]} {point.score:.4f}  lowest recall {lowest}"
-    loss, speed = (
-        f"train loss {point.train_loss:.4f}  ",
-        f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s",
-    )
+    loss = "" if point.train_loss is None else f"train loss {point.train_loss:.4f}  "
+    speed = f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s"
     if not point.images_per_second:  # a head that was solved for: no step was trained
-        loss = speed = ""
+        speed = ""
     return (
         f"epoch {point.epoch}/{point.epochs}  {loss}val loss {scores.loss:.4f}  "
         f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}{chosen}{raw}{speed}{mark}"
