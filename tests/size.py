@@ -20,7 +20,7 @@ BUDGET = {
     "training/world": 1399,
     "training/data": 7438,
     "training/recipe": 1462,
-    "training/engines": 5315,
+    "training/engines": 5317,
     "training/checkpoint": 1504,
     "training/observe": 2607,
     "training/steps": 1129,

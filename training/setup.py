@@ -301,7 +301,7 @@ def set_up_engine(
         schedule, steps = config.pipeline_schedule, config.gradient_accumulation_steps
         if config.has_stages:
             agreed(lambda: check_micro_batches(schedule, config.pipeline_parallel, steps), world)
-        pipeline = PipelineSetup(world, schedule, config.pipeline_split)
+        pipeline = PipelineSetup(world, schedule, config.pipeline_split, config.ensemble_members.split(","))
     setup = EngineSetup(
         built.module,
         optimizer,

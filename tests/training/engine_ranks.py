@@ -130,7 +130,7 @@ def make_engine(
         compiles=config.compile == "on",
     )
     if config.pipeline_parallel > 1:
-        pipeline = PipelineSetup(world, config.pipeline_schedule, config.pipeline_split)
+        pipeline = PipelineSetup(world, config.pipeline_schedule, config.pipeline_split, ("a", "b", "c"))
         channels = next(parameter.shape[1] for parameter in module.parameters() if parameter.ndim == 4)
         setup = dataclasses.replace(setup, pipeline=pipeline, image_shape=(channels, 8, 8))
     return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module), islands)

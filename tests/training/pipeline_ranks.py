@@ -32,6 +32,7 @@ from training.world.world import World
 
 SIZE = 16  # pixels
 LARGER = {"lstm": 32}
+MEMBERS = ("cnn", "vit", "resnet")  # of the ensemble
 
 
 class Residual(nn.Module):
@@ -75,7 +76,7 @@ def make_network(name: str) -> nn.Module:
         "resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, drop_path_rate=0.2),
         "residual": Residual,
         "branches": Branches,
-        "ensemble": lambda: Ensemble([networks[member]() for member in ("cnn", "vit", "resnet")]),
+        "ensemble": lambda: Ensemble([networks[member]() for member in MEMBERS]),
     }
     return networks[name]()
 
@@ -96,9 +97,14 @@ def make_engine(
         accumulation,
         config.gradient_clipping,
         image_shape=(3, size, size),
-        pipeline=PipelineSetup(world, schedule, split) if pipeline > 1 else None,
+        pipeline=PipelineSetup(world, schedule, split, MEMBERS) if pipeline > 1 else None,
     )
-    return build_engine(setup, "torch")
+    engine = build_engine(setup, "torch")
+    if pipeline > 1 and isinstance(module, Ensemble):
+        named = ", ".join(setup.events["pipeline"]["members"])
+        assert sorted(named.split(", ")) == sorted(MEMBERS)
+        assert all(name in setup.notes[-1] for name in MEMBERS)
+    return engine
 
 
 def make_batches(step: int, first: int, count: int, size: int) -> list[Batch]:

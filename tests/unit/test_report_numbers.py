@@ -291,11 +291,11 @@ def test_the_balance_of_a_pipeline_is_that_of_its_latest_start(tmp_path):
     figure = next(figure for figure in key_figures(run) if figure.name == "a pipeline's ranks wait")
     assert figure.value == "20\u202f%"
     assert figure.remark.endswith("stages begin at the input, c, and take 60\u202f%, 40\u202f%")
-    run.history.add(starts[1] | {"members": [[0, 2], [1]], "wait_share": 0.17})
+    run.history.add(starts[1] | {"members": ["vgg, mobilenet", "vgg"], "wait_share": 0.17})
     figure = next(figure for figure in key_figures(run) if figure.name == "ranks with members wait")
     assert (figure.value, figure.remark.partition("; ")[2]) == (
         "17\u202f%",
-        "they have the members [0, 2] | [1], and take 60\u202f%, 40\u202f%",
+        "they have the members vgg, mobilenet | vgg, and take 60\u202f%, 40\u202f%",
     )
 
 

@@ -5,7 +5,7 @@ An engine is a model with its optimizer, distributed over the ranks. Only the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,11 +107,13 @@ class PipelineSetup:
         world: all ranks, of whose mesh the pipelines are one dimension.
         schedule: 'gpipe', '1f1b' or 'interleaved'.
         split: 'auto', or the names of the modules with which the stages but the first begin, with commas between them.
+        members: the models of an ensemble, which is not cut.
     """
 
     world: World
     schedule: str
     split: str
+    members: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ class MembersEngine(TorchEngine):
         self._dealt = deal_members(seconds, self._pipeline.size)
         loads = [sum(seconds[number] for number in members) for members in self._dealt]
         shares, waits = [load / sum(loads) for load in loads], 1 - sum(loads) / len(loads) / max(loads)
-        had = " | ".join(", ".join(map(str, members)) for members in self._dealt)
+        had = [", ".join(setup.pipeline.members[number] for number in members) for members in self._dealt]
         setup.notes.append(
-            f"ensemble on {len(loads)} ranks: they have the members {had}, which take "
+            f"ensemble on {len(loads)} ranks: they have the members {' | '.join(had)}, which take "
             f"{', '.join(f'{share:.0%}' for share in shares)} of a forward; a rank waits for {waits:.0%} of a step"
         )
-        setup.events["pipeline"] = {"members": self._dealt, "stage_shares": shares, "wait_share": waits}
+        setup.events["pipeline"] = {"members": had, "stage_shares": shares, "wait_share": waits}
         tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         held = [
             [name for name in tensors if name.startswith(tuple(f"{names[number]}." for number in members))]
