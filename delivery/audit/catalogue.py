@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import track
 from torch import nn
 
 from delivery.audit.copies import SIDE
@@ -20,6 +21,7 @@ from training.data.reading.sources import UNKNOWN, FileSource, grey
 from training.data.sampler import EvaluationPlan
 from training.data.table import EDGES
 from training.data.values import stretched
+from training.observe.console import open_console
 
 PICTURE_SIDE = 16
 IMAGES_AT_ONCE = 64
@@ -83,10 +85,14 @@ class Catalogue:
     def read(self, preprocessing: dict | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
         """Yield the numbers of the images of each batch, the batch, and which of them could be read, bool [B].
 
+        A terminal gets a bar for each part.
+
         Args:
             preprocessing: as `DatasetPair.preprocessing`; by default the whole images in `SIDE` x `SIDE` pixels.
         """
-        for start, set_ in zip(self._starts, self._sets.values(), strict=False):
+        console = open_console(stderr=True)
+        is_silent = not console.is_terminal
+        for start, (part, set_) in zip(self._starts, self._sets.items(), strict=False):
             source = set_.source
             seen_as = preprocessing or _whole(set_)
             dataset = ImageDataset(source, seen_as, most_bad=len(set_))
@@ -94,8 +100,9 @@ class Catalogue:
             plan = EvaluationPlan(len(set_), IMAGES_AT_ONCE, 1)
             loader = Loader(dataset, plan, 0, workers=most_workers() if is_worth_it else 0)
             loader.watch()
+            bar = track(loader, f"reading {part}", len(loader), console=console, transient=True, disable=is_silent)
             try:
-                for batch in loader:
+                for batch in bar:
                     numbers = int(start) + batch.indices.numpy()
                     is_read = batch.weights.numpy() > 0
                     for number in numbers[~is_read].tolist():

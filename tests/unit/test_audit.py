@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import shutil
@@ -84,9 +85,13 @@ def test_copies_are_found_whatever_was_done_to_them_and_nothing_else(tmp_path):
     assert find_copies(np.zeros((5, SIDE, SIDE), np.uint8)) == []  # flat: nothing is to be seen
 
 
-def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys):
-    output = tmp_path / "audit"
+def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkeypatch):
+    output, terminal = tmp_path / "audit", io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm-color")
+    monkeypatch.setattr("sys.stderr", terminal)
     audit(str(photos), output=str(output))
+    assert all(f"reading {part}" in terminal.getvalue() for part in ("train", "val"))
     facts = json.loads((output / "audit.json").read_text())
     found = {(one["kind"], one["image"].rpartition("/")[2]) for one in facts["findings"]}
     assert {kind for kind, _ in found} == {"leak", "conflict", "repeat", "unreadable"}
