@@ -34,6 +34,7 @@ from training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
 from training.base.heartbeat import CALLER_VARIABLE
 from training.base.points import merit
 from training.base.run_folder import METRICS, shown_path
+from training.base.units import plural
 from training.config import REPO_ROOT
 from training.observe.new_run import run_folder
 from training.world.gpus import machine_gpus, visible_gpus
@@ -372,7 +373,7 @@ def _places(ranks: int, jobs: int) -> list[Place]:
     gpus = visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus and ranks * jobs > len(gpus):
         raise UserError(
-            f"--jobs {jobs}: {jobs} trials of {ranks} GPU(s) need {ranks * jobs}, {len(gpus)} present: "
+            f"--jobs {jobs}: {jobs} trials of {plural(ranks, 'GPU')} need {ranks * jobs}, {len(gpus)} present: "
             f"give at most {len(gpus) // ranks}."
         )
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // (ranks * jobs)))

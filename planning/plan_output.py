@@ -14,7 +14,7 @@ from rich.table import Table
 
 from planning.machines import GPUS
 from planning.search import Option, PlannedJob, filling_batch, options, reason, step_of
-from training.base.units import format_bytes, format_digits, format_duration
+from training.base.units import format_bytes, format_digits, format_duration, plural
 from training.config import TrainConfig
 from training.config.values import changed_flags, launch_command
 from training.out_of_memory import Rung
@@ -63,7 +63,7 @@ def print_plan(
     )
     hours = chosen.hours(job.images)
     console.print(
-        f"time         {words.epochs} epochs: about {format_duration(3600 * hours)} without evaluation, "
+        f"time         {plural(words.epochs, 'epoch')}: about {format_duration(3600 * hours)} without evaluation, "
         f"{format_digits(job.ranks * hours)} GPU-hours"
     )
     if job.has_gpus and job.machine.gpu.name not in GPUS:

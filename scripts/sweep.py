@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.base.errors import UserError
 from training.base.run_folder import shown_path
+from training.base.units import plural
 from training.config.command_line import OneLineParser, run_script
 
 LAUNCHED = "--"
@@ -41,7 +42,7 @@ def sweep(given: argparse.Namespace) -> int:
 
     with handling_stop_signals(stop):
         for trial in running.run(given.jobs, given.hostfile, given.trial):
-            score = "no epoch" if trial.score is None else f"{trial.score:.4f} after {trial.epochs} epoch(s)"
+            score = "no epoch" if trial.score is None else f"{trial.score:.4f} after {plural(trial.epochs, 'epoch')}"
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
     failed = [trial for trial in running.trials if trial.state.startswith("exit code")]
     if given.trial:

@@ -12,23 +12,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
-    "scripts": 1026,
-    "launch": 3733,
+    "scripts": 1027,
+    "launch": 3735,
     "models": 2430,
-    "training": 3079,
-    "training/base": 1678,
-    "training/world": 1399,
+    "training": 3083,
+    "training/base": 1683,
+    "training/world": 1401,
     "training/data": 7438,
     "training/recipe": 1462,
     "training/engines": 5317,
     "training/checkpoint": 1504,
     "training/observe": 2607,
-    "training/steps": 1129,
-    "training/config": 1140,
+    "training/steps": 1131,
+    "training/config": 1141,
     "planning": 3320,
     "delivery": 4494,
     "delivery/export": 1229,
-    "delivery/report": 1649,
+    "delivery/report": 1651,
 }
 
 

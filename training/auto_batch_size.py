@@ -19,7 +19,7 @@ from training.base.errors import AgreedError, AnotherStartNeededError
 from training.base.heartbeat import SLOW_PHASE
 from training.base.run_folder import BATCH_SIZE, RunFolder
 from training.base.run_logger import Loggers
-from training.base.units import format_bytes
+from training.base.units import format_bytes, plural
 from training.checkpoint.shards import Snapshot
 from training.config import TrainConfig
 from training.config.global_batch import MOST_IMAGES_ON_CPU, divided, largest_divisor, micro_batches, usual_global_batch
@@ -93,7 +93,7 @@ def choose_batch_size(prepared: Prepared, start: RunStart) -> Prepared:
         size, how = _search(prepared, global_batch, start)
     config = divided(config, size, global_batch, world.data.size)
     unit, units = world.units()
-    product = f"x {world.data.size} {units} x {config.gradient_accumulation_steps} accumulation step(s)"
+    product = f"x {units} x {plural(config.gradient_accumulation_steps, 'accumulation step')}"
     note = f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"
     return dataclasses.replace(prepared, config=config).decide(note)
 

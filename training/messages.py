@@ -13,6 +13,7 @@ from training.base.control_groups import quota_note, usable_cores
 from training.base.points import SCORE_NAMES, RunPoint, merit
 from training.base.progress import Progress
 from training.base.run_folder import shown_path
+from training.base.units import plural
 from training.data.augment import viewable
 from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
@@ -36,8 +37,9 @@ def announce_start(context: Run) -> None:
     log(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
     unit, units = world.units()
     log(
-        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.data.size} {units} x "
-        f"{config.gradient_accumulation_steps} accumulation step(s); {plan.steps_per_epoch} steps per epoch; "
+        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {units} x "
+        f"{plural(config.gradient_accumulation_steps, 'accumulation step')}; "
+        f"{plural(plan.steps_per_epoch, 'step')} per epoch; "
         f"peak learning rate {context.schedule.peak:.3g}"
     )
     data, pixels = context.data, context.data.train.preprocessing["image_size"]
@@ -91,8 +93,8 @@ def _result(context: Run) -> list[str]:
         )
     if context.head_epochs >= context.config.epochs and context.config.schedule != "sweep":
         lines.append(
-            f"only the head was trained: the first {context.head_epochs} epoch(s) are its own; to train the backbone, "
-            "too, give more --epochs or fewer --head-epochs"
+            f"only the head was trained: the first {plural(context.head_epochs, 'epoch')} are its own; to train the "
+            "backbone, too, give more --epochs or fewer --head-epochs"
         )
     if not progress.best_epoch:
         return [*lines, "no weights are saved: no epoch was sound"] if lines else []
@@ -141,7 +143,7 @@ def _warnings(context: Run) -> list[str]:
         warnings.append(f"evaluated and saved is the moving average of the weights, --ema {config.ema}")
     if context.head_epochs:
         all_of_them = ", which are all that this run has" if context.head_epochs >= config.epochs else ""
-        warnings.append(f"only the head learns for the first {context.head_epochs} epoch(s){all_of_them}")
+        warnings.append(f"only the head learns for the first {plural(context.head_epochs, 'epoch')}{all_of_them}")
     return warnings
 
 

@@ -11,6 +11,7 @@ import torch
 from training.base.control_groups import usable_cores
 from training.base.errors import AgreedError, UserError, one_line, shown
 from training.base.run_folder import IMAGES, WEIGHTS, RunFolder
+from training.base.units import plural
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.config.check import check_starting_weights
@@ -191,8 +192,8 @@ def keep_islands(
     if found is None and islands != meant:
         cure = f", or give --islands {islands}" if islands > 1 else ""
         raise AgreedError(
-            f"--islands {meant}: {size} rank(s) cannot be divided into {meant} equal groups, each of whole machines or "
-            f"of a part of one: start a multiple of {meant} ranks{cure}."
+            f"--islands {meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
+            f"machines or of a part of one: start a multiple of {meant} ranks{cure}."
         )
     before, notes = number_of_islands(found.manifest.parameters) if found else islands, []
     if islands != before:
@@ -200,8 +201,8 @@ def keep_islands(
         if islands > before:
             how = "new ones begin with the outer weights and island 0's moments"
         notes.append(
-            f"{islands} island(s) in place of the checkpoint's {before} ({meant} are meant to be): {how}, the bytes "
-            "will not be those of the run so far"
+            f"{plural(islands, 'island')} in place of the checkpoint's {before} ({meant} are meant to be): {how}, the "
+            "bytes will not be those of the run so far"
         )
     return dataclasses.replace(config, islands=meant), islands, notes
 
@@ -222,7 +223,8 @@ def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: Worl
     used = threads * world.local_size
     if threads != own and used != cores:
         cost = "slower (OMP_WAIT_POLICY=passive helps)" if used > cores else f"{cores - used} idle"
-        notes.append(f"{threads} thread(s) x {world.local_size} ranks on {cores} cores: {cost}, for the same bytes")
+        each, ranks = plural(threads, "thread"), plural(world.local_size, "rank")
+        notes.append(f"{each} x {ranks} on {cores} cores: {cost}, for the same bytes")
     if saved and threads != saved:
         notes.append(f"--threads-per-rank {threads} instead of {saved}: the bytes will not be those of the run so far")
     return dataclasses.replace(config, threads_per_rank=threads), notes

@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Sequence
 
+from training.base import units
+
 THIN = "\u202f"  # narrow no-break space, between a number and its unit
 LONGEST_NAME = 80
 
@@ -44,8 +46,8 @@ def date_and_time(unix_seconds: float) -> str:
 
 
 def plural(value: int, noun: str) -> str:
-    """Format a count and its noun: 1 step, 2 steps, 2 classes."""
-    return f"{count(value)} {noun}{'' if value == 1 else 'es' if noun.endswith('s') else 's'}"
+    """Format a count and its noun as `training.base.units.plural`, with thin spaces between thousands."""
+    return units.plural(value, noun).replace(",", THIN)
 
 
 def clip(text: str, longest: int = LONGEST_NAME) -> str:

@@ -19,6 +19,7 @@ from launch.process_tree import KILL_SECONDS
 from launch.rank_monitor import STOP_CODES
 from launch.restart_policy import Started
 from training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+from training.base.units import plural
 
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should
@@ -173,11 +174,11 @@ def _print_rendezvous(plan: Plan, rendezvous: Rendezvous) -> None:
     """Print which nodes take part, over which interfaces, and where they meet."""
     rows = zip(rendezvous.nodes, rendezvous.addresses, rendezvous.interfaces, strict=True)
     named = [f"{node.host} ({address}{', ' + interface if interface else ''})" for node, address, interface in rows]
-    kind = "GPUs" if rendezvous.has_gpus else "CPU ranks"
-    fewer = f" of {len(plan.hosts)}" if len(named) < len(plan.hosts) else ""
+    ranks = plural(plan.given.ranks_per_node, "GPU" if rendezvous.has_gpus else "CPU rank")
+    nodes = plural(len(plan.hosts), "node")
+    fewer = f"{len(named)} of " if len(named) < len(plan.hosts) else ""
     print(
-        f"{len(named)}{fewer} nodes x {plan.given.ranks_per_node} {kind}: {', '.join(named)}; "
-        f"they meet on {rendezvous.addresses[0]}:{rendezvous.port}",
+        f"{fewer}{nodes} x {ranks}: {', '.join(named)}; they meet on {rendezvous.addresses[0]}:{rendezvous.port}",
         file=sys.stderr,
         flush=True,
     )

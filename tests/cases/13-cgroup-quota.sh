@@ -7,4 +7,4 @@ for g in $a $b; do d=$g/zv$$; mkdir "$d" 2>/dev/null || continue; if { echo "100
 [ -n "$q" ] || ok "no cgroup can be made here: skipped"
 mk d a b
 (echo $BASHPID >"$q/cgroup.procs" && timeout 200 bash "$L" basic_cnn ddp 1 4 1 --data d --image-size 32 --log-dir "$W/logs" --run-name r >out 2>&1); sleep 1; rmdir "$q"
-c=$(grep -o '[0-9]* thread(s) each' out); [ "$c" = "1 thread(s) each" ] && ok "$c of a quota of 1"; rc=0; bad "'$c' under a quota of one core (${q%/*}); $(last)"
+c=$(grep -Eo '[0-9]+ threads? each' out); [ "$c" = "1 thread each" ] && ok "$c of a quota of 1"; rc=0; bad "'$c' under a quota of one core (${q%/*}); $(last)"

@@ -250,7 +250,7 @@ def test_a_node_lost_for_good_leaves_the_others(
     assert training.end() == 0, training.text()
     assert f"{node} is lost" in training.text()
     assert "1 of 2 nodes" in training.text()
-    assert re.search(r"global batch 32 = 16 per CPU rank x 1 CPU ranks x 2 accumulation", training.text())
+    assert re.search(r"global batch 32 = 16 per CPU rank x 1 CPU rank x 2 accumulation", training.text())
     assert training.weights() == (uninterrupted / "model.safetensors").read_bytes()
     training.assert_nothing_is_left(*{"node01", "node02"} - {node})
     ROWS.append((f"{node} lost ({kind}), --min-nodes 1", noticed - broken, again - broken, "1 node, bit-identical"))
@@ -283,8 +283,8 @@ def test_islands_go_on_without_one_that_dies_until_it_is_back(hosts: Hosts, shar
     training.wait_for_step(3 * BREAK_AT)
     kill_ranks(hosts, "node01")
     assert training.end() == 0, training.text()
-    assert "1 island(s) in place of the checkpoint's 2" in training.text()
-    assert "2 island(s) in place of the checkpoint's 1" in training.text()
+    assert "1 island in place of the checkpoint's 2" in training.text()
+    assert "2 islands in place of the checkpoint's 1" in training.text()
     lines = [line for line in read_metrics(shared) if line["kind"] == "outer_step"]
     assert [number for number, _ in groupby(line["islands"] for line in lines)] == [2, 1, 2]
     training.assert_nothing_is_left()

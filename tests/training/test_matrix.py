@@ -137,7 +137,7 @@ def test_the_guides_direct_command(two_classes, tmp_path):
         *["--data", str(two_classes), "--image-size", "32", "--run-name", "r", "--log-dir", str(tmp_path)],
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "global batch 64 = 16 per CPU rank x 2 CPU ranks x 2 accumulation step(s)" in result.stdout
+    assert "global batch 64 = 16 per CPU rank x 2 CPU ranks x 2 accumulation steps" in result.stdout
     assert "BatchNorm sees micro-batches of 16" in result.stdout
     load_model(tmp_path / "runs" / "r" / "model.safetensors")
 
@@ -183,7 +183,7 @@ def test_meshes_under_other_launchers(launcher, flag, one_rank, tmp_path):
     words = [launcher, count, f"{port}={free_port()}", ENTRY, *OF_MESHES, flag, "2", "--log-dir", str(tmp_path)]
     result = run_command(*words, "--gradient-accumulation-steps", "2", OMP_NUM_THREADS="1")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "global batch 200 = 50 per group of 2 CPU ranks x 2 groups x 2 accumulation step(s)" in result.stdout
+    assert "global batch 200 = 50 per group of 2 CPU ranks x 2 groups x 2 accumulation steps" in result.stdout
     found = load_file(tmp_path / "runs" / "r" / "model.safetensors")
     for name, tensor in one_rank.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=MESHES[flag], msg=name)

@@ -69,7 +69,7 @@ def predictions(run_folder):
 def test_says_what_it_runs_on_and_where_everything_is(trained, run_folder):
     logs, result = trained
     assert "no GPU found: running 2 CPU ranks over gloo" in result.stderr
-    assert "global batch 32 = 16 per CPU rank x 2 CPU ranks x 1 accumulation step(s)" in result.stdout
+    assert "global batch 32 = 16 per CPU rank x 2 CPU ranks x 1 accumulation step;" in result.stdout
     assert "--deterministic repeats a run on the same hardware" in result.stdout
     for path in (run_folder / "model.safetensors", logs / "training.log", logs / "tensorboard"):
         assert str(path) in result.stdout

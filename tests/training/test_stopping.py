@@ -159,7 +159,7 @@ def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     words = [*WORDS[:1], "fsdp_stage3", "1", *WORDS[3:]]
     again = launch(*words, *FLAGS, "--run-name", "moved", "--log-dir", str(tmp_path), "--resume", "must")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "global batch 32 = 16 per CPU rank x 1 CPU ranks x 2 accumulation step(s)" in again.stdout
+    assert "global batch 32 = 16 per CPU rank x 1 CPU rank x 2 accumulation steps" in again.stdout
     epochs = read_metrics(folder, "epoch")
     assert [epoch["epoch"] for epoch in epochs] == [1, 2]
     assert epochs[-1]["val_top1"] > epochs[0]["val_top1"] > 0.3

@@ -178,7 +178,7 @@ def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path,
     line = next(line for line in capsys.readouterr().out.splitlines() if "--batch-size auto is" in line)
     assert "16 per CPU rank (planned 64; 8: fits with" in line
     assert "64: out of memory, 32: out of memory, 16: fits with" in line
-    assert line.endswith("x 1 CPU ranks x 4 accumulation step(s) = global batch 64")
+    assert line.endswith("x 1 CPU rank x 4 accumulation steps = global batch 64")
     assert not (auto / auto_batch_size.TRIAL_FOLDER).exists()
 
     typed, _ = train(tmp_path, "typed", batch_size=16, gradient_accumulation_steps=4, ema=0.9)

@@ -282,8 +282,8 @@ def test_another_global_batch_than_the_checkpoints_is_refused():
         (None, 0, 4, []),  # of a version without the flag
         (0, 0, 4, []),
         (4, 0, 4, []),
-        (1, 0, 1, ["1 thread(s) x 1 ranks on 4 cores: 3 idle, for the same bytes"]),
-        (8, 0, 8, ["8 thread(s) x 1 ranks on 4 cores: slower (OMP_WAIT_POLICY=passive helps), for the same bytes"]),
+        (1, 0, 1, ["1 thread x 1 rank on 4 cores: 3 idle, for the same bytes"]),
+        (8, 0, 8, ["8 threads x 1 rank on 4 cores: slower (OMP_WAIT_POLICY=passive helps), for the same bytes"]),
         (1, 4, 4, ["--threads-per-rank 4 instead of 1: the bytes will not be those of the run so far"]),
     ],
 )
@@ -309,10 +309,10 @@ def test_strange_numbers_of_threads_get_one_line(saved):
     ("before", "meant", "ranks", "per_machine", "islands", "told"),
     [
         (4, 4, 4, 4, 4, ""),  # on one machine, as a run began on four
-        (4, 4, 3, 1, 3, "3 island(s) in place of the checkpoint's 4 (4 are meant to be): the others' weights are"),
-        (3, 4, 4, 1, 4, "4 island(s) in place of the checkpoint's 3 (4 are meant to be): new ones begin with"),
-        (8, 8, 56, 8, 7, "7 island(s) in place of the checkpoint's 8"),  # 8 of 7 ranks would lie across machines
-        (2, 2, 1, 1, 1, "1 island(s) in place of the checkpoint's 2"),
+        (4, 4, 3, 1, 3, "3 islands in place of the checkpoint's 4 (4 are meant to be): the others' weights are"),
+        (3, 4, 4, 1, 4, "4 islands in place of the checkpoint's 3 (4 are meant to be): new ones begin with"),
+        (8, 8, 56, 8, 7, "7 islands in place of the checkpoint's 8"),  # 8 of 7 ranks would lie across machines
+        (2, 2, 1, 1, 1, "1 island in place of the checkpoint's 2"),
     ],
 )
 def test_as_many_islands_train_as_the_machines_that_are_left_can_be(

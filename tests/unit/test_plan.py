@@ -159,7 +159,7 @@ def test_the_answer_is_written_as_people_do(words, capsys):
     )
     text = capsys.readouterr().out
     assert not re.search(r"\de[+-]\d|inf|nan|\b0\.0\b", text)
-    assert re.search(r"epochs: about \S+ (d|h|s|ms)\b.* without evaluation", text)
+    assert re.search(r"epochs?: about \S+ (d|h|s|ms)\b.* without evaluation", text)
     assert "8gb: known of the memory alone; times are those of rtx3060" in text
     assert re.search(
         r"fills a GPU  --batch-size \d+ needs \S+ GB of 8 GB: .* images instead of 32; the learning rate", text

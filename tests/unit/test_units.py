@@ -1,10 +1,10 @@
-"""Durations and sizes as people read them."""
+"""Durations, sizes and counts as people read them."""
 
 from __future__ import annotations
 
 import pytest
 
-from training.base.units import format_bytes, format_duration
+from training.base.units import format_bytes, format_duration, plural
 
 DURATIONS = {
     0: "0 s",
@@ -38,3 +38,8 @@ def test_durations(seconds, text):
 @pytest.mark.parametrize(("count", "text"), SIZES.items())
 def test_sizes(count, text):
     assert format_bytes(count) == text
+
+
+def test_counts():
+    assert [plural(count, "class") for count in (0, 1, 2000)] == ["0 classes", "1 class", "2,000 classes"]
+    assert [plural(count, "step") for count in (1, 2)] == ["1 step", "2 steps"]

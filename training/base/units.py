@@ -1,4 +1,4 @@
-"""Durations and sizes as people read them, for the console, the logs, the doctor and the report."""
+"""Durations, sizes and counts as people read them, for the console, the logs, the doctor and the report."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count and its noun: 1 step, 2,000 steps, 2 classes."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

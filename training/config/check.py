@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from models import check_model_name, model_spec
 from training.base.errors import UserError, shown, unknown_name
+from training.base.units import plural
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config.global_batch import in_chunks
 from training.config.values import allowed_values, is_allowed
@@ -243,7 +244,7 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     if config.raw_accuracy and not config.ema:
         yield f"{of['raw_accuracy']} compares with {of['ema']}: give both, or none."
     if config.mixup_off_epochs > config.epochs:
-        yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {config.epochs} epochs only."
+        yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {plural(config.epochs, 'epoch')} only."
     if config.whitened_stem and _has_weights(config):
         yield f"{of['whitened_stem']} would replace weights that are loaded: leave it out."
     if config.weights and config.pretrained:
@@ -318,7 +319,7 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
         if used > config.epochs:
             before = "" if used == getattr(config, name) else " with the epochs before it"
-            yield f"{of[name]} {getattr(config, name)}{before}: the run has {config.epochs} epochs only."
+            yield f"{of[name]} {getattr(config, name)}{before}: the run has {plural(config.epochs, 'epoch')} only."
     if config.milestones and not MILESTONES_PATTERN.fullmatch(config.milestones):
         yield f"{of['milestones']} {shown(config.milestones)}: expected epochs such as 30,60,80."
 

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from training.base.run_logger import Loggers
+from training.base.units import plural
 from training.engines.engine import Engine
 from training.engines.islands import OUTER_MOMENTUM, OUTER_RESIDUAL, OUTER_WEIGHTS, Islands
 from training.engines.norms import BLOCK
@@ -65,9 +66,10 @@ class OuterSteps:
         config, islands = self._config, self._islands
         rounds = -(-self._total_steps // config.local_steps)
         return (
-            f"{islands.peers.size} island(s) of {islands.own.size} rank(s): {rounds} round(s) of {config.local_steps} "
-            f"steps, each with an outer step at its end (learning rate {config.outer_learning_rate:g}, momentum "
-            f"{config.outer_momentum:g}, {config.outer_precision}); evaluated and saved are the outer weights"
+            f"{plural(islands.peers.size, 'island')} of {plural(islands.own.size, 'rank')}: "
+            f"{plural(rounds, 'round')} of {config.local_steps} steps, each with an outer step at its end (learning "
+            f"rate {config.outer_learning_rate:g}, momentum {config.outer_momentum:g}, {config.outer_precision}); "
+            "evaluated and saved are the outer weights"
         )
 
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from training.base.control_groups import usable_cores
 from training.base.errors import UserError, one_line
 from training.base.heartbeat import SECRET_VARIABLE
+from training.base.units import plural
 from training.world import secure_store
 from training.world.gpus import machine_gpus, visible_gpus
 from training.world.launchers import PORT_OF_NONE, launched_world
@@ -82,10 +83,11 @@ class World:
         return World(0, 0, 1, 1, self.device)
 
     def units(self) -> tuple[str, str]:
-        """Return what reads images of its own, in words: one, and several."""
+        """Return what reads images of its own, in words: one, and all of them with their number."""
         unit = "GPU" if self.device.type == "cuda" else "CPU rank"
         ranks = self.size // self.data.size
-        return (unit, f"{unit}s") if ranks == 1 else (f"group of {ranks} {unit}s", "groups")
+        one, short = (unit, unit) if ranks == 1 else (f"group of {ranks} {unit}s", "group")
+        return one, plural(self.data.size, short)
 
     def describe(self) -> str:
         """Return a short description of the ranks' hardware, of their network interface if needed, and of a mesh."""
@@ -96,7 +98,7 @@ class World:
         if is_gpu:
             return f"{self.size} x {torch.cuda.get_device_name(self.device)}{network}{mesh}"
         ranks = "1 CPU process" if self.size == 1 else f"{self.size} CPU ranks over gloo"
-        return f"{ranks}{network}, {torch.get_num_threads()} thread(s) each{mesh}"
+        return f"{ranks}{network}, {plural(torch.get_num_threads(), 'thread')} each{mesh}"
 
 
 @dataclass(frozen=True)
