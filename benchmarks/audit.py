@@ -1,10 +1,12 @@
 """Measures what audit_data.py finds of mistakes that were put in: changed copies, and wrong labels.
 
     .venv/bin/python -m benchmarks.audit copies                   # digits and generated scenes
+    .venv/bin/python -m benchmarks.audit cifair cifar10.npz --listed duplicates_cifar10.csv
     .venv/bin/python -m benchmarks.audit labels labels.npz        # flips of the digits' labels, and clean data
     CLEANLAB/bin/python benchmarks/audit.py cleanlab labels.npz   # the same probabilities, in an environment with it
 
-Prints rows of Markdown.
+Prints rows of Markdown. `cifair` takes CIFAR-10 in its original order (x_train, x_test: uint8 [N, 32, 32, 3]) and the
+list of https://github.com/cvjena/cifair, and draws the pairs that are found and not listed, to be looked at.
 """
 
 from __future__ import annotations
@@ -127,17 +129,48 @@ def measure_copies(count: int, each: int) -> None:
         print(f"| {name} | none: false alarms | {of_originals} of {len(images)} |", flush=True)
 
 
+def measure_cifair(path: str, listed: str, drawing: str) -> None:
+    """Print how many of the listed pairs are found, and draw the other pairs of a test and a training image."""
+    import torch
+    from PIL import Image
+
+    from delivery.audit.copies import find_copies
+    from training.data.reading.sources import grey
+
+    train, test = (np.load(path)[key] for key in ("x_train", "x_test"))
+    images = np.concatenate([train, test])
+    found = {copy[:2] for copy in find_copies(grey(torch.from_numpy(images).permute(0, 3, 1, 2))[:, 0].numpy())}
+    rows = np.loadtxt(listed, delimiter=",", skiprows=1)
+    pairs = {(int(one), len(train) + int(other)): int(judged) for other, one, _, judged in rows}
+    print("| listed as | pairs | found |\n|---|---|---|")
+    for name, kind in (("near-duplicate", 1), ("very similar", 2)):
+        those = {pair for pair, judged in pairs.items() if judged == kind}
+        print(f"| {name} | {len(those)} | {len(those & found)} |")
+    others = sorted(pair for pair in found - pairs.keys() if pair[0] < len(train) <= pair[1])
+    print(f"| not | | {len(others)}, drawn in {drawing} |")
+    sheet = Image.new("RGB", (20 * 66, -(-len(others) // 20) * 134))
+    for place, pair in enumerate(others):
+        for row, number in enumerate(pair):
+            corner = place % 20 * 66, place // 20 * 134 + row * 65
+            sheet.paste(Image.fromarray(images[number]).resize((64, 64)), corner)
+    sheet.save(drawing)
+
+
 def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("copies", "labels", "cleanlab"))
+    parser.add_argument("what", choices=("copies", "cifair", "labels", "cleanlab"))
     parser.add_argument("file", nargs="?", default="labels.npz")
     parser.add_argument("--images", type=int, default=600)
     parser.add_argument("--each", type=int, default=10)
+    parser.add_argument("--listed", default="duplicates_cifar10.csv")
+    parser.add_argument("--drawing", default="others.png")
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     if given.what == "copies":
         measure_copies(given.images, given.each)
+    elif given.what == "cifair":
+        measure_cifair(given.file, given.listed, given.drawing)
     elif given.what == "labels":
         measure_labels(given.file, given.seeds)
     else:

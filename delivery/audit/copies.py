@@ -25,8 +25,10 @@ NEAREST = 4  # images that each window leads to
 MOST_CANDIDATES = 8  # of an image, and as many of its mirror image
 TYPICAL_RANK = 8  # how much an image differs from its like is how much it does from its 8th nearest
 FLAT_LEVELS = 2.0  # standard deviation of an image in which nothing is to be seen
-CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.5, 0.09  # of what is typical
-LEAST_LIMIT, MOST_LIMIT = 0.001, 0.1
+CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of what is typical
+DETAIL_SIDE = 5  # of the squares whose means are taken off, which leaves lines and texture
+DETAIL_SHARE = 0.42  # of the cube of what is typical of details: the more alike all images are, the stricter
+LEAST_LIMIT = 0.001
 ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
 CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # beyond two cells' images, each is compared with those of a few cells
@@ -39,20 +41,19 @@ class Copy(NamedTuple):
         one: position of the first.
         other: position of the second, larger than `one`.
         is_mirrored: whether one is the mirror image of the other.
-        difference: 1 - their correlation, once they lie on one another.
-        limit: what it would have to exceed for two images that are no copies.
+        difference: 1 - the correlation of them or of their details, once they lie on one another, as a share of its
+            limit.
     """
 
     one: int
     other: int
     is_mirrored: bool
     difference: float
-    limit: float
 
     @property
     def confidence(self) -> float:
         """1 for identical pictures, 0.5 at the limit."""
-        return 1 - 0.5 * self.difference / self.limit
+        return 1 - 0.5 * self.difference
 
 
 def find_copies(pictures: np.ndarray) -> list[Copy]:
@@ -71,19 +72,14 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
     rank = min(TYPICAL_RANK, len(images) - 1)
     cosines, likes = bank.nearest(bank.features, rank + 1)  # itself included
     typical = 1 - cosines[:, -1]
-    differences = torch.cat(
-        [_differences(images, one, like) for one, like in zip(*_rows(likes, rank + 1), strict=True)]
-    )
-    typical_pictures = differences.view(-1, rank + 1).max(1).values
     pairs = _candidates(images, bank, typical)
-    limits = COPY_SHARE * torch.minimum(typical_pictures[pairs.one], typical_pictures[pairs.other])
-    limits = limits.clamp(LEAST_LIMIT, MOST_LIMIT)
+    looks = _typical_looks(images, likes)
+    usual = torch.minimum(looks[:, pairs.one], looks[:, pairs.other]).clamp(max=1)
+    limits = torch.stack([COPY_SHARE * usual[0], DETAIL_SHARE * usual[1] ** 3]).clamp(min=LEAST_LIMIT)
     found: dict[tuple[int, int], Copy] = {}
     for place, difference in _laid_on(images, pairs, limits):
         one, other = sorted((int(pairs.one[place]), int(pairs.other[place])))
-        copy = Copy(
-            int(numbers[one]), int(numbers[other]), bool(pairs.mirrored[place]), difference, float(limits[place])
-        )
+        copy = Copy(int(numbers[one]), int(numbers[other]), bool(pairs.mirrored[place]), difference)
         if (one, other) not in found or difference < found[one, other].difference:
             found[one, other] = copy
     return [found[key] for key in sorted(found)]
@@ -152,21 +148,29 @@ class _Bank:
         return cosines, indices
 
 
-def _rows(likes: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Return pairs (position, like), flat, in parts that fit into memory."""
-    ones = torch.arange(len(likes)).repeat_interleave(count)
-    size = COMPARED_AT_ONCE // SIDE**2
-    return ones.split(size), likes.flatten().split(size)
-
-
 def _unit(images: torch.Tensor) -> torch.Tensor:
     """Return [P, SIDE, SIDE] as vectors of mean 0 and length 1."""
     flat = images.float().flatten(1)
     return F.normalize(flat - flat.mean(1, keepdim=True))
 
 
-def _differences(images: torch.Tensor, ones: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    return 1 - (_unit(images[ones]) * _unit(images[others])).sum(1)
+def _looks(images: torch.Tensor) -> torch.Tensor:
+    """Return vectors [2, P, SIDE^2] of pictures, and of their details: without the mean of what is around a pixel.
+
+    Of details the roots are taken, or a few strong edges would count for all: a frame, or what stands before the sky.
+    """
+    pictures = images.float()
+    details = pictures - F.avg_pool2d(pictures, DETAIL_SIDE, 1, DETAIL_SIDE // 2, count_include_pad=False)
+    return torch.stack([_unit(pictures), _unit(details.sign() * details.abs().sqrt())])
+
+
+def _typical_looks(images: torch.Tensor, likes: torch.Tensor) -> torch.Tensor:
+    """Return how much each image, and its details, differ from its like at most, float32 [2, N]."""
+    found = []
+    for part in torch.arange(len(likes)).split(COMPARED_AT_ONCE // SIDE**2 // likes.shape[1]):
+        others = _looks(images[likes[part].flatten()]).view(2, len(part), -1, SIDE**2)
+        found.append(1 - (others @ _looks(images[part])[..., None]).amin((2, 3)))
+    return torch.cat(found, 1)
 
 
 def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pairs:
@@ -193,17 +197,32 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
 
 
 def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Iterator[tuple[int, float]]:
-    """Yield the place of each pair that differs by no more than its limit, and by how much."""
+    """Yield the place of each pair that differs by no more than one of its limits [2, P], and by which share of it."""
     for places in torch.arange(len(pairs.one)).split(COMPARED_AT_ONCE // SIDE**2 // 8):
         boxes = torch.tensor(WINDOWS)[pairs.window[places]]
         scales = boxes[:, :1].expand(-1, 2).clone()
         boxes = torch.cat([scales, (1 - scales) * (2 * boxes[:, [2, 1]] - 1)], 1)  # width, height, centre x, y
-        roughly = LAID_ROUGHLY_SHARE / COPY_SHARE
-        for steps, share in ((ROUGH_STEPS, roughly), (FINE_STEPS, 1.0)):
-            boxes, differences = _fit(images, pairs, places, boxes, steps)
-            kept = differences <= share * limits[places]
-            places, boxes, differences = places[kept], boxes[kept], differences[kept]
-        yield from zip(places.tolist(), differences.tolist(), strict=True)
+        boxes, differences = _fit(images, pairs, places, boxes, ROUGH_STEPS)
+        near = differences <= LAID_ROUGHLY_SHARE / COPY_SHARE * limits[0, places]
+        places = places[near]
+        boxes, _ = _fit(images, pairs, places, boxes[near], FINE_STEPS)
+        laid = _looks(_windows(_whole(images, pairs, places), boxes))
+        shares = ((1 - (laid * _looks(images[pairs.other[places]])).sum(2)) / limits[:, places]).amin(0)
+        same = shares <= 1
+        yield from zip(places[same].tolist(), shares[same].tolist(), strict=True)
+
+
+def _whole(images: torch.Tensor, pairs: _Pairs, places: torch.Tensor) -> torch.Tensor:
+    whole = images[pairs.one[places]].float()
+    return torch.where(pairs.mirrored[places][:, None, None], whole.flip(2), whole)
+
+
+def _windows(whole: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+    """Return what is in the boxes, see `_fit`, of pictures [P, SIDE, SIDE], as pictures."""
+    theta = torch.zeros(len(boxes), 2, 3)
+    theta[:, [0, 1], [0, 1]], theta[:, :, 2] = boxes[:, :2], boxes[:, 2:]
+    grid = F.affine_grid(theta, [len(boxes), 1, SIDE, SIDE], align_corners=False)
+    return F.grid_sample(whole[:, None], grid, padding_mode="border", align_corners=False)[:, 0]
 
 
 def _fit(
@@ -218,18 +237,13 @@ def _fit(
         boxes: float32 [P, 4], width and height of each window, 1 is the whole, and its centre, -1 to 1.
         steps: of Adam.
     """
-    whole = images[pairs.one[places]].float()
-    whole = torch.where(pairs.mirrored[places][:, None, None], whole.flip(2), whole)[:, None]
+    whole = _whole(images, pairs, places)
     wanted = _unit(images[pairs.other[places]])
     boxes = boxes.clone().requires_grad_()
     best, least = boxes.detach().clone(), torch.full((len(places),), math.inf)
     optimizer = torch.optim.Adam([boxes], lr=STEP)
     for _ in range(steps):
-        theta = torch.zeros(len(places), 2, 3)
-        theta[:, [0, 1], [0, 1]], theta[:, :, 2] = boxes[:, :2], boxes[:, 2:]
-        grid = F.affine_grid(theta, [len(places), 1, SIDE, SIDE], align_corners=False)
-        laid = F.grid_sample(whole, grid, padding_mode="border", align_corners=False)[:, 0]
-        differences = 1 - (_unit(laid) * wanted).sum(1)
+        differences = 1 - (_unit(_windows(whole, boxes)) * wanted).sum(1)
         with torch.no_grad():
             is_better = differences < least
             least = torch.where(is_better, differences, least)

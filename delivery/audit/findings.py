@@ -66,7 +66,7 @@ def equal_files(digests: np.ndarray) -> list[Copy]:
     """
     order, is_first, firsts = first_of_each(digests, np.argsort(digests, kind="stable"))
     pairs = zip(firsts[~is_first].tolist(), order[~is_first].tolist(), strict=True)
-    return [Copy(one, other, is_mirrored=False, difference=0.0, limit=1.0) for one, other in pairs]
+    return [Copy(one, other, is_mirrored=False, difference=0.0) for one, other in pairs]
 
 
 def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]:
