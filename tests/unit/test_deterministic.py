@@ -37,7 +37,7 @@ def test_the_switches(monkeypatch) -> None:
     command = [sys.executable, "-W", "error", "-c", LOOK]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert [json.loads(line) for line in result.stdout.splitlines()] == [
-        [False, False, True, None, False, "highest", False],
+        [False, False, False, None, False, "highest", False],
         [True, True, False, ":4096:8", False, "highest", False],
     ]
 
