@@ -1,9 +1,9 @@
 """Forward and backward of a network as two CUDA graphs, in place of hundreds of kernels that the host starts singly.
 
 The kernels of a graph are those that PyTorch starts otherwise, with the same numbers in the same order: nothing is
-compiled, and no bit differs. What is gained is the host's time, most of a step of a small network on a fast GPU
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs); what it costs is memory, for a graph keeps all that
-its kernels use.
+compiled, and no bit should differ, which `record` looks at. What is gained is the host's time, most of a step of a
+small network on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs); what it costs is
+memory, for a graph keeps all that its kernels use.
 """
 
 from __future__ import annotations
