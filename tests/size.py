@@ -20,7 +20,7 @@ BUDGET = {
     "training/world": 1401,
     "training/data": 7438,
     "training/recipe": 1462,
-    "training/engines": 5317,
+    "training/engines": 5296,
     "training/checkpoint": 1504,
     "training/observe": 2607,
     "training/steps": 1131,

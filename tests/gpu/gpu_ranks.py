@@ -24,7 +24,7 @@ from training.data.loader import Loader
 from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
 from training.engines.build_engine import build_engine
-from training.engines.cuda_graphs import RecordedMembers, RecordedNetwork
+from training.engines.cuda_graphs import Recorded
 from training.engines.engine import Engine, EngineSetup
 from training.engines.strategies import plan_of
 from training.loop import seed_dropout, train_one_epoch
@@ -73,7 +73,7 @@ def recorded_beside_eager(world: World, model_type: str, precision: str, accumul
         for tensor in (*built.module.state_dict().values(), *built.buffers.by_name().values()):
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         digests.append(digest.hexdigest())
-        is_recorded = isinstance(built._distribution._compute, (RecordedNetwork, RecordedMembers))
+        is_recorded = isinstance(built._distribution._compute, Recorded)
         built.close()
     torch.use_deterministic_algorithms(False)
     return {"digests": digests, "is_recorded": is_recorded}

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 
 from models.ensemble import Ensemble
 from training.config import TrainConfig
-from training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, RecordedMembers, RecordedNetwork, record, records
+from training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, Recorded, record, records
 from training.engines.engine import EngineSetup
 from training.engines.precision import under_autocast
 from training.engines.strategies import plan_of
@@ -59,7 +58,6 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (told.free, 80e9))
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda _: nullcontext())
     return told
 
 
@@ -106,7 +104,7 @@ def test_the_mode_is_that_of_the_model_within(graphs):
 def test_a_recording_leaves_no_trace(graphs):
     network, untouched = make_network().eval(), make_network().eval()
     setup = setup_of(network)
-    assert isinstance(record(network, setup), RecordedNetwork)
+    assert isinstance(record(network, setup), Recorded)
     assert setup.notes == []
     assert not network.training
     for (name, found), expected in zip(network.state_dict().items(), untouched.state_dict().values(), strict=True):
@@ -177,7 +175,7 @@ def test_the_members_of_an_ensemble_are_replayed_each_with_its_seed(graphs):
     ensemble = Ensemble([make_network(), make_network()])
     setup, images = setup_of(ensemble), torch.rand(BATCH_SIZE, *SHAPE)
     recorded = record(ensemble, setup)
-    assert isinstance(recorded, RecordedMembers), setup.notes
+    assert isinstance(recorded, Recorded), setup.notes
     before = [one.calls for one in graphs.made]
     torch.manual_seed(3)
     found = recorded(images)

@@ -15,6 +15,7 @@ from torch import nn
 from training.base.atomic_write import replacing
 from training.base.errors import AgreedError, one_line
 from training.engines.engine import EngineSetup
+from training.engines.model_buffers import undone
 from training.engines.settings import EngineSettings
 from training.engines.strategies import ParallelPlan
 from training.world.collectives import error_on_any_rank
@@ -146,18 +147,13 @@ def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
     if setup.image_shape is None:
         return None
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    kept, was_training = [buffer.clone() for buffer in network.buffers()], network.training
     shape = (max(setup.batch_size, 2), *setup.image_shape)  # BatchNorm wants more than one image
     images = torch.zeros(shape, device=setup.world.device).contiguous(memory_format=torch.channels_last)
     try:
-        network.train()
-        for _ in range(REHEARSALS if setup.world.device.type == "cuda" else 1):
-            torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # no hook of an engine runs
+        with undone(network, setup.world.device):
+            network.train()
+            for _ in range(REHEARSALS if setup.world.device.type == "cuda" else 1):
+                torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # no hook of an engine runs
     except Exception as error:  # of whatever kind the compiler has
         return f"{type(error).__name__}, {one_line(error)}"
-    finally:
-        network.train(was_training)
-        with torch.no_grad():
-            for buffer, values in zip(network.buffers(), kept, strict=True):
-                buffer.copy_(values)
     return None

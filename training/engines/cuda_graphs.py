@@ -18,6 +18,7 @@ from torch import nn
 from models.ensemble import Ensemble, seed_generators
 from training.base.errors import one_line
 from training.engines.engine import EngineSetup
+from training.engines.model_buffers import undone
 from training.engines.precision import under_autocast
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -42,8 +43,8 @@ class _Recording(nn.Module):
         return self.output
 
 
-class RecordedNetwork:
-    """A network that replays what was recorded, wherever it is called as it was recorded.
+class Recorded:
+    """A network that is replayed wherever it is called as it was recorded.
 
     In evaluation, without gradients, and for images of another shape it is called as it is. Its parameters and buffers
     must stay at their addresses, and what it computes must not depend on anything but images, weights, buffers and the
@@ -51,51 +52,45 @@ class RecordedNetwork:
 
     Args:
         network: float32 images [B, C, H, W] -> logits.
-        module: what is in training mode or not, in the network.
+        setup: with the module that is in training mode or not, in the network.
         images: such as it will be given; their memory is kept.
     """
 
-    def __init__(self, network: nn.Module, module: nn.Module, images: torch.Tensor) -> None:
-        self._network, self._module, self._shape = network, module, images.shape
-        recording = _Recording(network)
-        self._replay = cast(Call, torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True))
-        # Its autograd graph would keep the nodes that hand gradients to parameters, on the stream of the recording.
-        recording.output.detach_()
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits, in memory of their own."""
-        if self._module.training and torch.is_grad_enabled() and images.shape == self._shape:
-            return self._replay(images).clone()
-        return self._network(images)
-
-
-class RecordedMembers:
-    """An ensemble whose members replay what was recorded of each: it seeds the GPU's random numbers between them.
-
-    Args:
-        network: the ensemble as it is called.
-        setup: of the ensemble.
-        images: as of `RecordedNetwork`.
-    """
-
     def __init__(self, network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> None:
-        assert isinstance(setup.module, Ensemble)
-        self._network, self._ensemble, self._shape = network, setup.module, images.shape
-        self._members = [*setup.module.members]
-        wrapped = [under_autocast(member, setup.precision, images.device) for member in self._members]
-        self._recorded = [RecordedNetwork(*pair, images) for pair in zip(wrapped, self._members, strict=True)]
+        self._network, self._module, self._shape = network, setup.module, images.shape
+        is_ensemble = isinstance(setup.module, Ensemble)
+        self._replay = _replay_members(network, setup, images) if is_ensemble else _replay(network, images)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return what the ensemble returns."""
-        if not (self._ensemble.training and torch.is_grad_enabled() and images.shape == self._shape):
-            return self._network(images)
-        for member, recorded in zip(self._members, self._recorded, strict=True):
-            member.forward = recorded
+        """Return what the network returns, in memory of its own."""
+        is_as_recorded = self._module.training and torch.is_grad_enabled() and images.shape == self._shape
+        return self._replay(images) if is_as_recorded else self._network(images)
+
+
+def _replay(network: nn.Module, images: torch.Tensor) -> Call:
+    """Record a network, and return what replays it."""
+    recording = _Recording(network)
+    replay = cast(Call, torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True))
+    # Its autograd graph would keep the nodes that hand gradients to parameters, on the stream of the recording.
+    recording.output.detach_()
+    return lambda images: replay(images).clone()
+
+
+def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> Call:
+    """Record each member of an ensemble, which seeds the GPU's random numbers between them."""
+    members = [*cast(Ensemble, setup.module).members]
+    replays = [_replay(under_autocast(member, setup.precision, images.device), images) for member in members]
+
+    def replay(images: torch.Tensor) -> torch.Tensor:
+        for member, one in zip(members, replays, strict=True):
+            member.forward = one
         try:
-            return self._network(images)
+            return network(images)
         finally:
-            for member in self._members:
+            for member in members:
                 del member.forward  # a copy of the ensemble computes with its own weights
+
+    return replay
 
 
 def records(setup: EngineSetup) -> bool:
@@ -117,28 +112,20 @@ def record(network: nn.Module, setup: EngineSetup) -> Call:
         setup: with `image_shape`.
     """
     assert setup.image_shape is not None
-    device, was_training = setup.world.device, setup.module.training
-    buffers = [buffer.clone() for buffer in network.buffers()]
-    recorded: RecordedNetwork | RecordedMembers | None = None
-    with torch.random.fork_rng([device]), warnings.catch_warnings():
+    device, recorded = setup.world.device, None
+    with undone(setup.module, device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gradients of a recording are on its own stream
         images = torch.rand((setup.batch_size, *setup.image_shape), device=device)
         images = images.contiguous(memory_format=torch.channels_last)
         network.train()
         try:
-            if isinstance(setup.module, Ensemble):
-                recorded = RecordedMembers(network, setup, images)
-            else:
-                recorded = RecordedNetwork(network, setup.module, images)
-            problem = _difference(network, recorded, buffers, torch.rand_like(images)) or _shortage(network, device)
+            recorded = Recorded(network, setup, images)
+            problem = _difference(network, recorded, setup, torch.rand_like(images)) or _shortage(network, device)
         except Exception as error:  # a wait for the GPU in forward, memory, whatever PyTorch has
             problem = f"{type(error).__name__}, {one_line(error)}"
             # After a recording that broke off, the generator would still count what it draws as that of a graph.
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
-        finally:
-            _write(network, buffers)
-            network.train(was_training)
     if recorded is not None and problem is None:
         return recorded
     recorded = None
@@ -147,13 +134,7 @@ def record(network: nn.Module, setup: EngineSetup) -> Call:
     return network
 
 
-def _write(network: nn.Module, buffers: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for buffer, values in zip(network.buffers(), buffers, strict=True):
-            buffer.copy_(values)
-
-
-def _difference(network: nn.Module, recorded: Call, buffers: list[torch.Tensor], images: torch.Tensor) -> str | None:
+def _difference(network: nn.Module, recorded: Call, setup: EngineSetup, images: torch.Tensor) -> str | None:
     """Return in what logits and gradients differ from those without graphs, None if in nothing.
 
     Numbers that a network draws on the host would be those of the recording for ever: hence two seeds.
@@ -161,11 +142,11 @@ def _difference(network: nn.Module, recorded: Call, buffers: list[torch.Tensor],
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
 
     def results(called: Call, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        _write(network, buffers)
-        seed_generators(seed, images.device)
-        logits = called(images)
-        weights = torch.linspace(-1, 1, logits.numel(), device=images.device).view_as(logits)
-        gradients = torch.autograd.grad(logits, trained, weights, allow_unused=True)
+        with undone(setup.module, images.device):
+            seed_generators(seed, images.device)
+            logits = called(images)
+            weights = torch.linspace(-1, 1, logits.numel(), device=images.device).view_as(logits)
+            gradients = torch.autograd.grad(logits, trained, weights, allow_unused=True)
         return logits.detach(), [gradient for gradient in gradients if gradient is not None]
 
     for seed in (1, 2):

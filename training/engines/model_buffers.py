@@ -24,6 +24,20 @@ def buffers_elsewhere(module: nn.Module) -> list[str]:
     return [name for name, buffer in module.named_buffers() if buffer.is_meta]
 
 
+@contextmanager
+def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore a module's buffers and mode, and the generators, when the block ends, however it does."""
+    kept, was_training = [buffer.clone() for buffer in module.buffers()], module.training
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        module.train(was_training)
+        with torch.no_grad():
+            for buffer, values in zip(module.buffers(), kept, strict=True):
+                buffer.copy_(values)
+
+
 class ModelBuffers:
     """All buffers of a model (BatchNorm's statistics), in one version or several.
 

@@ -7,14 +7,14 @@ others.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from training.engines.model_buffers import undone
 from training.engines.pipeline.boundary import Boundary, TensorLayout, layout_of
 from training.engines.precision import DTYPES
 from training.world.collectives import broadcast_object
@@ -61,17 +61,6 @@ def _runs(world: World) -> bool:
     return world.data.is_main and world.pipeline.is_main
 
 
-@contextmanager
-def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers and generators when the block ends."""
-    kept = [buffer.clone() for buffer in module.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    with torch.no_grad():
-        for buffer, values in zip(module.buffers(), kept, strict=True):
-            buffer.copy_(values)
-
-
 def measure_pieces(
     network: nn.Module, module: nn.Module, places: Sequence[str], images: torch.Tensor, world: World
 ) -> list[float]:
@@ -89,7 +78,7 @@ def measure_pieces(
     seconds: list[float] = []
     if _runs(world):
         runs = []
-        with _undone(module, images.device), torch.no_grad():
+        with undone(module, images.device), torch.no_grad():
             for _ in range(TIMED_RUNS):
                 passage = _Passage(module, places)
                 start = time.perf_counter()
@@ -106,7 +95,7 @@ def boundaries_at(
     """Return what goes over each cut, on every rank as rank 0 has seen it; a collective. Arguments as above."""
     rows: list[Any] = []
     if _runs(world):
-        with _undone(module, images.device):
+        with undone(module, images.device):
             trained = _Passage(module, cuts)
             # The gradient of the images: that of no weight is computed, or kept.
             leaf = images.detach().requires_grad_()
@@ -117,7 +106,6 @@ def boundaries_at(
             with torch.no_grad():
                 network(images)
             evaluated.close()
-            module.train()
         for name in cuts:
             features = trained.features[name]
             layouts = (features, trained.gradients.get(name, features), evaluated.features[name])
