@@ -73,6 +73,18 @@ def test_losses_and_gradient_are_the_papers(temperature, rows):
     torch.testing.assert_close(found.shares[:10].sum(1), torch.ones(10))
 
 
+@pytest.mark.parametrize("temperature", [0.07, 0.5])
+def test_losses_and_gradient_are_another_librarys(temperature):
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    embeddings, labels = drawn(64, 16), torch.arange(64) % 5  # every image has others of its class
+    found = contrast(embeddings, labels, torch.ones(64), temperature, 5, 16)
+    other = embeddings.clone().requires_grad_()
+    mean = losses.SupConLoss(temperature)(other, labels)
+    mean.backward()
+    torch.testing.assert_close(found.losses.mean(), mean.detach(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found.gradient / 64, other.grad, atol=1e-6, rtol=1e-5)
+
+
 def test_an_image_that_is_compared_with_none_has_neither_loss_nor_gradient():
     found = contrast(drawn(4, 5), torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 0, 0, 0]), 0.1, 1, 2)
     assert not found.losses[0]
