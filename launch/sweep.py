@@ -49,6 +49,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9-]*)=(.+)", re.DOTALL)
 _RANGE = re.compile(r"([^.].*?)\.\.(.+?)(:log)?")
 LINE = "sweep.json"
+FAILED = "exit code"  # how the state of a trial that failed begins
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,10 @@ class RunningSweep:
         Args:
             jobs: how many trials at a time on this machine.
             hostfile: of the machines that train in its place, each as many trials at a time as its slots allow.
-            only: the number of the trial to train, 0 for all.
+            only: the number of the trial to train, to its next rung if it is among those that go on; 0 for all.
 
         Raises:
-            UserError: if there are fewer GPUs than trials at a time need, or no such trial.
+            UserError: if there are fewer GPUs than trials at a time need, no such trial, or it has to wait for others.
         """
         found = _places_on(self.ranks, hostfile) if hostfile else _places(self.ranks, jobs)
         self._left, places = len(found), SimpleQueue[Place | None]()
@@ -158,15 +159,34 @@ class RunningSweep:
         if only > len(self.trials):
             raise UserError(f"--trial {only}: the sweep has {len(self.trials)} trials: give one of them.")
         _keep_line(self.folder, self.sweep)
-        going = self.trials[only - 1 : only] if only else list(self.trials)
+        going = list(self.trials)
         for until in self.rungs():
+            asked = [trial for trial in going if only in (0, trial.number)]
+            is_due = not all(self._is_there(trial, until) for trial in asked)
             with ThreadPoolExecutor(len(found)) as pool:
-                yield from pool.map(lambda trial, until=until: self._train(trial, until, places), going)
-            if self._is_stopped:
+                yield from pool.map(lambda trial, until=until: self._train(trial, until, places), asked)
+            if self._is_stopped or until == self.epochs or (only and (is_due or not asked)):
                 return
-            sound = [trial for trial in going if trial.state in ("paused", "finished", "diverged")]
-            sound.sort(key=self.merit, reverse=True)
-            going = sound[: math.ceil(len(going) / self.sweep.halving)] if self.sweep.halving else sound
+            going = self._better(going, until)
+
+    def _is_there(self, trial: SweepTrial, until: int) -> bool:
+        """Return whether nothing is left to train of a trial up to the end of an epoch."""
+        return trial.state in ("finished", "diverged") or (until < self.epochs and trial.epochs >= until)
+
+    def _better(self, going: list[SweepTrial], until: int) -> list[SweepTrial]:
+        """Return the trials that go on after a rung, by its epochs the best first, without those that failed.
+
+        Raises:
+            UserError: if another task of an array has neither come there with its trial nor failed.
+        """
+        sound = [trial for trial in going if self._is_there(trial, until)]
+        if late := [one for one in going if one not in sound and not one.state.startswith(FAILED)]:
+            raise UserError(
+                f"sweep {self.sweep.name}: {late[0].run_name} is not at the end of epoch {until}, where the better "
+                "ones are chosen: submit its task again, and this one after it."
+            )
+        sound.sort(key=lambda trial: self._merit(_progress(trial.folder, until)[1]), reverse=True)
+        return sound[: math.ceil(len(going) / self.sweep.halving)]
 
     def rungs(self) -> list[int]:
         """Return the epochs after which the better trials alone go on; the last is that of a whole training."""
@@ -176,14 +196,14 @@ class RunningSweep:
         most = int(math.log(len(self.trials), share) + 1e-9)
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
 
-    def merit(self, trial: SweepTrial) -> float:
-        """Return a trial's score as a number of which more is better, the least for none."""
-        return -math.inf if trial.score is None else merit(self.best_by, trial.score)
+    def _merit(self, score: float | None) -> float:
+        """Return a score as a number of which more is better, the least for none."""
+        return -math.inf if score is None else merit(self.best_by, score)
 
     def winner(self) -> SweepTrial | None:
         """Return the trial with the best score among those that were trained furthest, None if there is none."""
         scored = [trial for trial in self.trials if trial.score is not None]
-        return max(scored, key=lambda trial: (trial.epochs, self.merit(trial)), default=None)
+        return max(scored, key=lambda trial: (trial.epochs, self._merit(trial.score)), default=None)
 
     def stop(self) -> None:
         """Let the trials that run save and leave; no other begins."""
@@ -197,8 +217,7 @@ class RunningSweep:
 
         A machine that cannot be reached gets no other trial.
         """
-        is_there = until < self.epochs and trial.epochs >= until
-        if self._is_stopped or is_there or trial.state in ("finished", "diverged"):
+        if self._is_stopped or self._is_there(trial, until):
             return trial
         while place := places.get():
             try:
@@ -216,7 +235,7 @@ class RunningSweep:
                     places.put(None)
         else:
             places.put(None)
-            trial.state = f"exit code {NO_NODES_CODE}: no machine is left"
+            trial.state = f"{FAILED} {NO_NODES_CODE}: no machine is left"
         _save(self.folder, trial)
         return trial
 
@@ -251,7 +270,7 @@ class RunningSweep:
         elif is_asked or self._is_stopped:
             trial.state = "paused"
         else:
-            trial.state = f"exit code {process.returncode}: {_last_error(output)}"
+            trial.state = f"{FAILED} {process.returncode}: {_last_error(output)}"
         return process.returncode
 
 
@@ -400,13 +419,13 @@ def _on_gpus(gpus: Sequence[int | str], host: str = "") -> Place:
     return Place({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}, host)
 
 
-def _progress(folder: Path) -> tuple[int, float | None]:
-    """Return how many epochs a run has trained and evaluated, and the score of the best of them."""
+def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]:
+    """Return how many epochs a run has trained and evaluated, up to one of them, and the score of the best."""
     try:
         lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"epoch"' in line]
     except (OSError, ValueError):  # not there yet, or being written
         return 0, None
-    epochs = [line for line in lines if line.get("kind") == "epoch"]
+    epochs = [line for line in lines if line.get("kind") == "epoch" and line["epoch"] <= until]
     best = max(epochs, key=lambda line: merit(line["best_by"], line["score"]), default={"score": None})
     return max((line["epoch"] for line in epochs), default=0), best["score"]
 

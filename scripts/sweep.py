@@ -30,7 +30,7 @@ LAUNCHED = "--"
 def sweep(given: argparse.Namespace) -> int:
     """Train the trials, print each as it comes to a rung, and write table and page."""
     from delivery.sweep_page import TrialResult, rows_of, write_sweep
-    from launch.sweep import SCRIPT, Sweep, prepare
+    from launch.sweep import FAILED, SCRIPT, Sweep, prepare
     from training.world.signals import handling_stop_signals
 
     asked = Sweep(given.name, tuple(given.words), tuple(given.vary), given.trials, given.halving, given.seed)
@@ -44,7 +44,7 @@ def sweep(given: argparse.Namespace) -> int:
         for trial in running.run(given.jobs, given.hostfile, given.trial):
             score = "no epoch" if trial.score is None else f"{trial.score:.4f} after {plural(trial.epochs, 'epoch')}"
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
-    failed = [trial for trial in running.trials if trial.state.startswith("exit code")]
+    failed = [trial for trial in running.trials if trial.state.startswith(FAILED)]
     if given.trial:
         return 128 + received[0] if received else int(any(trial.number == given.trial for trial in failed))
     best, by = running.winner(), running.best_by
@@ -93,7 +93,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         " as their slots allow.",
     )
     parser.add_number(
-        "--trial", 0, 1000, default=0, help="Train this one alone, such as $SLURM_ARRAY_TASK_ID; 0: all, and compare."
+        "--trial",
+        0,
+        1000,
+        default=0,
+        help="Train this one alone, such as $SLURM_ARRAY_TASK_ID, with --halving to its next rung; 0: all.",
     )
     parser.add_number("--seed", 0, 2**31 - 1, default=0, help="Of the draws.")
     if own and not separator and not {"-h", "--help"} & set(own):
@@ -103,8 +107,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError("--halving 1 would go on with all: give 2 or more, or 0.")
     if given.hostfile and given.jobs > 1:
         raise UserError("--jobs with --hostfile: the slots say how many trials at a time: leave --jobs out.")
-    if given.trial and given.halving:
-        raise UserError("--trial with --halving, which chooses among all trials: leave one out.")
     given.words = words
     return given
 

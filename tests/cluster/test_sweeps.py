@@ -56,3 +56,25 @@ def test_the_tasks_of_an_array_are_trials_and_the_same_line_compares_them(slurm:
     assert "best         bash scripts/launch_distributed.sh basic_cnn" in compared.stdout
     assert (shared / "logs/sweeps/seeds/sweep.html").exists()
     assert len({weights(shared, seed) for seed in range(3)}) == 3
+
+
+def test_an_array_for_each_rung_trains_the_better_trial_to_the_bytes_of_its_command(slurm: Hosts, shared: Path) -> None:
+    words = [*WORDS[:4], "3", *WORDS[5:], f"--log-dir={shared}/logs"]
+    varied = ["halved", "--vary", "learning-rate=0.0001,0.01", "--halving", "2"]
+    wrapped = shlex.join([*SWEEP[:2], *varied, "--trial=TASK", "--", *words]).replace("TASK", '"$SLURM_ARRAY_TASK_ID"')
+    options = f"--array=1-2 --gpus-per-node=1 --output={shared}/%A-%a.out --chdir={REPO_ROOT}"
+    script = f"""
+    for rung in 1 2; do
+        job=$(sbatch --parsable ${{job:+--dependency=afterany:$job}} {options} --wrap {shlex.quote(wrapped)})
+    done
+    timeout 280 sbatch --wait --dependency=afterany:$job --output=/dev/null --wrap true
+    """
+    done = slurm.run("login", ["bash", "-ec", script], timeout=300)
+    outputs = "".join(path.read_text() for path in sorted(shared.glob("*.out")))
+    assert done.returncode == 0, done.stderr + outputs
+    states = [json.loads((shared / f"logs/sweeps/halved/{number:03}.json").read_text()) for number in (1, 2)]
+    assert [(state["epochs"], state["state"]) for state in states] == [(2, "paused"), (3, "finished")], outputs
+    alone = ["bash", str(REPO_ROOT / "scripts/launch_distributed.sh"), *words, "--learning-rate=0.01"]
+    assert slurm.run("login", [*alone, "--run-name=alone"], timeout=120).returncode == 0
+    runs = [shared / f"logs/runs/{name}/model.safetensors" for name in ("halved-2", "alone")]
+    assert runs[0].read_bytes() == runs[1].read_bytes()

@@ -181,7 +181,6 @@ def test_the_command_line():
     mistakes = {
         "the line to train is missing": ["basic_cnn", "ddp"],  # the -- is forgotten
         "--halving 1": ["--halving", "1", "--"],
-        "--trial with --halving": ["--trial", "1", "--halving", "2", "--"],
         "--jobs with --hostfile": ["--jobs", "2", "--hostfile", "x", "--"],
     }
     for line, words in mistakes.items():
@@ -235,6 +234,49 @@ def test_tasks_of_an_array_train_one_trial_each(actor):
     assert [trial.state for trial in prepare(asked).trials] == ["finished", "waiting", "finished"]
     with pytest.raises(UserError, match="--trial 4: the sweep has 3 trials"):
         next(prepare(asked).run(1, only=4))
+
+
+def test_halving_as_arrays_trains_what_the_sweep_itself_would(actor, monkeypatch):
+    """An array for each rung, its tasks in any order; node failures are trials without a state."""
+    monkeypatch.setenv("RUNGS", "1 3")
+    rates = "learning-rate=" + ",".join(map(str, [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.5, 0.08]))
+    at_once, asked = (made(actor, rates, name=name, halving=3) for name in ("at-once", "rates"))
+    expected = prepare(at_once)
+    list(expected.run(3))
+
+    def array(*tasks: int) -> list[int]:
+        return [number for number in tasks if list(prepare(asked).run(1, only=number))[-1].state != "paused"]
+
+    assert array(9, 2, 3, 4, 1, 6, 7, 8) == [8]
+    with pytest.raises(UserError, match=r"rates-5 is not at the end of epoch 1, where .* submit its task again"):
+        array(9)
+    array(5)
+    assert [trial.epochs for trial in prepare(asked).trials] == [1] * 7 + [0, 1]
+    for order in (range(9, 0, -1), range(1, 10), range(1, 10)):  # the last array is one too many
+        array(*order)
+    found = prepare(asked)
+    assert [(one.epochs, one.score, one.state) for one in found.trials] == [
+        (one.epochs, one.score, one.state) for one in expected.trials
+    ]
+    assert (actor / "runs" / "rates-9" / "starts").read_text().split() == ["0", "1", "3"]
+    assert found.winner().number == 9
+
+
+def test_rungs_compare_their_own_epochs_and_a_later_failure_is_tried_again(tmp_path):
+    running = prepare(made(tmp_path, "learning-rate=0.01,0.02,0.03,0.04", halving=2))
+    scores = [
+        [0.1, 0.1, 0.1, 0.9, 0.9],
+        [0.2, 0.2, 0.2],
+        [0.3, 0.3, 0.3],
+        [0.4],
+    ]  # 1 went too far, 4 failed early
+    for trial, top1 in zip(running.trials, scores, strict=True):
+        lines = [{"kind": "epoch", "epoch": n, "best_by": "top1", "score": one} for n, one in enumerate(top1, 1)]
+        trial.folder.mkdir(parents=True)
+        (trial.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        trial.epochs, trial.state = len(top1), "paused"
+    running.trials[2].state = running.trials[3].state = "exit code 1: error"
+    assert [trial.number for trial in running._better(running.trials, 3)] == [3, 2]
 
 
 def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor, capfd):
