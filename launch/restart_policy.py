@@ -18,6 +18,7 @@ from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 from training.out_of_memory import advise, next_rung
 
 LONGEST_DELAY_SECONDS = 30.0
+NODES_BACK_CODE = -1  # of no process: the ranks were stopped so that the next start has more nodes
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,16 @@ def start_until_done(
     while True:
         started = start(restarts.total, adaptation.flags + ([f"--run-name={run_name}"] if run_name else []))
         ending, run_name, newest = started.ending, started.run_name or run_name, max(newest, started.position)
-        if ending.code == OUT_OF_MEMORY_EXIT_CODE and not received and adaptation.step_down(ending.reason):
-            restarts.total += 1  # no restart without progress: there are only so many smaller settings
-            continue
-        if not ending.is_final:
+        delay_s = None
+        short_of_memory = ending.code == OUT_OF_MEMORY_EXIT_CODE and not received
+        if ending.code == NODES_BACK_CODE or (short_of_memory and adaptation.step_down(ending.reason)):
+            restarts.total, delay_s = restarts.total + 1, 0.0  # not counted as one without progress
+        elif not ending.is_final:
             delay_s = restarts.after_failure(ending.reason, started.position)
-            if delay_s is not None:
-                if not (number := signal_within(delay_s, received)):
-                    continue
-                ending = Ending(128 + number, "stopped between two starts")
+        if delay_s is not None:
+            if not (number := signal_within(delay_s, received)):
+                continue
+            ending = Ending(128 + number, "stopped between two starts")
         return Started(ending, run_name, newest)
 
 

@@ -7,17 +7,18 @@ import secrets
 import signal
 import sys
 import time
+from collections import Counter
 
 from launch.arguments import ENTRY
 from launch.cluster.channel import Message
 from launch.cluster.nodes import Node, Nodes
 from launch.cluster.plan import Plan
-from launch.cluster.rendezvous import NO_NODES_CODE, CannotStart, Rendezvous, next_rendezvous
+from launch.cluster.rendezvous import NO_NODES_CODE, Absent, CannotStart, Rendezvous, next_rendezvous
 from launch.node_launcher import local_ranks_command
 from launch.node_run import DEAD_RANK_SECONDS, FINAL_CODES, HANG_CODE, PASSED_ON, REPEAT_SECONDS, Ending
 from launch.process_tree import KILL_SECONDS
 from launch.rank_monitor import STOP_CODES
-from launch.restart_policy import Started
+from launch.restart_policy import NODES_BACK_CODE, Started
 from training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
 from training.base.units import plural
 
@@ -28,19 +29,22 @@ LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all
 class ClusterRun:
     """One start of the ranks on all nodes, from the first connection to the last."""
 
-    def __init__(self, plan: Plan, launch_id: str, received: list[int]) -> None:
+    def __init__(self, plan: Plan, launch_id: str, received: list[int], returns: Counter[str]) -> None:
         """Prepare a start.
 
         Args:
             plan: what to start.
             launch_id: the mark of the processes of this launch on every machine.
             received: the list to which the signal handlers append.
+            returns: how often each host has come back to this launch.
         """
-        self._plan, self._launch_id, self._received = plan, launch_id, received
+        self._plan, self._launch_id, self._received, self._returns = plan, launch_id, received, returns
         self._nodes = Nodes(plan.remote_shell)
         self._taking_part: list[Node] = []
         self._first_reason = ""  # why a node was lost
         self._sent = 0
+        self._absent: Absent | None = None
+        self._back: list[str] = []  # hosts for whose sake the ranks were stopped
         self._deadline = math.inf
 
     def run(self, restart: int, resuming: list[str]) -> Started:
@@ -59,6 +63,9 @@ class ClusterRun:
             self._taking_part = rendezvous.nodes
             _print_rendezvous(self._plan, rendezvous)
             self._start_ranks(rendezvous, restart, resuming)
+            used = [node.host for node in rendezvous.nodes]
+            if len(used) < len(self._plan.hosts):
+                self._absent = Absent(self._nodes, self._plan, prepare, used, self._returns)
             while any(node.is_working() for node in self._taking_part):
                 self._look()
                 time.sleep(LOOK_SECONDS)
@@ -93,6 +100,8 @@ class ClusterRun:
         self._nodes.beat()
         if self._received and not self._sent:
             self._pass_on()
+        elif self._absent and not self._sent and not self._back:
+            self._bring_back(self._absent.back())
         elif self._sent and signal.SIGINT in self._received:
             self._deadline = now
         if self._note_losses():
@@ -125,13 +134,24 @@ class ClusterRun:
         time.sleep(REPEAT_SECONDS)
         self._received.clear()
 
+    def _bring_back(self, hosts: list[str]) -> None:
+        """Let the ranks save and stop, if hosts are back with which the next start has more nodes."""
+        self._back = hosts
+        if hosts:
+            print(f"{', '.join(hosts)} can take part again: the ranks save first", file=sys.stderr, flush=True)
+            for node in self._taking_part:
+                node.send("signal", number=signal.SIGTERM)
+
     def _started(self) -> Started:
         """Return how it ended, from the last messages of every node."""
         self._note_losses()
         endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
         run_name = next((ended["run_name"] for ended in endings if ended["run_name"]), "")
         position = max([-1, *(ended["position"] for ended in endings)])
-        return Started(ending_of(self._taking_part, self._first_reason, bool(self._sent)), run_name, position)
+        ending = ending_of(self._taking_part, self._first_reason, bool(self._sent))
+        if self._back and not self._sent and ending.code in STOP_CODES:
+            ending = Ending(NODES_BACK_CODE, f"with {', '.join(self._back)}", is_final=False)
+        return Started(ending, run_name, position)
 
 
 def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:

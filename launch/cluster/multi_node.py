@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import uuid
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,9 +65,9 @@ def train(plan: Plan, max_restarts: int, received: list[int]) -> Started:
         max_restarts: restarts allowed in a row without a newer checkpoint.
         received: the list to which the signal handlers append.
     """
-    launch_id = uuid.uuid4().hex
+    launch_id, returns = uuid.uuid4().hex, Counter[str]()
     return start_until_done(
-        lambda restart, resuming: ClusterRun(plan, launch_id, received).run(restart, resuming),
+        lambda restart, resuming: ClusterRun(plan, launch_id, received, returns).run(restart, resuming),
         RestartPolicy(max_restarts),
         # Of clusters without GPUs it may ask for an offload that saves nothing.
         Adaptation(plan.arguments, len(plan.hosts) * plan.given.ranks_per_node, has_gpus=True),

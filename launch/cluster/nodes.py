@@ -51,6 +51,7 @@ class Node:
 
     host: str
     channel: Channel
+    shell: Shell | None = None  # whose process owns the channel's files
     heard: float = field(default_factory=time.monotonic)
     is_closed: bool = False
     messages: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
@@ -131,6 +132,7 @@ class Nodes:
 
     def connect(self, hosts: list[str]) -> None:
         """Start an agent on each of the hosts; those that come up appear in `found`."""
+        self._shells = [shell for shell in self._shells if shell.process.poll() is None]
         for host in hosts:
             command, environment = self._command_for(host, [*AGENT, host])
             process = subprocess.Popen(
@@ -147,7 +149,8 @@ class Nodes:
             self._shells.append(shell)
             self._shell_of[host] = shell
             _in_background(self._read_errors, shell)
-            _in_background(self._read, Node(host, Channel(process.stdout.fileno(), process.stdin.fileno())))
+            node = Node(host, Channel(process.stdout.fileno(), process.stdin.fileno()), shell)
+            _in_background(self._read, node)
 
     def beat(self) -> None:
         """Send every agent a heartbeat, if the last one is long enough ago."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from launch.cluster.agreement import HERE, by_reason, differences, reachable_addresses, unshared
 from launch.cluster.channel import Message
@@ -19,6 +20,7 @@ RETRY_SECONDS = 2.0
 FIRST_PATIENCE_SECONDS = 30.0  # for nodes that training could do without: they may still boot
 PATIENCE_SECONDS = 10.0  # the same after a failure: it may be the reason why they do not answer
 PRINT_SECONDS = 10.0
+RETURN_SECONDS = 30.0  # between two attempts to reach a host that a running start lacks; see `Absent`
 
 
 class CannotStart(Exception):
@@ -68,9 +70,11 @@ def next_rendezvous(
         if not wait.missing or (plan.usable_nodes(len(wait.ready)) and wait.seconds > patience_s):
             unfit, cure = _unfit(nodes, plan, wait.ready, is_restart=is_restart)
             if not unfit:
+                unfit, cure = unshared(nodes, wait.ready, plan.log_dir), "Give a --log-dir on a disk that all share."
+            if not unfit:
                 return _rendezvous(nodes, plan, wait.ready)
             if not is_restart:
-                raise CannotStart(f"{by_reason(unfit)}. {cure}", USER_ERROR_EXIT_CODE)
+                raise CannotStart(f"{by_reason(unfit)}. {cure}".strip(), USER_ERROR_EXIT_CODE)
             wait.leave_out(unfit)
             continue
         refused = [host for host, reason in wait.failed.items() if host not in wait.unfit and not is_passing(reason)]
@@ -86,6 +90,39 @@ def next_rendezvous(
     return None
 
 
+class Absent:
+    """The hosts that a start lacks: asked again and again while it runs.
+
+    Args:
+        nodes: the agents of the start.
+        plan: of the launch.
+        prepare: the order for a new agent.
+        used: hosts that take part.
+        returns: how often each host has come back; counted on here. The more often, the longer until it is asked.
+    """
+
+    def __init__(self, nodes: Nodes, plan: Plan, prepare: Message, used: list[str], returns: Counter[str]) -> None:
+        self._nodes, self._plan, self._used, self._returns = nodes, plan, used, returns
+        absent = [host for host in plan.hosts if host not in used]
+        nodes.forget(absent)
+        self._after_s = RETURN_SECONDS * 2 ** max(returns[host] for host in absent)
+        self._wait = _Wait(nodes, replace(plan, hosts=absent), prepare, self._after_s)
+
+    def back(self) -> list[str]:
+        """Return the hosts that are ready again, [] as long as training could not use more nodes with them."""
+        wait = self._wait
+        wait.look()
+        wait.retry()
+        if wait.seconds < self._after_s or self._plan.usable_nodes(len(self._used + wait.ready)) <= len(self._used):
+            return []
+        unfit, _ = _unfit(self._nodes, self._plan, self._used + wait.ready, is_restart=True)
+        if unfit:
+            wait.leave_out({host: unfit[host] for host in wait.ready if host in unfit})
+            return []
+        self._returns.update(wait.ready)
+        return wait.ready
+
+
 class _Wait:
     """The wait for the nodes of a start.
 
@@ -96,13 +133,13 @@ class _Wait:
         unfit: why some hosts, whose agents do answer, may not take part; a disk may still be mounted there.
     """
 
-    def __init__(self, nodes: Nodes, plan: Plan, prepare: Message) -> None:
+    def __init__(self, nodes: Nodes, plan: Plan, prepare: Message, retry_s: float = RETRY_SECONDS) -> None:
         self.ready: list[str] = []
         self.missing: list[str] = plan.hosts
         self.failed: dict[str, str] = {}
         self.unfit: dict[str, str] = {}
         self._left_out: set[str] = set()  # those of the unfit that have no new order yet
-        self._nodes, self._plan, self._prepare = nodes, plan, prepare
+        self._nodes, self._plan, self._prepare, self._retry_s = nodes, plan, prepare, retry_s
         self._ordered: set[str] = set()
         self._retry_at: dict[str, float] = {}
         self._started = time.monotonic()
@@ -145,7 +182,7 @@ class _Wait:
     def retry(self) -> None:
         """Order those that were left out some seconds ago to prepare again; connect again to the others."""
         now = time.monotonic()
-        due = [host for host in self.failed if now >= self._retry_at.setdefault(host, now + RETRY_SECONDS)]
+        due = [host for host in self.failed if now >= self._retry_at.setdefault(host, now + self._retry_s)]
         if due:
             for host in self._left_out.intersection(due):
                 del self._nodes.found[host].messages["ready"]
@@ -178,13 +215,13 @@ def _unfit(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> t
 
     The code of the machine that launches may have changed by the time of a restart: it is not compared then, but its
     software at the time of the launch decides a tie between the nodes.
-
-    Raises:
-        CannotStart: if a node cannot take part at all.
     """
     answers = {host: nodes.found[host].messages["ready"] for host in ready}
-    if wrong := [f"{host}: {answer['error']}" for host, answer in answers.items() if "error" in answer]:
-        raise CannotStart("; ".join(wrong), USER_ERROR_EXIT_CODE)
+    if wrong := {host: answer["error"] for host, answer in answers.items() if "error" in answer}:
+        return wrong, ""
+    gpus, wanted = {host: answer["gpus"] for host, answer in answers.items()}, plan.given.ranks_per_node
+    if any(gpus.values()) and (short := {host: f"has {n} GPUs" for host, n in gpus.items() if n < wanted}):
+        return short, f"{wanted} GPUs per node asked for."
     software = {host: answer.get("software", {}) for host, answer in answers.items()}
     others = differences(software if is_restart else {**software, HERE: plan.software}, plan.software)
     if plan.given.allow_differences:
@@ -192,20 +229,17 @@ def _unfit(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> t
             print(f"warning: {by_reason(others)}", file=sys.stderr, flush=True)
     elif others:
         return others, "Bring all to the same state (git pull, make setup), or train so with --allow-differences."
-    return unshared(nodes, ready, plan.log_dir), "Give a --log-dir on a disk that all share, or mount it there."
+    return {}, ""
 
 
 def _rendezvous(nodes: Nodes, plan: Plan, ready: list[str]) -> Rendezvous:
-    """Check that there are enough nodes and GPUs, and find where the ranks meet."""
+    """Check that there are enough nodes, and find where the ranks meet."""
     answers = {host: nodes.found[host].messages["ready"] for host in ready}
     count = plan.usable_nodes(len(ready))
     if not count:
         raise CannotStart(f"{len(ready)} nodes cannot share the global batch", NO_NODES_CODE)
-    used, wanted = ready[:count], plan.given.ranks_per_node
-    gpus = {host: answers[host]["gpus"] for host in used}
-    has_gpus = any(gpus.values())
-    if has_gpus and (short := [f"{host} has {n}" for host, n in gpus.items() if n < wanted]):
-        raise CannotStart(f"{wanted} GPUs per node asked for: {', '.join(short)}", USER_ERROR_EXIT_CODE)
+    used = ready[:count]
+    has_gpus = any(answers[host]["gpus"] for host in used)
     own = [answers[host]["addresses"] for host in used]
     addresses = reachable_addresses([answers[host]["address"] for host in used], own)
     if "" in addresses:

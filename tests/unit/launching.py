@@ -44,7 +44,7 @@ def write():
     record.with_suffix(".tmp").rename(record)
 
 def wait_for_the_other():
-    while not (folder / f"rank{1 - rank}-{restarts}.json").exists():
+    while os.environ["WORLD_SIZE"] != "1" and not (folder / f"rank{1 - rank}-{restarts}.json").exists():
         heartbeat.beat("meet", allowed_s=60.0)
         time.sleep(0.02)
 

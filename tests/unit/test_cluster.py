@@ -239,7 +239,7 @@ def test_a_node_that_was_ended_is_not_the_cause() -> None:
 # two another torch is installed, once the file ODD_SINCE is there.
 FAKE_SSH = """#!/bin/bash
 host=${@: -2:1}
-if [[ " ${FAKE_SSH_FAILS:-} " == *" $host "* ]]; then
+if [[ " ${FAKE_SSH_FAILS:-} " == *" $host "* && ! -e ${UP_SINCE:-} ]]; then
     echo "ssh: connect to host $host port 22: ${FAKE_SSH_REASON}" >&2
     exit 255
 fi
@@ -258,9 +258,10 @@ FAKES = {"ssh": FAKE_SSH, "srun": FAKE_SRUN}
 DRIVER = """
 import json, os, sys
 from launch.arguments import check_training, read_arguments
-from launch.cluster import multi_node
+from launch.cluster import multi_node, rendezvous
 from launch.cluster.plan import Plan
 remote_shell, outcome, *words = sys.argv[1:]
+rendezvous.FIRST_PATIENCE_SECONDS = rendezvous.RETURN_SECONDS = 1.0
 multi_node.Plan = lambda given, arguments, config, hosts, _ssh, port: Plan(
     given, arguments, config, hosts, remote_shell, port)
 train = multi_node.train
@@ -395,6 +396,48 @@ def test_too_few_nodes_end_the_launch(tmp_path: Path) -> None:
     assert "1 of 2 nodes reached" in errors
     assert "two: Connection refused" in errors
     assert launch.record()["code"] == 69
+
+
+@pytest.mark.parametrize("fails", ["two", pytest.param("one", marks=pytest.mark.slow)])
+def test_a_node_that_is_back_takes_part_again(tmp_path: Path, fails: str) -> None:
+    """The rank that goes on without it saves and stops, and both start: no failure, so it needs no --max-restarts."""
+    up = tmp_path / "up"
+    away = {"FAKE_SSH_FAILS": fails, "FAKE_SSH_REASON": "No route to host", "UP_SINCE": str(up)}
+    launch = StubLaunch(tmp_path, own=("--min-nodes", "1", "--max-restarts", "0"), **away)
+    alone = launch.wait_for_rank(0)
+    assert "--gradient-accumulation-steps=2" in alone["argv"]
+    time.sleep(3)
+    assert not (launch.folder / "rank0-1.json").exists()
+    up.touch()
+    code, errors = launch.end()
+    assert code == 0, errors
+    assert [one[0] for one in launch.wait_for_rank(0)["received"]] == [signal.SIGTERM]
+    for rank in (0, 1):
+        argv = launch.wait_for_rank(rank, restarts=1)["argv"]
+        assert "--run-name=run-7" in argv
+        assert "--gradient-accumulation-steps=2" not in argv
+    assert "1 of 2 nodes x 1 CPU rank" in errors
+    assert f"{fails} can take part again: the ranks save first" in errors
+    assert "\n2 nodes x 1 CPU rank" in errors
+    assert "restart 1" not in errors
+
+
+def test_a_node_that_is_back_with_another_version_is_not_waited_for(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    odd = {"ODD_PATH": odd_torch(tmp_path), "ODD_SINCE": str(tmp_path)}
+    away = {"FAKE_SSH_FAILS": "two", "FAKE_SSH_REASON": "No route to host", "UP_SINCE": str(up)}
+    launch = StubLaunch(tmp_path, own=("--min-nodes", "1"), **odd, **away)
+    launch.wait_for_rank(0)
+    up.touch()
+    assert launch.process.stderr
+    while "left out: two: torch 0.0.1" not in (line := launch.process.stderr.readline()):
+        assert line
+    time.sleep(2)
+    (launch.folder / "stop-0").write_text("15")
+    code, errors = launch.end()
+    assert code == 143
+    assert "left out" not in errors
+    assert "save first" not in errors
 
 
 def odd_torch(folder: Path) -> str:
