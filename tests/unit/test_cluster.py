@@ -27,6 +27,7 @@ from launch.cluster.cluster_run import ending_of
 from launch.cluster.hosts import srun_command, ssh_command
 from launch.cluster.nodes import Node, Nodes, Shell, is_passing
 from launch.cluster.plan import Plan, forwarded_environment
+from launch.cluster.rendezvous import CannotStart, next_rendezvous
 from launch.node_run import HANG_CODE, Ending
 from launch.process_tree import MARK
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
@@ -510,7 +511,7 @@ class FolderNode:
         if what == "mark":
             mark = leave_mark(self._own)
             self.messages["marked"] = {"mark": str(self._folder / mark.name)}
-        else:
+        elif what == "see":
             self.messages["seen"] = {"is_seen": sees_mark(self._own / Path(given["mark"]).name, 0.0)}
 
 
@@ -533,6 +534,36 @@ def test_hosts_that_do_not_share_the_log_folder_are_named(tmp_path: Path, disks:
     found = unshared(nodes, hosts, str(tmp_path))
     assert sorted(found) == sorted(odd)
     assert set(found.values()) <= {f"what a writes in {tmp_path} does not appear on {unseen_on}"}
+
+
+class ReadyNodes(Nodes):
+    """Agents that are ready at once, each with so many GPUs; they share a log folder."""
+
+    def __init__(self, folder: Path, gpus: dict[str, int]) -> None:
+        super().__init__("ssh")
+        self._folder, self._gpus = folder, gpus
+
+    def connect(self, hosts: list[str]) -> None:
+        for host in hosts:
+            node = FolderNode(self._folder, self._folder)
+            own = [("eth0", f"10.0.0.{len(self.found) + 1}", "255.255.255.0")]
+            node.messages["ready"] = {"gpus": self._gpus[host], "address": "", "addresses": own, "port": 1}
+            self.found[host] = node  # type: ignore[assignment]
+
+
+def test_a_node_that_lost_a_gpu_ends_a_launch_but_not_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = LaunchArguments("launch_multi_node.sh", {"num_gpus": "8"}, [], dry_run=False, min_nodes=1)
+    config = TrainConfig(gradient_accumulation_steps=6, log_dir=str(tmp_path))
+    launch = Plan(given, [], config, ["a", "b", "c"], "ssh", 0)
+    gpus = {"a": 8, "b": 7, "c": 8}
+    with pytest.raises(CannotStart, match=r"b: has 7 GPUs. 8 GPUs per node asked for.") as refused:
+        next_rendezvous(ReadyNodes(tmp_path, gpus), launch, {}, [], is_restart=False)
+    assert refused.value.exit_code == 2
+    monkeypatch.setattr("launch.cluster.rendezvous.PATIENCE_SECONDS", 0.1)
+    nodes = ReadyNodes(tmp_path, gpus)
+    found = next_rendezvous(nodes, launch, {}, [], is_restart=True)
+    assert found
+    assert [nodes.found[host] for host in ("a", "c")] == found.nodes
 
 
 def test_a_mark_that_appears_late_is_seen(tmp_path: Path) -> None:
