@@ -42,6 +42,7 @@ FLAGS = {
     "--layer-decay": "llrd layer-lr-decay layerwise-lr-decay",
     "--gradient-clipping": "clip-grad clip-grad-norm gradient-clip-val max-grad-norm grad-clip clip",
     "--loss bce": "bce-loss bce",
+    "--task multilabel": "multilabel multi-label",
     "--distill kl:T with --teacher": "distillation kd kd-loss distillation-type distillation-tau",
     "--teacher": "teacher-model kd-model kd-model-name teacher-path",
     "--label-smoothing": "smoothing label-smoothing-factor",
@@ -129,7 +130,7 @@ FLAGS = {
     _CURVES: "comet neptune clearml",
     "WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME in the environment names it.": "wandb-project",
     "Not there yet.": (
-        "focal focal-loss multilabel multi-label limit-train-batches mosaic"
+        "focal focal-loss limit-train-batches mosaic"
         " limit-val-batches overfit-batches bn-momentum grayscale vflip flipud degrees rotation perspective mean std"
     ),
 }

@@ -33,7 +33,7 @@ from training.checkpoint.manifest import shard_name
 from training.checkpoint.shards import Snapshot, write_frozen, write_shard
 from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
-from training.observe.new_run import create_run_folder
+from training.observe.new_run import create_run_folder, remove_leftovers_of_run
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PREPARE = """
@@ -134,12 +134,26 @@ def test_only_these_modules_let_safetensors_write():
     assert found == known
 
 
-def test_the_next_start_of_a_run_removes_an_unfinished_checkpoint(tmp_path: Path):
-    other = tmp_path / "runs" / "digits" / "checkpoints" / ".step-00002-0000000.tmp"
-    other.mkdir(parents=True)
+def test_the_next_start_of_a_run_removes_what_a_dead_library_left_however_fresh(tmp_path: Path):
+    run = tmp_path / "runs" / "digits"
+    folders = [run, run / "export", run / "checkpoints", run / "checkpoints" / "step-00001-0000000"]
+    left, written = ([folder / name for folder in folders] for name in (".tmpXyZ789", ".tmpAbC123"))
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    other = run / "checkpoints" / ".step-00002-0000000.tmp"
+    other.mkdir()
     (other / shard_name(0)).touch()
+    open_ones = [path.open("wb") for path in written]
+    remove_leftovers(run)
+    assert all(path.exists() for path in (*left, *written)), "in a folder that may be anybody's they stay"
+    remove_leftovers_of_run(run)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in written), "a living process writes them"
+    for file in open_ones:
+        file.close()
     create_run_folder(TrainConfig(run_name="digits", log_dir=str(tmp_path)), Origin())[1].close()
-    assert not other.exists()
+    assert not any(path.exists() for path in (*written, other))
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])

@@ -19,6 +19,8 @@ from typing import Any
 
 # name, owner, kind: .model.safetensors.node01+4026531836+4711+99887766.tmp
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
+# What safetensors 0.8 writes beside the file that it was asked for, and renames; a killed program leaves it.
+_OF_SAFETENSORS = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 SECONDS_OF_OTHERS = 86400.0  # another machine's files count as left behind after so long without a change
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # that of folders on CIFS, and of some FUSE servers
 LOOK_SECONDS = 0.1
@@ -134,7 +136,7 @@ def check_renames(folder: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
+def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bool = False) -> None:
     """Remove the unfinished files and folders of dead processes from a folder.
 
     Whether a process lives is visible only from its own machine and container. A folder that was renamed to be
@@ -143,9 +145,13 @@ def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
     Args:
         folder: the folder.
         ours: names of files that no other process writes at this time.
+        of_library: whether to remove safetensors' own unfinished files, too. Their names do not say that they are, so
+            only from folders in which nothing else writes.
     """
     with contextlib.suppress(OSError):  # nothing depends on what cannot be listed or removed
         for path in list(folder.iterdir()):
+            if of_library and _OF_SAFETENSORS.fullmatch(path.name) and path.is_file() and not _is_being_written(path):
+                path.unlink(missing_ok=True)
             found = _UNFINISHED.fullmatch(path.name)
             if not found or (found["name"] not in ours and _may_live(path, found)):
                 continue
@@ -160,7 +166,23 @@ def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
 def _may_live(path: Path, found: re.Match[str]) -> bool:
     if found["host"] == _host():
         return found["owner"] == f"{_host()}+{found['pid']}+{process_start_ticks(found['pid'])}"
+    return _is_recent(path)
+
+
+def _is_recent(path: Path) -> bool:
     return time.time() - path.lstat().st_mtime < SECONDS_OF_OTHERS
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether a process has the file open, as safetensors has to the end, or another user's may have it."""
+    facts = path.stat()
+    if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):
+        return True
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # closed by now, or of another user
+            if os.path.samestat(descriptor.stat(), facts):
+                return True
+    return False
 
 
 @functools.cache

@@ -146,4 +146,4 @@ def remove_leftovers_of_run(run: Path, ours: Collection[str] = ()) -> None:
     """Remove what dead processes left unfinished in a run's own folders, see `remove_leftovers`."""
     checkpoints = run / CHECKPOINTS
     for folder in (run, run / EXPORT, checkpoints, *checkpoints.glob("step-*")):
-        remove_leftovers(folder, ours)
+        remove_leftovers(folder, ours, of_library=True)
