@@ -17,7 +17,7 @@ from models.sides import sides
 from training.base.errors import UserError, unknown_name
 from training.data.image_sizes import MIN_IMAGE_SIZE
 from training.data.reading.remote import check_url
-from training.data.settings import BAD_IMAGES_USAGE, DATASETS, URL, DataFields, DatasetEntry
+from training.data.settings import BAD_IMAGES_USAGE, DATASETS, MULTILABEL, URL, DataFields, DatasetEntry
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
@@ -110,7 +110,9 @@ def layout_of(options: DataOptions) -> Layout | None:
 
 def _function(name: str, options: DataOptions) -> Any:
     """Return what a function of a data set's module gives; of `records` for one that makes a `Listing`."""
-    module = importlib.import_module(find_dataset(options.data).module)
+    entry = find_dataset(options.data)
+    is_linked = options.task == MULTILABEL and entry is DATASETS["folder"]
+    module = importlib.import_module("training.data.folder_labels" if is_linked else entry.module)
     if hasattr(module, "listing"):
         return getattr(importlib.import_module("training.data.records"), name)(module.listing(options), options)
     return getattr(module, name)(options)

@@ -32,24 +32,24 @@ def load(options: DataOptions) -> DatasetPair:
         UserError: The folder is missing or empty; a class has no image; there is one class only; the parts have
             different classes, or it is not clear which is which; a symbolic link is broken or leads in a circle.
     """
-    listing = _listing(options)
+    listing = open_listing(options)
     layout = find_layout(listing, options.val_part)
-    names = _Names()
+    names = ClassNames()
     if layout.is_divided:
         listing.count_loose(listing.entries(str(listing.root)))
-    train = _merged(_read_classes(listing, folder, names) for folder in layout.train)
+    train = _merged(read_classes(listing, folder, names) for folder in layout.train)
     if layout.val is None:
         split = {name: hold_out(files, options) for name, files in train.items()}
         train, val = ({name: parts[side] for name, parts in split.items()} for side in (0, 1))
     else:
-        val = _read_classes(listing, layout.val, names)
-        _compare_classes(train, val, "validation part")
+        val = read_classes(listing, layout.val, names)
+        compare_classes(train, val, "validation part")
     if not any(val.values()):
         few = "fewer images per class than --folds" if options.folds else "one image per class"
         raise UserError(f"'{listing.root}' has {few}, so none is left for validation: add images or val/.")
-    test = _read_classes(listing, layout.test, names, may_lack=True) if layout.test else None
+    test = read_classes(listing, layout.test, names, may_lack=True) if layout.test else None
     if test is not None:
-        _compare_classes(train, train | test, "test part")  # which may lack some
+        compare_classes(train, train | test, "test part")  # which may lack some
     return _make_datasets(listing, [train, val], test, names, options, layout.notes)
 
 
@@ -61,8 +61,8 @@ def load_whole(options: DataOptions) -> DatasetPair:
     Raises:
         UserError: As `load`.
     """
-    listing, names = _listing(options), _Names()
-    classes = _read_classes(listing, str(listing.root), names)
+    listing, names = open_listing(options), ClassNames()
+    classes = read_classes(listing, str(listing.root), names)
     return _make_datasets(listing, [classes], None, names, replace(options, cache="off"))
 
 
@@ -72,10 +72,10 @@ def layout_of(options: DataOptions) -> Layout:
     Raises:
         UserError: As `load`.
     """
-    return find_layout(_listing(options), options.val_part)
+    return find_layout(open_listing(options), options.val_part)
 
 
-class _Names:
+class ClassNames:
     """Names of classes as their folders have them, by the form NFC, in which equal ones have the same bytes."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def _make_datasets(
     listing: FolderListing,
     parts: Sequence[Classes],
     test: Classes | None,
-    names: _Names,
+    names: ClassNames,
     options: DataOptions,
     notes: Iterable[str] = (),
 ) -> DatasetPair:
@@ -128,7 +128,8 @@ def _make_datasets(
     )
 
 
-def _listing(options: DataOptions) -> FolderListing:
+def open_listing(options: DataOptions) -> FolderListing:
+    """Return the listing of the folder that `options` names; raise UserError if there is none."""
     more = (ARRAY_EXTENSION,) if options.decode == NUMBERS else ()
     return FolderListing(_resolve_root(options.data), options.links, more)
 
@@ -143,7 +144,7 @@ def _resolve_root(data: str) -> Path:
     return root.resolve()
 
 
-def _read_classes(listing: FolderListing, top: str, names: _Names, *, may_lack: bool = False) -> Classes:
+def read_classes(listing: FolderListing, top: str, names: ClassNames, *, may_lack: bool = False) -> Classes:
     """List the images of each class folder directly below `top`.
 
     Raises:
@@ -182,7 +183,8 @@ def _merged(parts: Iterable[Classes]) -> Classes:
     return merged
 
 
-def _compare_classes(train: Classes, other: Classes, what: str) -> None:
+def compare_classes(train: Classes, other: Classes, what: str) -> None:
+    """Raise UserError unless two parts have the same classes."""
     only_train, only_other = sorted(train.keys() - other.keys()), sorted(other.keys() - train.keys())
     if only_train or only_other:
         sides = (("the training part", only_train), (f"the {what}", only_other))

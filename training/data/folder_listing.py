@@ -72,6 +72,11 @@ class FolderListing:
         """Count the images among the entries of a folder of classes, which belong to no class."""
         self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
 
+    def take_loose(self) -> list[FoundFile]:
+        """Return the images that `count_loose` has counted, sorted, and count them no more."""
+        taken, self._loose = sorted(self._loose), set()
+        return [self._found(path, os.stat(path)) for path in taken]
+
     def starts_with_images(self, folder: str) -> bool:
         """Return whether a folder contains images itself, and not just in folders below it."""
 
@@ -83,13 +88,12 @@ class FolderListing:
 
     def images(self, folder: str) -> list[FoundFile]:
         """Return the images in a folder and all folders below it, sorted by path; other files are counted."""
-        found, prefix = [], len(str(self.root).rstrip("/")) + 1
+        found = []
         for entry in self._files_below(folder, [os.path.realpath(folder)]):
             if not entry.is_file():
                 self._other_files["not a regular file"] += 1
             elif self._is_image(entry.name):
-                status = patiently(entry.stat, entry.path)
-                found.append((entry.path[prefix:], status.st_size, status.st_mtime_ns))
+                found.append(self._found(entry.path, patiently(entry.stat, entry.path)))
             else:
                 self._other_files[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
         return sorted(found)
@@ -122,6 +126,9 @@ class FolderListing:
             if entry.is_symlink() and any(Path(one).is_relative_to(real) for one in chain):
                 raise UserError(f"the symbolic link {entry.path!r} leads to a folder that contains it: remove it.")
             yield from self._files_below(entry.path, [*chain, real])
+
+    def _found(self, path: str, status: os.stat_result) -> FoundFile:
+        return path[len(str(self.root).rstrip("/")) + 1 :], status.st_size, status.st_mtime_ns
 
     def _exists(self, link: str) -> bool:
         """Return whether a link leads anywhere, and count it; refuse one that leads out of the root if asked to."""
