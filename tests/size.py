@@ -18,7 +18,7 @@ BUDGET = {
     "training": 3083,
     "training/base": 1705,
     "training/world": 1401,
-    "training/data": 7509,
+    "training/data": 7513,
     "training/recipe": 1462,
     "training/engines": 5296,
     "training/checkpoint": 1504,

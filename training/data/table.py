@@ -7,9 +7,10 @@ import io
 import math
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from training.base.errors import UserError, nearest, one_line, shown
@@ -165,6 +166,7 @@ def _with_files(root: Path, records: list[Record], options: DataOptions) -> List
     A path may lead anywhere, as a link in a folder may, unless --links refuse forbids that: what it leads to is read as
     an image, or is an error.
     """
+    real_folder = cache(lambda folder: f"{os.path.realpath(folder)}/")
     missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})
     for number, record in enumerate(records):
         path = record.path
@@ -173,11 +175,13 @@ def _with_files(root: Path, records: list[Record], options: DataOptions) -> List
         path = path if ".." in path.split("/") else os.path.normpath(path)
         full = os.path.join(root, path)
         try:
-            status = patiently(partial(os.stat, full), full)
+            status, folder = patiently(partial(os.lstat, full), full), os.path.dirname(full)
+            if stat.S_ISLNK(status.st_mode):
+                status, folder = patiently(partial(os.stat, full), full), os.path.dirname(os.path.realpath(full))
         except (OSError, ValueError):  # ValueError: a null character
             missing.append(record.path)
             continue
-        if not os.path.realpath(full).startswith(f"{root}/"):
+        if not real_folder(folder).startswith(f"{root}/"):
             outside.append(record.path)
         path = record.path if path == record.path else path  # one string
         records[number] = record._replace(path=path, size=status.st_size, changed_ns=status.st_mtime_ns)
