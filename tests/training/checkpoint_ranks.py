@@ -146,7 +146,7 @@ class Job:
         stages: int = 1,
         members: int = 0,
     ) -> None:
-        world = mesh_of(world, stages)
+        world = form_mesh(world, 1, stages)
         data = world.data
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * data.size)
         config = configuration(
@@ -264,12 +264,6 @@ class Job:
     def close(self) -> None:
         self.stop.close()
         self.engine.close()
-
-
-@cache
-def mesh_of(world: World, stages: int) -> World:
-    """Return the world with pipelines of so many stages, formed once for all jobs; a collective."""
-    return form_mesh(world, 1, stages)
 
 
 @cache

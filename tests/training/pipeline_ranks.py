@@ -13,7 +13,6 @@ from torch import nn
 from models.basic_cnn import BasicCNN
 from models.cnn_lstm import CNNLSTM
 from models.ensemble import Ensemble
-from tests.training.checkpoint_ranks import mesh_of
 from tests.training.engine_ranks import CLASSES, configuration, whole_tensors
 from training.base.errors import UserError
 from training.base.timing import SpanClock
@@ -28,6 +27,7 @@ from training.recipe.optimizer import build_optimizer
 from training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
 from training.world.collectives import gather_objects
 from training.world.exchange import list_of, text
+from training.world.mesh import form_mesh
 from training.world.world import World
 
 SIZE = 16  # pixels
@@ -130,7 +130,7 @@ def train(
     **changes: Any,
 ) -> dict[str, str]:
     """Train three steps and evaluate three batches; return a sha256 of all that came out, by name, on all ranks."""
-    world, module = mesh_of(world, pipeline), make_network(network)
+    world, module = form_mesh(world, 1, pipeline), make_network(network)
     size = LARGER.get(network, SIZE)
     if recomputes:
         enable_activation_checkpointing(module)

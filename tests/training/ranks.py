@@ -8,6 +8,7 @@ results are JSON; tensors travel as nested lists.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -21,6 +22,9 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from launch.node_launcher import PRELOADED
 
@@ -106,6 +110,24 @@ def free_port() -> int:
             return probe.getsockname()[1]
 
 
+def groups() -> set[dist.ProcessGroup]:
+    """Return this rank's process groups."""
+    return set(distributed_c10d._world.pg_map)
+
+
+def leave_groups(kept: set[dist.ProcessGroup]) -> None:
+    """End the groups that a job has left, but those that DeepSpeed keeps for its next engine.
+
+    Each has threads that wake a hundred times a second: those of some hundred jobs would keep both cores busy.
+    """
+    deepspeed = vars(sys.modules.get("deepspeed.utils.groups", object)).values()
+    for group in groups() - kept:
+        if not any(group is one for one in deepspeed):
+            dist.destroy_process_group(group)
+    group = None
+    gc.collect()
+
+
 def be_rank(jobs: Connection, place: dict[str, Any], log: Path) -> None:
     """Be one rank, until nobody has a job for it any more."""
     with log.open("w") as file:
@@ -117,10 +139,13 @@ def be_rank(jobs: Connection, place: dict[str, Any], log: Path) -> None:
     from training.world.world import start_world, stop_world
 
     world = start_world()
+    kept = groups()
+    gc.freeze()  # what has been imported
     with contextlib.suppress(EOFError):
         while True:
             job = json.loads(jobs.recv_bytes())
             module_name, function_name = job["function"].split(":")
             function = getattr(importlib.import_module(module_name), function_name)
             jobs.send_bytes(json.dumps([function(world, **case) for case in job["cases"]]).encode())
+            leave_groups(kept)
     stop_world()
