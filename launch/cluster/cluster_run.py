@@ -7,13 +7,12 @@ import secrets
 import signal
 import sys
 import time
-from collections import Counter
 
 from launch.arguments import ENTRY
 from launch.cluster.channel import Message
 from launch.cluster.nodes import Node, Nodes
 from launch.cluster.plan import Plan
-from launch.cluster.rendezvous import NO_NODES_CODE, Absent, CannotStart, Rendezvous, next_rendezvous
+from launch.cluster.rendezvous import NO_NODES_CODE, Absent, CannotStart, Hosts, Rendezvous, next_rendezvous
 from launch.node_launcher import local_ranks_command
 from launch.node_run import DEAD_RANK_SECONDS, FINAL_CODES, HANG_CODE, PASSED_ON, REPEAT_SECONDS, Ending
 from launch.process_tree import KILL_SECONDS
@@ -29,16 +28,16 @@ LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all
 class ClusterRun:
     """One start of the ranks on all nodes, from the first connection to the last."""
 
-    def __init__(self, plan: Plan, launch_id: str, received: list[int], returns: Counter[str]) -> None:
+    def __init__(self, plan: Plan, launch_id: str, received: list[int], hosts: Hosts) -> None:
         """Prepare a start.
 
         Args:
             plan: what to start.
             launch_id: the mark of the processes of this launch on every machine.
             received: the list to which the signal handlers append.
-            returns: how often each host has come back to this launch.
+            hosts: what the launch remembers of its hosts.
         """
-        self._plan, self._launch_id, self._received, self._returns = plan, launch_id, received, returns
+        self._plan, self._launch_id, self._received, self._hosts = plan, launch_id, received, hosts
         self._nodes = Nodes(plan.remote_shell)
         self._taking_part: list[Node] = []
         self._first_reason = ""  # why a node was lost
@@ -57,7 +56,9 @@ class ClusterRun:
         try:
             prepare = {"mark": self._launch_id, "folder": self._plan.folder, "port": self._plan.port}
             prepare["environment"] = self._plan.environment()
-            rendezvous = next_rendezvous(self._nodes, self._plan, prepare, self._received, is_restart=restart > 0)
+            doubtful, self._hosts.doubtful = self._hosts.doubtful, set()
+            given = self._nodes, self._plan, prepare, self._received, doubtful
+            rendezvous = next_rendezvous(*given, is_restart=restart > 0)
             if rendezvous is None:
                 return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)
             self._taking_part = rendezvous.nodes
@@ -65,7 +66,7 @@ class ClusterRun:
             self._start_ranks(rendezvous, restart, resuming)
             used = [node.host for node in rendezvous.nodes]
             if len(used) < len(self._plan.hosts):
-                self._absent = Absent(self._nodes, self._plan, prepare, used, self._returns)
+                self._absent = Absent(self._nodes, self._plan, prepare, used, self._hosts.returns)
             while any(node.is_working() for node in self._taking_part):
                 self._look()
                 time.sleep(LOOK_SECONDS)
@@ -149,6 +150,9 @@ class ClusterRun:
         run_name = next((ended["run_name"] for ended in endings if ended["run_name"]), "")
         position = max([-1, *(ended["position"] for ended in endings)])
         ending = ending_of(self._taking_part, self._first_reason, bool(self._sent))
+        for node in self._taking_part:
+            if ending.hang_order and "ended" in node.messages and _node_ending(node.messages["ended"]) == ending:
+                self._hosts.hung(node.host)
         if self._back and not self._sent and ending.code in STOP_CODES:
             ending = Ending(NODES_BACK_CODE, f"with {', '.join(self._back)}", is_final=False)
         return Started(ending, run_name, position)

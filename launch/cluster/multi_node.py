@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import uuid
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from launch.before_start import check_new_run, resolve_strategy
 from launch.cluster.cluster_run import ClusterRun
 from launch.cluster.hosts import read_hostfile, split_hosts
 from launch.cluster.plan import Plan
+from launch.cluster.rendezvous import Hosts
 from launch.node_run import receive_signals
 from launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from training.base.errors import UserError
@@ -65,9 +65,9 @@ def train(plan: Plan, max_restarts: int, received: list[int]) -> Started:
         max_restarts: restarts allowed in a row without a newer checkpoint.
         received: the list to which the signal handlers append.
     """
-    launch_id, returns = uuid.uuid4().hex, Counter[str]()
+    launch_id, hosts = uuid.uuid4().hex, Hosts()
     return start_until_done(
-        lambda restart, resuming: ClusterRun(plan, launch_id, received, returns).run(restart, resuming),
+        lambda restart, resuming: ClusterRun(plan, launch_id, received, hosts).run(restart, resuming),
         RestartPolicy(max_restarts),
         # Of clusters without GPUs it may ask for an offload that saves nothing.
         Adaptation(plan.arguments, len(plan.hosts) * plan.given.ranks_per_node, has_gpus=True),

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from launch.cluster.agreement import HERE, by_reason, differences, reachable_addresses, unshared
 from launch.cluster.channel import Message
@@ -21,6 +21,27 @@ FIRST_PATIENCE_SECONDS = 30.0  # for nodes that training could do without: they 
 PATIENCE_SECONDS = 10.0  # the same after a failure: it may be the reason why they do not answer
 PRINT_SECONDS = 10.0
 RETURN_SECONDS = 30.0  # between two attempts to reach a host that a running start lacks; see `Absent`
+
+
+@dataclass
+class Hosts:
+    """What a launch remembers of its hosts from one start to the next.
+
+    Attributes:
+        returns: how often each came back into a running training.
+        hangs: how often each had the rank that hung.
+        doubtful: those that the next start leaves out if it can.
+    """
+
+    returns: Counter[str] = field(default_factory=Counter)
+    hangs: Counter[str] = field(default_factory=Counter)
+    doubtful: set[str] = field(default_factory=set)
+
+    def hung(self, host: str) -> None:
+        """Count a hang: from the second one on the host is doubtful."""
+        self.hangs[host] += 1
+        if self.hangs[host] > 1:
+            self.doubtful = {host}
 
 
 class CannotStart(Exception):
@@ -56,9 +77,11 @@ class Rendezvous:
 
 
 def next_rendezvous(
-    nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, is_restart: bool
+    nodes: Nodes, plan: Plan, prepare: Message, received: list[int], doubtful: set[str], *, is_restart: bool
 ) -> Rendezvous | None:
     """Connect to the plan's hosts and wait until enough of them are ready; None if a signal came first.
+
+    Those that are doubtful take part only if the others are not enough.
 
     Raises:
         CannotStart: if too few answer in time, or one refuses or cannot take part.
@@ -67,12 +90,12 @@ def next_rendezvous(
     patience_s = PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS
     while not received:
         wait.look()
-        if not wait.missing or (plan.usable_nodes(len(wait.ready)) and wait.seconds > patience_s):
-            unfit, cure = _unfit(nodes, plan, wait.ready, is_restart=is_restart)
+        if ready := _enough(wait, plan, doubtful, is_late=wait.seconds > patience_s):
+            unfit, cure = _unfit(nodes, plan, ready, is_restart=is_restart)
             if not unfit:
-                unfit, cure = unshared(nodes, wait.ready, plan.log_dir), "Give a --log-dir on a disk that all share."
+                unfit, cure = unshared(nodes, ready, plan.log_dir), "Give a --log-dir on a disk that all share."
             if not unfit:
-                return _rendezvous(nodes, plan, wait.ready)
+                return _rendezvous(nodes, plan, ready)
             if not is_restart:
                 raise CannotStart(f"{by_reason(unfit)}. {cure}".strip(), USER_ERROR_EXIT_CODE)
             wait.leave_out(unfit)
@@ -88,6 +111,14 @@ def next_rendezvous(
         wait.retry()
         time.sleep(POLL_SECONDS)
     return None
+
+
+def _enough(wait: _Wait, plan: Plan, doubtful: set[str], *, is_late: bool) -> list[str]:
+    """Return the hosts to start with, [] as long as others are waited for."""
+    trusted = [host for host in wait.ready if host not in doubtful]
+    if doubtful and (is_late or doubtful.issuperset(wait.missing)) and plan.usable_nodes(len(trusted)):
+        return trusted
+    return wait.ready if not wait.missing or (is_late and plan.usable_nodes(len(wait.ready))) else []
 
 
 class Absent:

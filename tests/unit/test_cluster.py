@@ -423,6 +423,21 @@ def test_a_node_that_is_back_takes_part_again(tmp_path: Path, fails: str) -> Non
     assert "restart 1" not in errors
 
 
+@pytest.mark.slow
+def test_a_node_whose_rank_hangs_twice_is_left_out(tmp_path: Path) -> None:
+    """And is asked again later; without --min-nodes it takes part to the end."""
+    launch = StubLaunch(tmp_path, "--fault", "stop", "--always", "--save", "--save", own=("--min-nodes", "1"))
+    alone = launch.wait_for_rank(0, restarts=2)
+    assert "--gradient-accumulation-steps=2" in alone["argv"]
+    both = launch.wait_for_rank(1, restarts=3)
+    assert "--gradient-accumulation-steps=2" not in both["argv"]
+    launch.process.send_signal(signal.SIGTERM)
+    code, errors = launch.end()
+    assert code == 143, errors
+    assert errors.count("rank 1 hung") == 2
+    assert "two can take part again" in errors
+
+
 def test_a_node_that_is_back_with_another_version_is_not_waited_for(tmp_path: Path) -> None:
     up = tmp_path / "up"
     odd = {"ODD_PATH": odd_torch(tmp_path), "ODD_SINCE": str(tmp_path)}
@@ -557,13 +572,23 @@ def test_a_node_that_lost_a_gpu_ends_a_launch_but_not_a_run(tmp_path: Path, monk
     launch = Plan(given, [], config, ["a", "b", "c"], "ssh", 0)
     gpus = {"a": 8, "b": 7, "c": 8}
     with pytest.raises(CannotStart, match=r"b: has 7 GPUs. 8 GPUs per node asked for.") as refused:
-        next_rendezvous(ReadyNodes(tmp_path, gpus), launch, {}, [], is_restart=False)
+        next_rendezvous(ReadyNodes(tmp_path, gpus), launch, {}, [], set(), is_restart=False)
     assert refused.value.exit_code == 2
     monkeypatch.setattr("launch.cluster.rendezvous.PATIENCE_SECONDS", 0.1)
     nodes = ReadyNodes(tmp_path, gpus)
-    found = next_rendezvous(nodes, launch, {}, [], is_restart=True)
+    found = next_rendezvous(nodes, launch, {}, [], set(), is_restart=True)
     assert found
     assert [nodes.found[host] for host in ("a", "c")] == found.nodes
+
+
+@pytest.mark.parametrize(("min_nodes", "used"), [(1, "ac"), (3, "abc")])
+def test_a_doubtful_node_is_left_out_if_the_others_are_enough(tmp_path: Path, min_nodes: int, used: str) -> None:
+    given = LaunchArguments("launch_multi_node.sh", {"num_gpus": "8"}, [], dry_run=False, min_nodes=min_nodes)
+    config = TrainConfig(gradient_accumulation_steps=6, log_dir=str(tmp_path))
+    nodes = ReadyNodes(tmp_path, {"a": 8, "b": 8, "c": 8})
+    found = next_rendezvous(nodes, Plan(given, [], config, ["a", "b", "c"], "ssh", 0), {}, [], {"b"}, is_restart=True)
+    assert found
+    assert [nodes.found[host] for host in used] == found.nodes
 
 
 def test_a_mark_that_appears_late_is_seen(tmp_path: Path) -> None:
