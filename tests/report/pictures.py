@@ -19,7 +19,7 @@ COLOURS = 256
 # name, width in pixels, theme, height, the section at the top
 PICTURES = (
     ("report_light", 1280, "light", 1500, ""),
-    ("report_dark", 1280, "dark", 1500, "#time"),
+    ("report_dark", 1280, "dark", 1500, "#confusion"),
     ("report_phone", 360, "light", 1100, "#curves"),
 )
 
