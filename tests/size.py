@@ -16,19 +16,19 @@ BUDGET = {
     "launch": 3849,
     "models": 2431,
     "training": 3083,
-    "training/base": 1705,
+    "training/base": 1709,
     "training/world": 1401,
     "training/data": 7513,
     "training/recipe": 1462,
     "training/engines": 5296,
     "training/checkpoint": 1504,
-    "training/observe": 2607,
+    "training/observe": 2620,
     "training/steps": 1131,
     "training/config": 1141,
     "planning": 3320,
     "delivery": 4508,
     "delivery/export": 1229,
-    "delivery/report": 1651,
+    "delivery/report": 1660,
 }
 
 

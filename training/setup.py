@@ -376,7 +376,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         log_hashes=config.log_hashes,
         keeps_probabilities=context.keeps_probabilities,
         local_steps=config.local_steps,
-        timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
+        timing=start_timing(world, context.flops, config.profile, context.folder.path, loggers),
     )
 
 

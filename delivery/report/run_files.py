@@ -32,7 +32,8 @@ from training.base.run_folder import (
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
 # Of rank 0; in lines of some versions and devices only.
-SYSTEM = ("memory_bytes", "memory_allocated_bytes", "gpu_utilization", "data_wait_share")
+SYSTEM = ("memory_bytes", "memory_allocated_bytes", "gpu_utilization", "data_wait_share", "disk_free_bytes")
+CPUS = ("lowest_cpu_utilization", "highest_cpu_utilization")  # of the machines
 EVENTS = ("duplicates", "skipped_step", "wrong_gradient", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
@@ -71,8 +72,8 @@ class History:
 
     Attributes:
         steps: the optimizer step of each logging point, ascending.
-        columns: for each name in `CURVES` and `SYSTEM`, the values at `steps`, NaN if there is none; steps and seconds
-            of the interval before.
+        columns: for each name in `CURVES`, `SYSTEM` and `CPUS`, the values at `steps`, NaN if there is none; steps and
+            seconds of the interval before.
         epochs: the line of each epoch.
         events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
         checkpoints: the lines of saved checkpoints.
@@ -94,7 +95,7 @@ class History:
             global_batch: images of an optimizer step over all ranks; None if unknown: intervals then take no time.
         """
         self.steps = array("q")
-        self.columns = {name: array("d") for name in (*CURVES, *SYSTEM, "interval_steps", "interval_seconds")}
+        self.columns = {name: array("d") for name in (*CURVES, *SYSTEM, *CPUS, "interval_steps", "interval_seconds")}
         self.epochs: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []
@@ -173,6 +174,8 @@ class History:
         step, speed = int(line["step"]), float(line["images_per_second"])
         values = {name: float(line[name]) for name in CURVES}
         values |= {name: math.nan if line.get(name) is None else float(line[name]) for name in SYSTEM}
+        cpus = sorted(map(float, line.get("cpu_utilization", {}).values())) or [math.nan]
+        values |= dict(zip(CPUS, (cpus[0], cpus[-1]), strict=True))
         self.steps_per_epoch, self.total_steps = int(line["steps_per_epoch"]), int(line["total_steps"])
         went_back = step <= self._last_step
         if went_back:  # restarted without a checkpoint, so no `resume` line gives the step

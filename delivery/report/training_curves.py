@@ -9,7 +9,7 @@ import numpy as np
 
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import number, percent, plural
-from delivery.report.run_files import CURVES, SYSTEM, History, best_score
+from delivery.report.run_files import CPUS, CURVES, SYSTEM, History, best_score
 from training.base.points import IN_EVERY_LINE, SCORE_NAMES
 
 STYLES = 8  # colours, each with a dash pattern of its own
@@ -61,10 +61,16 @@ def single_run_charts(history: History) -> list[Chart]:
         _line(history, "memory_bytes", "peak", 1),
         _line(history, "memory_allocated_bytes", "now", 2),
     ]
-    memory = [line._replace(y=line.y / 1e9) for line in memory]
-    use = [_line(history, "gpu_utilization", "GPU", 1), _line(history, "data_wait_share", "waiting for data", 2)]
+    disk = [_line(history, "disk_free_bytes", "free", 1)]
+    names = ("cores of the idlest machine", "cores of the busiest machine")
+    cpus = [_line(history, column, name, style) for column, name, style in zip(CPUS, names, (3, 4), strict=True)]
+    if np.array_equal(cpus[0].y, cpus[1].y, equal_nan=True):  # one machine
+        cpus = [cpus[0]._replace(name="cores")]
+    use = [_line(history, "gpu_utilization", "GPU", 1), _line(history, "data_wait_share", "waiting for data", 2), *cpus]
+    memory, disk = ([line._replace(y=line.y / 1e9) for line in lines] for lines in (memory, disk))
     charts.append(draw("memory", "Memory of rank 0 (GB)", memory, marks=marks, from_zero=True))
-    charts.append(draw("use", "Use of rank 0's time", use, marks=marks, from_zero=True, is_percent=True))
+    charts.append(draw("use", "Use of cores, GPU and time", use, marks=marks, from_zero=True, is_percent=True))
+    charts.append(draw("disk", "Disk of the run (GB)", disk, marks=marks, from_zero=True))
     return [chart for chart in charts if chart is not None]
 
 
@@ -99,7 +105,7 @@ def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[
 
 def _line(history: History, column: str, name: str, style: int, switch: str = "") -> Line:
     """Return a column of the logging points or of the epochs as a line over epochs."""
-    if column in (*CURVES, *SYSTEM):
+    if column in (*CURVES, *SYSTEM, *CPUS):
         x, y = np.array(history.steps) / (history.steps_per_epoch or 1), np.array(history.columns[column])
     else:
         x = np.array(sorted(history.epochs), dtype=np.float64)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +98,9 @@ def test_says_where_the_time_went(trained, run_folder):
         assert 0 < point["memory_allocated_bytes"] <= point["memory_bytes"]
         assert point["tflops_per_second"] > 0
         assert point["mfu"] is None, "no peak is known of a CPU"
+        assert point["disk_free_bytes"] == pytest.approx(shutil.disk_usage(run_folder).free, rel=0.2)
+        assert point["cpu_utilization"].keys() == {socket.gethostname()}
+    assert 0 < max(point["cpu_utilization"][socket.gethostname()] for point in steps) <= 1
 
 
 def test_learns(run_folder):

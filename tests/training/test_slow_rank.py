@@ -33,7 +33,7 @@ def test_the_rank_that_sleeps_is_named_once(slow_rank, span, reduces, reports):
     first, _ = reports[slow_rank, span, reduces]
     (message,) = first["messages"]
     found = re.fullmatch(
-        rf"rank {slow_rank} \(host {re.escape(socket.gethostname())}\) is slow: "
+        rf"rank {slow_rank} \(host {re.escape(socket.gethostname())}-{slow_rank}\) is slow: "
         r"([\d.]+) ms of work a step, the others ([\d.]+) ms \(median\)",
         message,
     )
@@ -49,6 +49,15 @@ def test_whoever_waits_where_no_clock_looks_is_not_called_slow(reports):
     first, second = reports[CASES[-1]]
     assert second["shares"]["backward"] > 0.25, "the wait is there"
     assert first["messages"] == []
+
+
+def test_each_machine_has_its_share_of_busy_cores(reports):
+    """The ranks are told 25 and 50 %, and that they have a machine each."""
+    first, second = reports[CASES[0]]
+    host = socket.gethostname()
+    assert len(first["cpus"]) == len(first["points"]) > 0
+    assert all(point == {f"{host}-0": 0.25, f"{host}-1": 0.5} for point in first["cpus"])
+    assert second["cpus"] == []
 
 
 @pytest.mark.parametrize(("slow_rank", "span", "reduces"), OURS)

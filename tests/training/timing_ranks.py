@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import torch
 from torch import nn
@@ -101,9 +102,9 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     if (sleeps and sleeps_in == "forward") or sleeps_in == "logging":
         engine.forward = sleeping_forward(engine.forward)
     plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
-    hosts, heard, clock = name_hosts(world), Recorder(), SpanClock()
+    hosts, heard, clock = (f"{name}-{rank}" for rank, name in enumerate(name_hosts(world))), Recorder(), SpanClock()
     loggers = Loggers([heard] if world.is_main else [])
-    timing = Timing(clock, hosts=hosts)
+    timing = Timing(clock, hosts=tuple(hosts))
     guard = NonFiniteGuard(engine, world, loggers, most_consecutive=0, name_of=str)
     heartbeat = (SleepingReport if sleeps and sleeps_in == "logging" else HeartbeatWriter)(None, 0, 0.0)
     values = {"loggers": loggers, "guard": guard, "heartbeat": heartbeat, "timing": timing, "log_every_steps": 6}
@@ -112,7 +113,8 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     batches = Loader(make_small_data().train, plan, world.rank).epoch(0)
     if sleeps and sleeps_in == "data":
         batches = sleeping_in_batches(batches)
-    with measured_communication(clock):
+    busy = mock.patch("psutil.cpu_percent", return_value=25.0 * (world.rank + 1))
+    with measured_communication(clock), busy:
         train_one_epoch(state, batches, context)
         context.stop.close()
     engine.close()
@@ -121,4 +123,5 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
         "events": heard.events,
         "points": [dict(point.time_shares) for point in heard.points],
         "shares": shares(clock.seconds()),
+        "cpus": [dict(point.cpu_utilization) for point in heard.points],
     }

@@ -46,7 +46,8 @@ STEP = StepPoint(
     gradient_norm=1.5,
     skipped_steps=0,
     time_shares=SHARES,
-    device=DeviceUse(3_000_000_000, 2_000_000_000, None, 0.05, None, None),
+    device=DeviceUse(3_000_000_000, 2_000_000_000, None, 0.05, None, None, 7_000_000_000),
+    cpu_utilization={"node01": 0.5, "node02": 0.75},
 )
 RUN = RunPoint(
     step=50,
@@ -197,6 +198,7 @@ def test_tensorboard_gets_the_scalars_of_a_point(tmp_path):
     logger.close()
     read = EventAccumulator(str(folder.tensorboard)).Reload()
     expected = {"train/loss": 0.5, "time/forward": 0.35, "speed/tflops_per_second": 0.05, "run/speed/mfu": 0.1247}
+    expected |= {"disk/free_bytes": 7e9, "speed/cpu_utilization/node02": 0.75}
     for tag, value in expected.items():
         (event,) = read.Scalars(tag)
         assert (event.step, event.value) == (RUN.step if "run/" in tag else STEP.step, pytest.approx(value)), tag

@@ -64,6 +64,26 @@ def test_all_lines_count_for_the_time_and_the_latest_for_the_curves():
     assert sum(row.share_of_total for row in time.rows) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("busy", "lines"),
+    [
+        ({"a": 0.5}, {"cores": "50.00 %"}),
+        (
+            {"a": 0.5, "b": 0.25, "c": 0.75},
+            {"cores of the idlest machine": "25.00 %", "cores of the busiest machine": "75.00 %"},
+        ),
+        ({}, {}),
+    ],
+)
+def test_cores_and_disk_are_curves(busy, lines):
+    changes = {"cpu_utilization": busy, "disk_free_bytes": 7e9} if busy else {}
+    charts = {chart["key"]: chart for chart in single_run_charts(history_of([step(20, 1.0, **changes)]))}
+    drawn = charts["use"]["lines"] if busy else []
+    assert {line["name"]: line["last"].replace("\u202f", " ") for line in drawn} == lines
+    assert charts.keys() >= {"use", "disk"} if busy else charts.keys().isdisjoint({"use", "disk"})
+    assert not busy or charts["disk"]["lines"][0]["last"] == "7.000"
+
+
 def test_an_epoch_without_a_step_has_no_training_curve():
     """As of a head that is solved for."""
     for changes, lines in (({"train_loss": None, "train_top1": None}, 1), ({}, 2)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gzip
 import json
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -265,12 +267,15 @@ def test_the_utilization_is_nvmls_or_none_and_asked_for_every_5_seconds(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     monkeypatch.setattr(time, "monotonic", clock)
     world, timing = World(0, 0, 1, 1, torch.device("cuda", 0)), Timing()
-    assert device_use(100.0, timing, world)[3:] == (None, None, utilization)
+    assert device_use(100.0, timing, world)[3:6] == (None, None, utilization)
     clock.return_value = 104.9
-    assert device_use(100.0, timing, world)[3:] == (None, None, utilization)
+    assert device_use(100.0, timing, world)[3:6] == (None, None, utilization)
     ask.assert_called_once_with(world.device)
     clock.return_value = 105.0
-    assert device_use(100.0, timing, world)[3:] == (None, None, 0.5)
+    assert device_use(100.0, timing, world)[3:6] == (None, None, 0.5)
+    assert device_use(100.0, timing, world).disk_free_bytes > 0
+    gone = dataclasses.replace(timing, folder=Path("/nothing/there"))
+    assert device_use(100.0, gone, world).disk_free_bytes is None
 
 
 # A slow rank.

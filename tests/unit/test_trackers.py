@@ -21,6 +21,7 @@ from training.config.check import check_config
 from training.observe import loggers
 from training.observe.loggers import tracker
 from training.observe.loggers.tracker import TrackerLogger
+from training.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = """
@@ -99,6 +100,7 @@ def test_a_tracker_gets_numbers_events_and_files(fake, tmp_path):
     assert (how["project"], how["dir"]) == ("zerovision", str(folder.log_dir))
     assert step[:2] == ["log", 13]
     assert (step[2]["train/loss"], step[2]["train/epoch"], step[2]["train/time_shares/data"]) == (0.5, 2, 0.01)
+    assert (step[2]["train/disk_free_bytes"], step[2]["train/cpu_utilization/node02"]) == (7e9, 0.75)
     assert "train/mfu" not in step[2], "what is not known is left out"
     assert checkpoint == ["log", 13, {"checkpoint/stall_seconds": 0.5}]
     assert alert == ["alert", "checkpoint_failed", '{"error": "full"}']
@@ -196,6 +198,20 @@ def test_a_full_disk_ends_no_run(fake, small_disk, monkeypatch, capfd):
     lines = [line for line in capfd.readouterr().err.splitlines() if "wandb" in line]
     assert len(lines) == 1
     assert "No space left on device" in lines[0]
+
+
+def test_the_model_has_the_same_bytes_whatever_a_tracker_does(fake, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setattr(tracker, "ENDING_SECONDS", 1.0)
+    values = {"model_type": "basic_cnn", "epochs": 1, "batch_size": 64, "image_size": 16, "progress": "off"}
+    weights = set()
+    for name, does in {"none": "", "raises": "raise", "waits": "block"}.items():
+        monkeypatch.setenv("DOES", does)
+        loggers = "none" if name == "none" else "wandb"
+        assert run(TrainConfig(log_dir=str(tmp_path / "logs"), run_name=name, loggers=loggers, **values)) == 0
+        weights.add((tmp_path / "logs" / "runs" / name / WEIGHTS).read_bytes())
+    assert len(weights) == 1
+    assert {call[1]["name"] for call in fake() if call[0] == "init"} == {"raises", "waits"}
 
 
 def test_a_missing_package_is_one_line_with_the_cure(tmp_path, monkeypatch, capsys):

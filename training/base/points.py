@@ -43,6 +43,7 @@ class DeviceUse(NamedTuple):
         mfu: these as a share of the device's 16-bit peak: model FLOPs utilization as in PaLM (arXiv 2204.02311,
             appendix B), whatever the precision trained in.
         gpu_utilization: share of the latest moments in which any kernel ran, by NVML.
+        disk_free_bytes: where the run's folder is.
     """
 
     memory_bytes: int
@@ -51,6 +52,7 @@ class DeviceUse(NamedTuple):
     tflops_per_second: float | None = None
     mfu: float | None = None
     gpu_utilization: float | None = None
+    disk_free_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class StepPoint:
     Attributes:
         time_shares: of each span, the mean over the ranks.
         data_wait_share: that of the data.
+        cpu_utilization: by machine, the share of its cores that were busy, by this run or others.
     """
 
     epoch: int
@@ -75,6 +78,7 @@ class StepPoint:
     skipped_steps: int
     time_shares: Mapping[str, float]
     device: DeviceUse
+    cpu_utilization: Mapping[str, float]
 
     @property
     def step_of_epoch(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
+import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from training.base.points import DeviceUse, RunPoint, StepPoint
@@ -81,6 +83,7 @@ class Timing:
         clock: spans of the loop.
         slow_ranks: detects a rank that slows down the others.
         hosts: name of each rank's machine, by rank.
+        folder: of the run.
         flops: counts the model's operations, None if they are not wanted.
         profiler: `--profile`, None on ranks other than 0.
         utilization: how hard the GPU works.
@@ -90,6 +93,7 @@ class Timing:
     clock: SpanClock = field(default_factory=SpanClock)
     slow_ranks: SlowRankDetector = field(default_factory=SlowRankDetector)
     hosts: tuple[str, ...] = ()
+    folder: Path = Path()
     flops: TrainingFlops | None = None
     profiler: StepProfiler | None = None
     utilization: GpuUtilization = field(default_factory=GpuUtilization)
@@ -107,6 +111,7 @@ class StepMetrics:
         self._last_skipped = self._guard.skipped
         self._last_sums = sums.state()
         self._last_spans = self._timing.clock.seconds()
+        psutil.cpu_percent()  # from now on
         self._epoch_spans = [dict.fromkeys(SPANS, 0.0) for _ in range(self._world.size)]
 
     def after_step(self, position: int, result: StepResult | None) -> None:
@@ -115,7 +120,7 @@ class StepMetrics:
         self._steps += 1
         if not self._is_point(position % context.plan.steps_per_epoch + 1):
             return
-        (loss_sum, _, _, count), spans = self._gather()  # the sync
+        (loss_sum, _, _, count), spans, cpus = self._gather()  # the sync
         self._guard.settle()
         now = time.perf_counter()
         seconds = max(now - self._last_time, 1e-9)
@@ -137,6 +142,7 @@ class StepMetrics:
                 skipped_steps=self._guard.skipped - self._last_skipped,
                 time_shares=time_shares,
                 device=device_use(images_per_second, self._timing, self._world),
+                cpu_utilization=dict(zip(self._timing.hosts, cpus, strict=False)),
             )
         )
         self._log_slow_ranks(position + 1, spans)
@@ -161,18 +167,21 @@ class StepMetrics:
         """Share of the epoch's time, up to its last logging point, in which the devices waited for data."""
         return _mean_shares(self._epoch_spans)["data"]
 
-    def _gather(self) -> tuple[list[float], list[dict[str, float]]]:
-        """Return the score sums over all ranks and each rank's span seconds since the last call; a collective."""
+    def _gather(self) -> tuple[list[float], list[dict[str, float]], list[float]]:
+        """Return score sums over all ranks, each rank's span seconds, and its machine's share of busy cores.
+
+        All since the last call. A collective.
+        """
         sums, spans = self._sums.state(), self._timing.clock.seconds()
         own = [spans[name] - self._last_spans[name] for name in SPANS]
-        row = torch.cat([sums - self._last_sums, sums.new_tensor(own)])
+        row = torch.cat([sums - self._last_sums, sums.new_tensor([*own, psutil.cpu_percent() / 100])])
         rows = gather_rows(row, self._world).cpu()
         self._last_sums, self._last_spans = sums, spans
-        scores, times = rows.split([len(sums), len(SPANS)], dim=1)
+        scores, times, cpus = rows.split([len(sums), len(SPANS), 1], dim=1)
         by_rank = [dict(zip(SPANS, rank, strict=True)) for rank in times.tolist()]
         for total, rank in zip(self._epoch_spans, by_rank, strict=True):
             total.update({name: total[name] + rank[name] for name in SPANS})
-        return scores.sum(0).tolist(), by_rank
+        return scores.sum(0).tolist(), by_rank, cpus.flatten().tolist()
 
     def _log_slow_ranks(self, step: int, spans: list[dict[str, float]]) -> None:
         hosts = self._timing.hosts
@@ -196,7 +205,7 @@ def start_timing(
         world: the ranks.
         flops: counts the model's operations, on rank 0.
         profile_steps: steps that rank 0 profiles, 0 for none.
-        folder: of the profile.
+        folder: of the run.
         loggers: of the run.
     """
     hosts = name_hosts(world)  # all ranks meet here, so their clocks start together
@@ -205,8 +214,8 @@ def start_timing(
     if profile_steps and world.is_main:
         from training.observe.profiler import StepProfiler
 
-        profiler = StepProfiler(profile_steps, folder, clock, loggers)
-    return Timing(clock, hosts=hosts, flops=flops, profiler=profiler)
+        profiler = StepProfiler(profile_steps, folder / "profile", clock, loggers)
+    return Timing(clock, hosts=hosts, folder=folder, flops=flops, profiler=profiler)
 
 
 def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
@@ -246,7 +255,7 @@ def name_hosts(world: World) -> tuple[str, ...]:
 
 
 def device_use(images_per_second: float, timing: Timing, world: World) -> DeviceUse:
-    """Return this process's memory and how hard the devices work.
+    """Return this process's memory, how hard the devices work, and how much room the disk has.
 
     Args:
         images_per_second: of all ranks together.
@@ -254,14 +263,16 @@ def device_use(images_per_second: float, timing: Timing, world: World) -> Device
         world: the ranks.
     """
     flops = timing.flops
-    tflops = mfu = utilization = None
+    tflops = mfu = utilization = free = None
     if flops is not None and flops.per_image is not None:
         tflops = images_per_second * flops.per_image / world.size / 1e12
     if world.device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(world.device))
         mfu = tflops / peak if tflops is not None and peak is not None else None
         utilization = timing.utilization.read(world.device)
-    return DeviceUse(*_memory(world.device), tflops, mfu, utilization)
+    with contextlib.suppress(OSError):  # a disk that is gone is no reason to stop
+        free = shutil.disk_usage(timing.folder).free
+    return DeviceUse(*_memory(world.device), tflops, mfu, utilization, free)
 
 
 def resident_bytes() -> int:

@@ -44,6 +44,8 @@ class TensorBoardLogger(RunLogger):
             "memory/bytes_per_rank": point.device.memory_bytes,
             "memory/allocated_bytes_per_rank": point.device.memory_allocated_bytes,
             "memory/reserved_bytes_per_rank": point.device.memory_reserved_bytes,
+            "disk/free_bytes": point.device.disk_free_bytes,
+            **{f"speed/cpu_utilization/{host}": share for host, share in point.cpu_utilization.items()},
         }
         self._write_scalars(scalars | _time_and_speed(point), point.step)
 
