@@ -36,6 +36,7 @@ from training.base.points import merit
 from training.base.run_folder import METRICS, shown_path
 from training.base.units import plural
 from training.config import REPO_ROOT
+from training.config.file import load_file
 from training.observe.new_run import run_folder
 from training.world.gpus import machine_gpus, visible_gpus
 
@@ -272,6 +273,14 @@ class RunningSweep:
         else:
             trial.state = f"{FAILED} {process.returncode}: {_last_error(output)}"
         return process.returncode
+
+
+def read_varied(texts: Sequence[str]) -> Iterator[str]:
+    """Yield FLAG=VALUES as given; of a YAML file its pairs, so that the sweep's line holds what was in it."""
+    for text in texts:
+        is_file = "=" not in text and text.endswith((".yaml", ".yml"))
+        pairs = load_file(Path(text), f"--vary {shown(text)}") if is_file else {}
+        yield from (f"{flag}={values}" for flag, values in pairs.items()) if is_file else (text,)
 
 
 def prepare(sweep: Sweep) -> RunningSweep:

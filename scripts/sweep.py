@@ -30,10 +30,12 @@ LAUNCHED = "--"
 def sweep(given: argparse.Namespace) -> int:
     """Train the trials, print each as it comes to a rung, and write table and page."""
     from delivery.sweep_page import TrialResult, rows_of, write_sweep
-    from launch.sweep import FAILED, SCRIPT, Sweep, prepare
+    from launch.sweep import FAILED, SCRIPT, Sweep, prepare, read_varied
     from training.world.signals import handling_stop_signals
 
-    asked = Sweep(given.name, tuple(given.words), tuple(given.vary), given.trials, given.halving, given.seed)
+    asked = Sweep(
+        given.name, tuple(given.words), tuple(read_varied(given.vary)), given.trials, given.halving, given.seed
+    )
     running, received = prepare(asked), []
 
     def stop(number: int, _frame: object) -> None:
@@ -74,7 +76,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FLAG=VALUES",
-        help="A flag and its values: V1,V2 (V1|V2 if they hold commas), LOW..HIGH, or LOW..HIGH:log; several times.",
+        help="A flag and its values: V1,V2 (V1|V2 if they hold commas), LOW..HIGH, or LOW..HIGH:log; or a YAML file.",
     )
     parser.add_number("--trials", 0, 1000, default=0, help="Combinations to draw; 0: all of them.")
     parser.add_number(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +15,19 @@ from test_same_images import make_images, train
 
 from delivery.bisect_runs import compare, lines_of
 from training.base.errors import UserError
+from training.base.run_folder import WEIGHTS
 from training.observe.step_hashes import tensor_hash
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Three runs of six steps: alike, with one pixel of the last training image changed, and with another rate."""
+    """Runs of six steps: alike, without hashes, with another rate, and with a pixel of the last image changed."""
     folder = tmp_path_factory.mktemp("bisected")
     data = make_images(folder / "data" / "train", 12).parent
     make_images(data / "val", 3, seed=1)
     flags = {"log_hashes": 1, "augmentation": "none"}
-    for name, changes in {"a": {}, "b": {}, "rate": {"learning_rate": 0.01}}.items():
-        assert train(data, folder, run_name=name, **flags, **changes) == 0
+    for name, changes in {"a": {}, "b": {}, "bare": {"log_hashes": 0}, "rate": {"learning_rate": 0.01}}.items():
+        assert train(data, folder, run_name=name, **flags | changes) == 0
     image = data / "train" / "b" / "7.png"
     pixels = np.asarray(Image.open(image)).copy()
     pixels[6:, 6:] ^= 128
@@ -46,6 +48,7 @@ def test_a_hash_is_that_of_the_values_in_order():
 
 
 def test_equal_runs(runs):
+    assert len({(runs / name / WEIGHTS).read_bytes() for name in ("a", "b", "bare")}) == 1, "hashes change nothing"
     found = compare(runs / "a", runs / "b")
     assert (found.compared, found.last_equal, found.step, found.settings) == (6, 6, 0, [])
     assert next(lines_of(found)) == "equal        at all 6 steps with hashes, up to step 6"
@@ -69,10 +72,7 @@ def test_another_rate(runs):
 
 
 def test_what_cannot_be_compared(runs, tmp_path):
-    bare = tmp_path / "bare"
-    shutil.copytree(runs / "a", bare)
-    kept = [line for line in (bare / "metrics.jsonl").read_text().splitlines() if "hashes" not in line]
-    (bare / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    bare = Path(shutil.copytree(runs / "bare", tmp_path / "bare"))
     with pytest.raises(UserError, match="run bare has no hashes: train it with --log-hashes 1"):
         compare(runs / "a", bare)
     line = {"kind": "hashes", "step": 1, "weights": {"w": "00"}}

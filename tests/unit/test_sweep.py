@@ -13,7 +13,7 @@ import pytest
 
 from delivery.sweep_page import TrialResult, rows_of, write_sweep
 from launch import sweep as sweeps
-from launch.sweep import Sweep, prepare
+from launch.sweep import Sweep, prepare, read_varied
 from scripts.sweep import parse
 from training.base.errors import UserError
 
@@ -85,6 +85,16 @@ def test_draws_are_from_the_range_and_the_same_for_a_seed():
     assert {one["head-epochs"] for one in found} == {"2", "3", "4"}
     assert {one["optimizer"] for one in found} == {"sgd", "adamw"}
     assert statistics.mean(float(one["weight-decay"]) for one in found) == pytest.approx(0.2, abs=0.01)
+
+
+def test_values_are_read_from_a_file(tmp_path):
+    (path := tmp_path / "values.yaml").write_text("learning-rate: 0.001..0.1:log\nseed: 0,1\ndropout: 0.5\n")
+    expected = ["learning-rate=0.001..0.1:log", "seed=0,1", "dropout=0.5"]
+    assert [*read_varied([str(path), "fold=1,2"])] == [*expected, "fold=1,2"]
+    path.write_text("seed: [0, 1]\n")
+    for wrong in (path, tmp_path / "none.yaml"):
+        with pytest.raises(UserError, match=r"^--vary '.*yaml'"):
+            list(read_varied([str(wrong)]))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         UserError: if the file is missing or malformed, a key is unknown, or its value wrong.
     """
     where = f"--config {path}"
-    return read_values(_load_file(path, where), where)
+    return read_values(load_file(path, where), where)
 
 
 def labels_of(where: str) -> dict[str, str]:
@@ -83,7 +83,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
     return values
 
 
-def _load_file(path: Path, where: str) -> dict[Any, Any]:
+def load_file(path: Path, where: str) -> dict[Any, Any]:
     """Read a JSON or YAML file that may hold anything: it is read whole, at once, or refused in one line."""
     try:
         text = read_small_text(path, LARGEST_FILE)
