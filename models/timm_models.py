@@ -31,7 +31,8 @@ def check_timm_name(name: str) -> None:
     """
     if not timm.is_model(name):
         # No list of all that is allowed: timm has more than a thousand names.
-        hint = name_in_timm(name)
+        of_hub = " Name its architecture, and give its model.safetensors by --weights FILE." if ":" in name else ""
+        hint = name_in_timm(name) or of_hub
         raise UserError(f"unknown model 'timm:{name}': timm {timm.__version__} has no such name.{hint}")
     architecture, _, tag = name.partition(".")
     tagged = timm.list_pretrained(f"{architecture}.*")

@@ -67,8 +67,10 @@ def test_unknown_timm_name_gets_the_nearest_of_timm():
         build("timm:resnet81")
     with pytest.raises(UserError, match=r"unknown weights tag .* Allowed: .*resnet18.a1_in1k"):
         build("timm:resnet18.nosuchtag")
-    with pytest.raises(UserError, match="no such name"):
+    with pytest.raises(UserError, match=r"no such name. Name its architecture, and give .* --weights FILE"):
         build("timm:hf-hub:someone/something")
+    with pytest.raises(UserError, match=r"Did you mean 'timm:resnet18.a1_in1k'\?$"):
+        build("timm:hf-hub:timm/resnet18.a1_in1k")
 
 
 # --- shapes and sizes ------------------------------------------------------------------------------------------
