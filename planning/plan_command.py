@@ -68,7 +68,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
-    config, _ = parse_args([f"--strategy={given.strategy}", *others])
+    config, _ = parse_args([f"--strategy={given.strategy}", *others], parser.flags)
     if given.gpu_memory:
         if given.gpu:
             raise UserError("--gpu and --gpu-memory exclude each other: give one.")

@@ -303,7 +303,14 @@ def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **opt
 
 
 def poisoned(
-    world: World, folder: str, strategy: str, precision: str, clipping: float, culprit: str, most_bad_steps: int = 0
+    world: World,
+    folder: str,
+    strategy: str,
+    precision: str,
+    clipping: float,
+    culprit: str,
+    most_bad_steps: int = 0,
+    stages: int = 1,
 ) -> dict[str, Any]:
     """Break one step of the first epoch by an image, a loss or a gradient on one rank; return what became of it."""
     broken_sample = (
@@ -318,6 +325,7 @@ def poisoned(
         clipping=clipping,
         broken_sample=broken_sample,
         most_bad_steps=most_bad_steps,
+        stages=stages,
     )
     kept: dict[str, Any] = {}
     calls = 0
@@ -361,7 +369,7 @@ def poisoned(
         job.train()
     except RunEnded as error:
         ended = [str(error), error.exit_code]
-        job.epoch_scores = job.state.sums.reduce(world)
+        job.epoch_scores = job.state.sums.reduce(job.world.data)
     result = job.report() | {"ended": ended, "skipped": job.context.guard.skipped}
     result |= {key: kept.get(key) for key in ("bad_step", "unchanged", "applied_steps")}
     job.close()

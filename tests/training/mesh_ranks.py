@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from training.world.mesh import form_mesh
 from training.world.world import World
 
 
-def neighbours(world: World, tensor: int, pipeline: int) -> dict[str, Any]:
+def neighbours(world: World, tensor: int, pipeline: int, per_machine: int = 0) -> dict[str, Any]:
     """Return the rank's group along each dimension by what every collective of it says; or the error of the mesh."""
     try:
-        mesh = form_mesh(world, tensor, pipeline)
+        mesh = form_mesh(dataclasses.replace(world, local_size=per_machine or world.local_size), tensor, pipeline)
     except UserError as error:
         return {"error": str(error)}
     found: dict[str, Any] = {"text": mesh.describe()}

@@ -26,6 +26,7 @@ from training.data.reader import Batch
 from training.engines.activation_checkpointing import enable_activation_checkpointing
 from training.engines.build_engine import build_engine
 from training.engines.deepspeed_config import read_strategy_json
+from training.engines.engine import Engine
 from training.engines.parameter_shards import gather_weights
 from training.loop import seed_dropout
 from training.observe.scores import sample_losses
@@ -98,9 +99,11 @@ def divided_steps(
     wide_head: int = 0,
     pipeline: int = 1,
     split: str = "auto",
+    spoils: bool = False,
 ) -> dict[str, Any]:
     """Train on a mesh: what `plain_steps` returns, what this rank has of the state, and the sha256 of all of it.
 
+    If it `spoils` a gradient of the last rank afterwards: whether all of the state is left as it was then.
     Rank 0 adds what it expects, and how far its weights are from that.
     """
     world = form_mesh(world, tensor, pipeline)
@@ -148,18 +151,23 @@ def divided_steps(
         logits = engine.forward(make_leaf(99, 0, pixels)[0])
     own = [parameter for parameter in engine.module.parameters() if not parameter.is_meta]
     moments = [state for states in engine.optimizer.state.values() for state in states.values() if state.ndim]
-    digest = hashlib.sha256()
-    for tensors in whole_tensors(engine).values():
-        for _, values in sorted(tensors.items()):
-            digest.update(values.contiguous().numpy().tobytes())
     report = {
         "losses": sum_over_ranks(losses, world.data).tolist(),
         "norms": norms,
         "logits": logits.float().tolist(),
         "elements": sum(parameter.numel() for parameter in own),
         "moments": sum(moment.numel() for moment in moments),
-        "sha256": digest.hexdigest(),
+        "sha256": digest_of(engine),
     }
+    if spoils:
+        engine.module.train()
+        if world.rank == world.size - 1:
+            hidden = engine.module.get_submodule("blocks.0.mlp.act")  # whose features the ranks have a part of each
+            hidden.register_forward_hook(lambda *given: spoil_gradient(given[-1]))
+        for _ in range(accumulation):
+            engine.backward(engine.forward(make_leaf(0, 0, pixels)[0]).mean())
+            result = engine.step()
+        report["is_left"] = not result.applied and digest_of(engine) == report["sha256"]
     weights = gather_weights(engine, world)
     engine.close()
     if world.is_main:
@@ -168,6 +176,19 @@ def divided_steps(
         differences = [(weights[key] - values).abs().max().item() for key, values in expected["weights"].items()]
         report |= {"difference": max(differences), "expected": {**expected, "weights": None}}
     return report
+
+
+def digest_of(engine: Engine) -> str:
+    """Return the sha256 of weights and moments; a collective."""
+    digest = hashlib.sha256()
+    for tensors in whole_tensors(engine).values():
+        for _, values in sorted(tensors.items()):
+            digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def spoil_gradient(features: torch.Tensor) -> None:
+    features.register_hook(lambda gradient: gradient * torch.nan)
 
 
 def whole_run(world: World, **case: Any) -> dict[str, Any]:

@@ -81,6 +81,22 @@ def test_a_bad_step_leaves_no_trace_on_any_rank(strategy, precision, clipping, c
     assert len(events[0]["samples"]) == {"image": 1, "loss": 8, "gradient": 16}[culprit]
 
 
+def test_a_pipeline_skips_the_steps_that_one_rank_skips(launches):
+    case = {"strategy": "ddp", "precision": "fp32", "clipping": 0.5, "culprit": "image"}
+    ((alone,), staged) = (
+        launches.run("poisoned", stages, [case | {"folder": str(launches.folder / f"of-{stages}"), "stages": stages}])[
+            0
+        ]
+        for stages in (1, 2)
+    )
+    assert alone["skipped"] == 2
+    for report in staged:
+        assert report["unchanged"] is True
+        assert all(report[key] == alone[key] for key in ("weights", "train_loss", "samples", "skipped"))
+    skipped = [[message for message in report["messages"] if "skipped" in message] for report in (staged[0], alone)]
+    assert skipped[0] == skipped[1] != []
+
+
 def test_too_many_bad_steps_end_the_run(poisoned):
     for report in poisoned("ddp", "fp32", 0.0, "image", most_bad_steps=1):
         message, code = report["ended"]

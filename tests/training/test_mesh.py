@@ -30,14 +30,19 @@ def test_the_groups_of_a_mesh_are_rows_of_the_ranks(run_on_ranks):
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "message"),
+    ("tensor", "pipeline", "per_machine", "message"),
     [
-        (3, 1, "--tensor-parallel 3: 4 rank(s) cannot be divided into groups of 3, use 3 or 6."),
-        (4, 2, "--tensor-parallel 4 x --pipeline-parallel 2: 4 rank(s) cannot be divided into groups of 8, use 8"),
+        (3, 1, 4, "--tensor-parallel 3: 4 rank(s) cannot be divided into groups of 3, use 3 or 6."),
+        (4, 2, 4, "--tensor-parallel 4 x --pipeline-parallel 2: 4 rank(s) cannot be divided into groups of 8, use 8"),
+        (
+            4,
+            1,
+            2,
+            "--tensor-parallel 4: its ranks exchange activations in every layer and must be on one machine, where 2",
+        ),
     ],
 )
-def test_ranks_that_cannot_be_divided_are_refused_in_one_line(tensor, pipeline, message, run_on_ranks):
-    for (report,) in run_on_ranks(
-        "tests.training.mesh_ranks:neighbours", 4, [{"tensor": tensor, "pipeline": pipeline}]
-    ):
+def test_ranks_that_cannot_be_divided_are_refused_in_one_line(tensor, pipeline, per_machine, message, run_on_ranks):
+    case = {"tensor": tensor, "pipeline": pipeline, "per_machine": per_machine}
+    for (report,) in run_on_ranks("tests.training.mesh_ranks:neighbours", 4, [case]):
         assert report["error"].startswith(message)

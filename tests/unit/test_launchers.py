@@ -218,6 +218,8 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
         ("16", ["--global-batch=100"], SHARED_BY_8, SHARED_BY_2),
         ("auto", ["--global-batch=100"], *(f"{n} ranks cannot share a global batch of 100 in mult" for n in (8, 2))),
         ("16", ["--global-batch=100", "--resume=auto", "--run-name=new"], SHARED_BY_8, SHARED_BY_2),
+        ("16", ["--tensor-parallel=3"], *(f"{n} rank(s) cannot be divided into groups of 3" for n in (8, 2))),
+        ("16", ["--pipeline-parallel=2", "--global-batch=256"], "", ""),
         ("16", ["--global-batch=256"], "", ""),
         ("auto", [], "", ""),
     ],

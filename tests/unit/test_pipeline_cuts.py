@@ -23,6 +23,7 @@ NETWORKS = {
     "vit_tiny_patch16_224": (("blocks", "blocks.7", "norm", "head"), ("blocks.7.norm1", "blocks.7.mlp", "pos_drop")),
     "convnext_atto": (("stages.1", "stages.2.blocks.3", "head"), ("stages.2.blocks.3.mlp",)),
     "mobilenetv3_small_100": (("blocks.1", "blocks.4.1", "classifier"), ("blocks.4.1.conv_pw",)),
+    "efficientnet_b0": (("blocks.1", "blocks.6.0", "classifier"), ("blocks.4.1.conv_pw",)),
     "vgg11_bn": (("features.4", "features.11", "pre_logits", "head"), ("features",)),
 }
 

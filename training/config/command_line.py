@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -96,8 +96,13 @@ class OneLineParser(argparse.ArgumentParser):
         """Add what the deepspeed launcher adds to every rank's command line; the environment has the same number."""
         self.add_value("--local_rank", int, "a whole number", help=argparse.SUPPRESS)
 
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the parsed command line.
+    @property
+    def flags(self) -> list[str]:
+        """The names of all flags."""
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
+    def parse(self, words: Sequence[str], others: Iterable[str] = ()) -> argparse.Namespace:
+        """Return the parsed command line; a message may also name one of the `others`, flags of another parser.
 
         Raises:
             UserError: for whatever cannot be parsed.
@@ -106,7 +111,7 @@ class OneLineParser(argparse.ArgumentParser):
         given, unknown = self.parse_known(words)
         if unknown:
             word, equals, _ = unknown[0].partition("=")
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            flags = [*self.flags, *others]
             is_flag = word.startswith("-") or bool(equals)  # Ultralytics writes imgsz=224
             hint = ours(word, [*flags, *self._words()]) or nearest(plain(word), flags) if is_flag else ""
             self.error(f"unknown argument {shown(word)}.{hint}")
@@ -190,8 +195,12 @@ def print_user_error(name: str, error: UserError) -> int:
     return USER_ERROR_EXIT_CODE
 
 
-def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
+def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainConfig, bool]:
     """Read the trainer's command line, and the file that it names, into a checked configuration.
+
+    Args:
+        argv: its words.
+        others: flags beside the trainer's that there are, for messages.
 
     Returns:
         The configuration, and whether only its check was asked for (`--check-config`).
@@ -200,7 +209,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
         UserError: for anything unknown, of the wrong type or out of range, in one line.
         SystemExit: after `--help`.
     """
-    given = vars(training_parser().parse(argv))
+    given = vars(training_parser().parse(argv, others))
     flags = {name: value for name, value in given.items() if name in FIELDS}
     if given["deepspeed"]:
         flags.setdefault("deepspeed_config", given["deepspeed"])
