@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                                     # make check-memory
     python benchmarks/memory.py --models mobilenet --ranks 1,2 --engines torch
+    python benchmarks/memory.py --models timm:vit_small_patch16_224 --engines torch --ranks 4 --meshes 2x1x1,1x2x4
 
 The strategies and engines of a model and number of ranks are one job. Measured is the
 mean over the ranks of what the process needs beyond its libraries and their generated code; see `memory_rank.py`.
@@ -64,11 +65,21 @@ class Case:
     batch_size: int
     image_size: int
     classes: int
+    tensor: int = 1
+    pipeline: int = 1
+    micro_batches: int = 1
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """Ranks of a tensor group and of a pipeline, and the micro-batches of a step."""
+        return self.tensor, self.pipeline, self.micro_batches
 
     def predicted(self) -> int:
         """Return the bytes of a rank's tensors at most, as the planner predicts them."""
         engine: Any = self.engine  # of the field's own values
-        words = {"model_type": self.model, "strategy": self.strategy, "batch_size": self.batch_size}
+        words: dict[str, Any] = {"model_type": self.model, "strategy": self.strategy, "batch_size": self.batch_size}
+        words |= {"tensor_parallel": self.tensor, "pipeline_parallel": self.pipeline}
+        words["gradient_accumulation_steps"] = self.micro_batches
         config = TrainConfig(**words, engine=engine, precision="fp32")
         job = PlannedJob(config, detect_machine(self.ranks), self.ranks, self.classes, self.image_size, 0)
         return memory_of(job, config)[2].tensors
@@ -76,11 +87,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """A case with its bytes."""
+    """A case with its bytes: a rank's at most, and what it was measured to hold between steps."""
 
     case: Case
     predicted: float
     measured: float
+    held: float
 
     @property
     def error(self) -> float:
@@ -92,18 +104,25 @@ def measured(cases: Sequence[Case]) -> list[dict[str, float]]:
     """Train cases of the same ranks one after another.
 
     Returns:
-        The bytes of each held between steps and at most, means over the ranks; keys as `memory_rank.train`.
+        The bytes of each held between steps and at most, means over the ranks, or of a pipeline the most; keys as
+        `memory_rank.train`.
 
     Raises:
         RuntimeError: if the job failed.
     """
-    rows = [[one.model, one.strategy, one.batch_size, one.image_size, one.classes, one.engine] for one in cases]
+    rows = [
+        [one.model, one.strategy, one.batch_size, one.image_size, one.classes, one.engine, *one.mesh] for one in cases
+    ]
     with tempfile.TemporaryDirectory() as folder:
         words = (f"--cases={json.dumps(rows)}", f"--result={folder}/{{}}.jsonl")
         torchrun(cases[0].ranks, "benchmarks.memory_rank", *words)
         ranks = [path.read_text().splitlines() for path in Path(folder).glob("*.jsonl")]
     found = [[json.loads(line) for line in lines] for lines in zip(*ranks, strict=True)]
-    return [{key: statistics.mean(rank[key] for rank in of_case) for key in of_case[0]} for of_case in found]
+    summary = [max if one.pipeline > 1 else statistics.mean for one in cases]  # stages differ: planned is the largest
+    return [
+        {key: of(rank[key] for rank in of_case) for key in of_case[0]}
+        for of, of_case in zip(summary, found, strict=True)
+    ]
 
 
 def resolved(case: Case) -> Case:
@@ -123,15 +142,23 @@ def compare(cases: Sequence[Case]) -> list[Compared]:
         if case not in fitting:
             print(f"left out, there is not enough memory: {case}", flush=True)
     found = measured(fitting) if fitting else []
-    return [Compared(case, predicted[case], one["peak"]) for case, one in zip(fitting, found, strict=True)]
+    both = zip(fitting, found, strict=True)
+    return [Compared(case, predicted[case], one["peak"], one["held"]) for case, one in both]
+
+
+def described(case: Case) -> str:
+    """Return strategy, engine and mesh of a case."""
+    names = zip(("tensor", "pipeline", "micro-batches"), case.mesh, strict=True)
+    return ", ".join([case.strategy, case.engine, *(f"{name} {size}" for name, size in names if size > 1)])
 
 
 def section_of(compared: list[Compared]) -> Section:
     """Return the table."""
     rows = [
         (
-            *(case.model, f"{case.strategy}, {case.engine}", str(case.ranks), str(case.batch_size)),
+            *(case.model, described(case), str(case.ranks), str(case.batch_size)),
             *(str(case.image_size), f"{one.predicted / 1e6:.0f}", f"{one.measured / 1e6:.0f}", f"{one.error:+.0%}"),
+            f"{one.held / 1e6:.0f}",
         )
         for one in compared
         for case in (one.case,)
@@ -140,9 +167,10 @@ def section_of(compared: list[Compared]) -> Section:
     within = sum(error <= GOAL for error in errors)
     text = (
         f"fp32, AdamW, {compared[0].case.classes} classes. MB (10^6 bytes) per rank, at most within the third step. "
-        f"{within} of {len(errors)} peaks within {GOAL:.0%}, the worst {max(errors):.0%} off."
+        f"{within} of {len(errors)} peaks within {GOAL:.0%}, the worst {max(errors):.0%} off. Held is measured, too: "
+        "what stays between steps."
     )
-    columns = ("model", "strategy, engine", "ranks", "images", "pixels", "predicted", "measured", "error")
+    columns = ("model", "strategy, engine", "ranks", "images", "pixels", "predicted", "measured", "error", "held")
     return Section("Memory per rank", text, columns, rows)
 
 
@@ -154,17 +182,23 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated")
     parser.add_argument("--engines", default="auto,torch,deepspeed", help="comma-separated")
     parser.add_argument("--ranks", default="1,2,4", help="comma-separated")
+    parser.add_argument("--meshes", default="1x1x1", help="tensor x pipeline x micro-batches, comma-separated")
     parser.add_argument("--batch-size", type=int, default=0, help="images per rank; 0: 32, or 4 of large models")
     parser.add_argument("--image-size", type=int, default=96, help="pixels")
     parser.add_argument("--classes", type=int, default=1000)
     given = parser.parse_args()
     os.environ.update(MALLOC)
     strategies, engines = given.strategies.split(","), given.engines.split(",")
+    meshes = [[*map(int, mesh.split("x"))] for mesh in given.meshes.split(",")]
     compared = []
     for ranks, model in itertools.product(map(int, given.ranks.split(",")), given.models.split(",")):
         batch_size = given.batch_size or (4 if model in LARGE else 32)
         setting = (ranks, batch_size, given.image_size, given.classes)
-        asked = [Case(model, *way, *setting) for way in itertools.product(strategies, engines)]
+        asked = [
+            Case(model, strategy, engine, *setting, *mesh)
+            for strategy, engine, mesh in itertools.product(strategies, engines, meshes)
+            if ranks % (mesh[0] * mesh[1]) == 0 and (mesh[1] == 1 or strategy == "ddp")
+        ]
         try:
             found = compare([*dict.fromkeys(map(resolved, asked))])
         except RuntimeError as error:
@@ -172,7 +206,7 @@ def main() -> None:
             continue
         compared += found
         for one in found:
-            print(model, one.case.strategy, one.case.engine, ranks, f"{one.error:+.1%}", flush=True)
+            print(model, described(one.case), ranks, f"{one.error:+.1%}", flush=True)
     section = section_of(compared)
     show(section)
     save(

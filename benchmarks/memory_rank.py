@@ -8,6 +8,7 @@ resident means in use, and the kernel keeps the most. On a GPU PyTorch's allocat
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 from pathlib import Path
@@ -19,9 +20,11 @@ from benchmarks.peers.bare_ddp import VARIANTS
 from benchmarks.peers.job import Job
 from models.build import build_model
 from training.world.collectives import barrier
+from training.world.mesh import form_mesh
 from training.world.world import World, start_world, stop_world
 
 STEPS = 3  # the first creates the optimizer's state
+meshes = functools.cache(form_mesh)
 
 
 def sizes_in(*files: str) -> dict[str, int]:
@@ -72,22 +75,30 @@ def train(
     image_size: int,
     classes: int,
     engine: str,
+    tensor: int,
+    pipeline: int,
+    micro_batches: int,
     world: World,
     steps: int = STEPS,
 ) -> dict[str, int]:
     """Train some steps; return the bytes held between steps and the most in the last step, all over the start.
 
-    `engine` is as `--engine`, or one of PyTorch's own loops in `benchmarks.peers.bare_ddp`, which has no strategy.
+    `engine` is as `--engine`, or one of PyTorch's own loops in `benchmarks.peers.bare_ddp`, which has no strategy. The
+    sizes of the mesh are as in `form_mesh`.
     """
+    mesh = meshes(world, tensor, pipeline)
     gc.collect()
     start, resident_at_start = resident_bytes()
     torch.manual_seed(0)
     module = build_model(model, num_classes=classes, image_size=image_size, batch_size=batch_size).module
-    built = None if engine in VARIANTS else make_engine(module, strategy, "fp32", batch_size, world, engine=engine)
-    step = training_step(built) if built else VARIANTS[engine](module.to(world.device), Job())
-    images = torch.randn(batch_size, 3, image_size, image_size, device=world.device)
+    built, shape = None, (3, image_size, image_size)
+    if engine not in VARIANTS:
+        how = {"engine": engine, "accumulation_steps": micro_batches, "image_shape": shape}
+        built = make_engine(module, strategy, "fp32", batch_size, mesh, **how)
+    step = training_step(built, micro_batches) if built else VARIANTS[engine](module.to(world.device), Job())
+    images = torch.randn(batch_size * micro_batches, *shape, device=world.device)
     images = images.contiguous(memory_format=torch.channels_last)  # as the loaders hand them over: a step copies none
-    labels = torch.randint(classes, (batch_size,), device=world.device)
+    labels = torch.randint(classes, (len(images),), device=world.device)
     for _ in range(steps - 1):
         step(images, labels)
     barrier(world)
@@ -103,7 +114,7 @@ def train(
 def main() -> None:
     """Measure all cases; each rank writes a line for each."""
     parser = argparse.ArgumentParser()
-    words = "[[model, strategy, batch, size, classes, engine], ...]"
+    words = "[[model, strategy, batch, size, classes, engine, tensor, pipeline, micro-batches], ...]"
     parser.add_argument("--cases", type=json.loads, required=True, help=words)
     parser.add_argument("--result", required=True, help="a file per rank; {} stands for the rank")
     given = parser.parse_args()

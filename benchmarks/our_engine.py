@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.peers.job import mean_cross_entropy
+from models.build import BuiltModel
 from models.whole_input import WholeInputConv2d
+from training.base.timing import SpanClock
 from training.config import TrainConfig
-from training.engines.build_engine import build_engine, resolve_engine
-from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
-from training.engines.engine import Engine, EngineSetup
-from training.engines.strategies import plan_of
-from training.recipe.optimizer import build_optimizer
+from training.data.reader import Batch
+from training.engines.build_engine import build_engine
+from training.engines.deepspeed_config import read_strategy_json
+from training.engines.engine import Engine
+from training.engines.pipeline.engine import PipelineEngine
+from training.setup import set_up_engine
+from training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
 from training.world.world import World
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
@@ -42,6 +49,7 @@ def make_engine(
     accumulation_steps: int = 1,
     compiles: bool = False,
     graphs_of: tuple[int, int, int] | None = None,
+    image_shape: tuple[int, int, int] | None = None,
 ) -> Engine:
     """Build the engine over AdamW; a collective.
 
@@ -49,8 +57,8 @@ def make_engine(
         module: the model, on any device.
         strategy: a key of `STRATEGIES`.
         precision: 'bf16', 'fp16' or 'fp32'.
-        batch_size: images per rank.
-        world: the ranks.
+        batch_size: images per rank of the data dimension.
+        world: the ranks, maybe of a mesh.
         learning_rate: AdamW's.
         weight_decay: AdamW's.
         engine: as `--engine`.
@@ -58,37 +66,44 @@ def make_engine(
         accumulation_steps: micro-batches of each rank in one step.
         compiles: whether the model runs through `torch.compile`.
         graphs_of: shape [C, H, W] of the images for which the model is recorded as CUDA graphs; None for no graphs.
+        image_shape: shape [C, H, W] of the images, for a network that is cut into stages.
     """
-    config = TrainConfig(learning_rate=learning_rate, weight_decay=weight_decay)
-    module = module.to(world.device)
-    optimizer = build_optimizer(module, config, (), discriminative=False)
-    strategy_json, plan = read_strategy_json(strategy), plan_of(strategy, world.size)
-    json = deepspeed_config(
-        strategy_json,
-        batch_size_per_rank=batch_size,
-        accumulation_steps=accumulation_steps,
+    config = TrainConfig(
+        strategy=strategy,
+        engine=engine,  # type: ignore[arg-type]  # one of its values
+        batch_size=batch_size,
+        gradient_accumulation_steps=accumulation_steps,
         gradient_clipping=gradient_clipping,
-        offload="none",
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        tensor_parallel=world.tensor.size,
+        pipeline_parallel=world.pipeline.size,
     )
-    setup = EngineSetup(
-        *(module, optimizer, plan, precision, world, batch_size),
-        accumulation_steps=accumulation_steps,
-        gradient_clipping=gradient_clipping,
-        deepspeed_config=json,
-        compiles=compiles,
-        records_graphs=graphs_of is not None,
-        image_shape=graphs_of,
-    )
-    return build_engine(setup, resolve_engine(engine, plan, strategy_json, module))
+    built = BuiltModel(module.to(world.device), {})
+    setup, name = set_up_engine(config, built, read_strategy_json(strategy), precision, world, compiles=compiles)
+    images = {"records_graphs": graphs_of is not None, "image_shape": graphs_of or image_shape}
+    return build_engine(dataclasses.replace(setup, **images), name)
 
 
-def training_step(engine: Engine, *, channels_last: bool = True) -> Step:
+def training_step(engine: Engine, micro_batches: int = 1, *, channels_last: bool = True) -> Step:
     """Return one step as `training.loop` takes it; by default on images in channels_last, as the loaders give them."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
+    losses = functools.partial(F.cross_entropy, reduction="none")
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         images = images.contiguous(memory_format=layout)
-        engine.backward(mean_cross_entropy(engine.forward(images), labels))
-        engine.step()
+        if micro_batches == 1:
+            engine.backward(mean_cross_entropy(engine.forward(images), labels))
+            engine.step()
+            return
+        columns = (images, labels, torch.ones(len(labels), device=labels.device), labels)
+        parts = zip(*(column.chunk(micro_batches) for column in columns), strict=True)
+        take = (Pipelined if isinstance(engine, PipelineEngine) else Accumulate)(
+            lambda logits, batch: losses(logits.float(), batch.labels)
+        )
+        given = StepInput(
+            [Batch(*part) for part in parts], torch.manual_seed, micro_batches / len(labels), lambda *_: None
+        )
+        take(TimedEngine(engine, SpanClock()), given)
 
     return step

@@ -94,14 +94,16 @@ def activations(
         places: names of modules in the order in which they are entered, once each, by which the bytes are also told.
     """
     copies = functools.partial(onednn_copies, channels_last=channels_last) if device == "cpu" else None
-    lower = precision != "fp32"  # fake tensors, which know their device, for autocast; else meta ones, twice as fast
-    with FakeTensorMode() if lower else nullcontext():
-        if lower:
+    lower = precision != "fp32"
+    # Fake tensors know their device, by which autocast and attention choose kernels; meta ones are twice as fast.
+    fakes = lower or any(getattr(part, "fused_attn", False) for part in network.modules())
+    with FakeTensorMode() if fakes else nullcontext():
+        if fakes:
             _fill_with_fakes(network)
         if lower and device == "cuda":
             _normalize_in_float32(network)
         shape = (batch_size, image_channels, *sides(image_size))
-        images = torch.empty(shape, device="cpu" if lower else "meta")
+        images = torch.empty(shape, device="cpu" if fakes else "meta")
         gradients = []
         live = LiveBytes(copies)
         for parameter in network.parameters():

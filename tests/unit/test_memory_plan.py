@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from timm.layers import Attention, PatchEmbed
 from torch import nn
 
 from models.activations import LARGEST_KEPT_BYTES, Activations, activations
@@ -181,6 +182,15 @@ def test_activations_of_a_convolution_with_batchnorm():
     network = without_data(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()))
     images, maps = 2 * 3 * 6 * 6, 2 * 8 * 6 * 6
     assert activations(network, batch_size=2, image_size=6).saved == 4 * (images + 2 * maps + 2 * 8)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_keeps_no_matrix_of_all_tokens_by_all(precision):
+    """What is kept of four times as many tokens is four times as much (Dao et al. 2022), but for weights in 16 bits."""
+    network = nn.Sequential(PatchEmbed(None, 2, 3, 16), Attention(16, 2))
+    few, many = (activations(without_data(network), 2, size, precision).saved for size in (16, 32))
+    weights = 0 if precision == "fp32" else 2 * sum(part.numel() for part in network.parameters() if part.ndim > 1)
+    assert 0 <= 4 * few - many <= 3 * weights
 
 
 @pytest.mark.parametrize(("kernel", "groups", "copies"), [(1, 1, 0), (3, 1, 2), (7, 1, 2), (3, 512, 2), (5, 512, 256)])
