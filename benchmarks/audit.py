@@ -3,65 +3,148 @@
     .venv/bin/python -m benchmarks.audit copies                   # digits and generated scenes
     .venv/bin/python -m benchmarks.audit cifair cifar10.npz --listed duplicates_cifar10.csv
     .venv/bin/python -m benchmarks.audit labels labels.npz        # flips of the digits' labels, and clean data
+    .venv/bin/python -m benchmarks.audit trained labels.npz --data fashion-mnist.npz --models basic_cnn mobilenet
+    .venv/bin/python -m benchmarks.audit published labels.npz --probabilities pyx.npy --labels original_labels.npy
     CLEANLAB/bin/python benchmarks/audit.py cleanlab labels.npz   # the same probabilities, in an environment with it
 
-Prints rows of Markdown. `cifair` takes CIFAR-10 in its original order (x_train, x_test: uint8 [N, 32, 32, 3]) and the
-list of https://github.com/cvjena/cifair, and draws the pairs that are found and not listed, to be looked at.
+Prints rows of Markdown. `trained` trains each model on the flipped labels, as the run of an audit is, and has labels
+judged by what it sees; its data are a file of benchmarks/record_data.py, of which it takes the first --images.
+`published` flips labels that others' cross-validated probabilities belong to, such as those of CIFAR-10's test images
+in https://github.com/cleanlab/label-errors. `cifair` takes CIFAR-10 in its original order (x_train, x_test: uint8
+[N, 32, 32, 3]) and the list of https://github.com/cvjena/cifair, and draws the pairs that are found and not listed, to
+be looked at.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import resource
+import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
-RATES, KINDS, SUSPECTED = (0.01, 0.05, 0.1), ("uniform", "class"), 0.5
-CONFUSED_WITH = np.array([8, 7, 3, 8, 9, 6, 0, 1, 3, 4])  # of each digit, where the wrong label depends on the class
+RATES, KINDS, SUSPECTED = (0.0, 0.01, 0.05, 0.1), ("uniform", "class"), 0.5
+CONFUSED_WITH = {  # the wrong label of each class, where it depends on the class
+    "digits": [8, 7, 3, 8, 9, 6, 0, 1, 3, 4],
+    "fashion-mnist": [6, 3, 4, 0, 2, 7, 0, 5, 0, 7],  # such as T-shirt and shirt, pullover and coat
+    "cifar10": [8, 9, 0, 5, 7, 3, 3, 4, 0, 1],  # such as airplane and ship, cat and dog, deer and horse
+}
+TABLE = "| flips | seed | predicted | flagged | flipped ones | of | new label right |\n|---|---|---|---|---|---|---|"
+RECIPE = "--batch-size 128 --learning-rate 0.004 --tensorboard false --report false --progress off --workers 0"
 
 
-def flipped(labels: np.ndarray, rate: float, kind: str, seed: int) -> np.ndarray:
+def flipped(labels: np.ndarray, rate: float, kind: str, seed: int, task: str = "digits") -> np.ndarray:
     """Return labels of which a share is wrong: any other class, or the one that is easily confused with it."""
     generator = np.random.Generator(np.random.PCG64(seed))
     chosen = generator.permutation(len(labels))[: round(rate * len(labels))]
-    wrong = (labels + generator.integers(1, 10, len(labels))) % 10 if kind == "uniform" else CONFUSED_WITH[labels]
+    wrong = (
+        (labels + generator.integers(1, 10, len(labels))) % 10
+        if kind == "uniform"
+        else np.array(CONFUSED_WITH[task])[labels]
+    )
     found = labels.copy()
     found[chosen] = wrong[chosen]
     return found
 
 
-def measure_labels(path: str, seeds: int) -> None:
-    """Print what is found of the flips of each rate and kind, and keep the probabilities for `compare`."""
+def judge(name: str, probabilities: np.ndarray, labels: np.ndarray, truth: np.ndarray, path: str) -> None:
+    """Print what is found of the flips by probabilities of a classifier, and keep both in a file for `compare`."""
+    from delivery.audit.labels import wrong_label_probabilities
+
+    wrong, other, _ = wrong_label_probabilities(probabilities, labels)
+    is_flipped = labels != truth
+    found = (wrong >= SUSPECTED) & is_flipped
+    right = (other[found] == truth[found]).mean() if found.any() else float("nan")
+    predicted = (probabilities.argmax(1) == labels).mean()
+    counts = f"{(wrong >= SUSPECTED).sum()} | {found.sum()} | {is_flipped.sum()}"
+    print(f"| {name.replace('/', ' | ')} | {predicted:.1%} | {counts} | {right:.1%} |", flush=True)
+    arrays = {"probabilities": probabilities, "labels": labels, "flipped": is_flipped, "wrong": wrong}
+    kept = dict(np.load(path)) if Path(path).exists() else {}
+    np.savez(path, **kept, **{f"{name}/{key}": array for key, array in arrays.items()})
+
+
+def cases(rates: list[float], seeds: int) -> list[tuple[float, str, int]]:
+    """Return rate, kind and seed of flips; without any there is one kind and seed."""
+    every = [(rate, kind, seed) for seed in range(seeds) for rate in rates for kind in KINDS]
+    return [case for case in every if case[0] or case[1:] == (KINDS[0], 0)]
+
+
+def measure_labels(path: str, only: list[tuple[float, str, int]]) -> None:
+    """Print what is found of the flips of each rate and kind among the digits, by their pictures."""
     from sklearn.datasets import load_digits
 
-    from delivery.audit.labels import out_of_sample_probabilities, wrong_label_probabilities
+    from delivery.audit.labels import out_of_sample_probabilities
 
     digits = load_digits()
-    features, kept = digits.images.reshape(len(digits.target), -1).astype(np.float32), {}
-    print("| flips | seed | flagged | flipped ones | of | new label right |\n|---|---|---|---|---|---|")
-    cases = [(rate, kind, seed) for rate in RATES for kind in KINDS for seed in range(seeds)]
-    for rate, kind, seed in [(0.0, "none", 0), *cases]:
+    features = digits.images.reshape(len(digits.target), -1).astype(np.float32)
+    print(TABLE)
+    for rate, kind, seed in only:
         labels = flipped(digits.target, rate, kind, seed)
         probabilities = out_of_sample_probabilities(features, labels)
-        wrong, other, _ = wrong_label_probabilities(probabilities, labels)
-        name, is_flipped = f"{rate:.0%} {kind}", labels != digits.target
-        found = (wrong >= SUSPECTED) & is_flipped
-        right = (other[found] == digits.target[found]).mean() if found.any() else float("nan")
-        counts = f"{(wrong >= SUSPECTED).sum()} | {found.sum()} | {is_flipped.sum()}"
-        print(f"| {name} | {seed} | {counts} | {right:.1%} |", flush=True)
-        arrays = {"probabilities": probabilities, "labels": labels, "flipped": is_flipped, "wrong": wrong}
-        kept |= {f"{name}/{seed}/{key}": array for key, array in arrays.items()}
-    np.savez(path, **kept)
+        judge(f"{rate:.0%} {kind}/{seed}", probabilities, labels, digits.target, path)
+
+
+def measure_published(path: str, probabilities: str, labels: str, only: list[tuple[float, str, int]]) -> None:
+    """Print what is found of flips by others' probabilities of CIFAR-10's test images."""
+    said, truth = np.load(probabilities), np.load(labels).astype(np.int64)
+    print(TABLE)
+    for rate, kind, seed in only:
+        judge(f"{rate:.0%} {kind}/{seed}", said, flipped(truth, rate, kind, seed, "cifar10"), truth, path)
+
+
+def measure_trained(
+    path: str, data: str, images: int, models: list[str], epochs: int, only: list[tuple[float, str, int]]
+) -> None:
+    """Train each model on flipped labels of the first images, a fifth of them held out; print what is found by it."""
+    from delivery.audit.catalogue import Catalogue, embeddings
+    from delivery.audit.labels import out_of_sample_probabilities
+    from training.checkpoint.weights import load_model
+    from training.data import DataOptions, load_data
+
+    archive, task, held_out = np.load(data), Path(data).stem, images // 5
+    pictures, truth = archive["x_train"][:images], archive["y_train"][:images].astype(np.int64)
+    print(TABLE)
+    for (rate, kind, seed), model in ((case, model) for case in only for model in models):
+        labels = flipped(truth, rate, kind, seed, task)
+        with tempfile.TemporaryDirectory() as folder:
+            noisy = Path(folder) / "noisy.npz"
+            parts = {"train": slice(held_out, None), "test": slice(held_out)}
+            arrays = {f"x_{part}": pictures[some] for part, some in parts.items()}
+            np.savez(noisy, **arrays, **{f"y_{part}": labels[some] for part, some in parts.items()})
+            command = [sys.executable, "scripts/train_distributed.py", *RECIPE.split(), "--data", f"npz:{noisy}"]
+            command += ["--model-type", model, "--epochs", str(epochs), "--seed", str(seed)]
+            command += ["--log-dir", folder, "--run-name", "noisy"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            trained = load_model(Path(folder) / "runs" / "noisy" / "model.safetensors")
+            catalogue = Catalogue(load_data(DataOptions(data=f"npz:{noisy}")))
+            features = embeddings(*trained, catalogue)
+        order = np.r_[held_out:images, :held_out]
+        probabilities = out_of_sample_probabilities(features, labels[order])
+        judge(f"{model}, {rate:.0%} {kind}/{seed}", probabilities, labels[order], truth[order], path)
 
 
 def compare(path: str) -> None:
-    """Print beside our recall that of cleanlab's own list at its precision, of the same probabilities."""
+    """Print recalls at equal precision: ours and that of cleanlab's list; of what we report and of its plain ranking.
+
+    Its ranking is by `get_label_quality_scores`, whose default is the probability of the given label.
+    """
     from cleanlab.filter import find_label_issues
+    from cleanlab.rank import get_label_quality_scores
+
+    def recall_at(ranking: np.ndarray, precision: float) -> float:
+        ranked = is_flipped[np.argsort(ranking, kind="stable")]
+        most = np.flatnonzero(ranked.cumsum() / np.arange(1, len(ranked) + 1) >= precision)
+        return ranked[: most[-1] + 1].sum() / is_flipped.sum() if len(most) else 0.0
 
     kept = np.load(path)
-    print("| flips | seed | cleanlab's precision | its recall | our recall at that precision |\n|---|---|---|---|---|")
+    ours = "our recall at that precision | our report's precision | its recall | cleanlab's ranking at that precision"
+    print(f"| flips | seed | cleanlab's precision | its recall | {ours} |\n|---|---|---|---|---|---|---|---|")
     for key in sorted({name.rpartition("/")[0] for name in kept.files}):
         probabilities, labels, is_flipped, wrong = (
             kept[f"{key}/{name}"] for name in ("probabilities", "labels", "flipped", "wrong")
@@ -70,12 +153,12 @@ def compare(path: str) -> None:
             continue
         probabilities = probabilities / probabilities.sum(1, keepdims=True)
         listed = find_label_issues(labels, probabilities, return_indices_ranked_by="self_confidence")
-        precision, recall = is_flipped[listed].mean(), is_flipped[listed].sum() / is_flipped.sum()
-        ranked = is_flipped[np.argsort(-wrong, kind="stable")]
-        precisions = ranked.cumsum() / np.arange(1, len(ranked) + 1)
-        most = np.flatnonzero(precisions >= precision)
-        ours = ranked[: most[-1] + 1].sum() / is_flipped.sum() if len(most) else 0.0
-        print(f"| {key.replace('/', ' | ')} | {precision:.1%} | {recall:.1%} | {ours:.1%} |")
+        reported = np.flatnonzero(wrong >= SUSPECTED)
+        rows = []
+        for chosen, other in ((listed, -wrong), (reported, get_label_quality_scores(labels, probabilities))):
+            precision, recall = is_flipped[chosen].mean(), is_flipped[chosen].sum() / is_flipped.sum()
+            rows.append(f"{precision:.1%} | {recall:.1%} | {recall_at(other, precision):.1%}")
+        print(f"| {key.replace('/', ' | ')} | {' | '.join(rows)} |")
 
 
 def measure_copies(count: int, each: int) -> None:
@@ -129,6 +212,11 @@ def measure_copies(count: int, each: int) -> None:
         print(f"| {name} | none: false alarms | {of_originals} of {len(images)} |", flush=True)
 
 
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def measure_cifair(path: str, listed: str, drawing: str) -> None:
     """Print how many of the listed pairs are found, and draw the other pairs of a test and a training image."""
     import torch
@@ -139,7 +227,11 @@ def measure_cifair(path: str, listed: str, drawing: str) -> None:
 
     train, test = (np.load(path)[key] for key in ("x_train", "x_test"))
     images = np.concatenate([train, test])
-    found = {copy[:2] for copy in find_copies(grey(torch.from_numpy(images).permute(0, 3, 1, 2))[:, 0].numpy())}
+    pictures = grey(torch.from_numpy(images).permute(0, 3, 1, 2))[:, 0].numpy()
+    before, begin, cpu = peak_bytes(), time.perf_counter(), time.process_time()
+    found = {copy[:2] for copy in find_copies(pictures)}
+    took = f"{time.perf_counter() - begin:.0f} s, {time.process_time() - cpu:.0f} s of CPUs"
+    print(f"{len(found)} pairs in {took}; peak {peak_bytes() / 1e9:.2f} GB, before {before / 1e9:.2f} GB\n")
     rows = np.loadtxt(listed, delimiter=",", skiprows=1)
     pairs = {(int(one), len(train) + int(other)): int(judged) for other, one, _, judged in rows}
     print("| listed as | pairs | found |\n|---|---|---|")
@@ -159,20 +251,31 @@ def measure_cifair(path: str, listed: str, drawing: str) -> None:
 def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("copies", "cifair", "labels", "cleanlab"))
+    parser.add_argument("what", choices=("copies", "cifair", "labels", "trained", "published", "cleanlab"))
     parser.add_argument("file", nargs="?", default="labels.npz")
     parser.add_argument("--images", type=int, default=600)
     parser.add_argument("--each", type=int, default=10)
     parser.add_argument("--listed", default="duplicates_cifar10.csv")
     parser.add_argument("--drawing", default="others.png")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--data", default="fashion-mnist.npz")
+    parser.add_argument("--models", nargs="+", default=["airbench_small"])
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--probabilities", default="cifar10_test_set_pyx.npy")
+    parser.add_argument("--labels", default="cifar10_test_set_original_labels.npy")
     given = parser.parse_args()
+    only = cases(given.rates, given.seeds)
     if given.what == "copies":
         measure_copies(given.images, given.each)
     elif given.what == "cifair":
         measure_cifair(given.file, given.listed, given.drawing)
     elif given.what == "labels":
-        measure_labels(given.file, given.seeds)
+        measure_labels(given.file, only)
+    elif given.what == "trained":
+        measure_trained(given.file, given.data, given.images, given.models, given.epochs, only)
+    elif given.what == "published":
+        measure_published(given.file, given.probabilities, given.labels, only)
     else:
         compare(given.file)
 
