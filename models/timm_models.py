@@ -27,7 +27,7 @@ def check_timm_name(name: str) -> None:
     """Accept a name of timm's registry, with or without a tag of its weights ("resnet18.a1_in1k").
 
     Raises:
-        UserError: for any other name, also for a source such as `hf-hub:` that would need a network.
+        UserError: for any other name, also for `hf-hub:`, which the trainer's parser has replaced.
     """
     if not timm.is_model(name):
         # No list of all that is allowed: timm has more than a thousand names.
@@ -128,13 +128,11 @@ def create(
     if not pretrained:
         return timm.create_model(timm_name, num_classes=num_classes, **options)
     try:
-        with _offline_where_unreachable():
+        with offline_where_unreachable():
             return timm.create_model(timm_name, pretrained=True, num_classes=num_classes, **options)
     except Exception as error:  # the hub's clients raise a dozen types with no common base
-        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-        if isinstance(error, LocalEntryNotFoundError):
-            reason = f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and they are not in its local cache"
-        elif "size mismatch" in str(error):
+        reason = reason_of(error)
+        if "size mismatch" in str(error):
             published: Any = timm.get_pretrained_cfg(timm_name)
             reason = (
                 f"timm cannot adapt them to images of {image_size} pixels and {image_channels} channels; they are for "
@@ -198,8 +196,15 @@ def _options(timm_name: str, image_size: ImageSize, image_channels: int) -> dict
     return options
 
 
+def reason_of(error: Exception) -> str:
+    """Return why the hub's client could not give something, without a full stop."""
+    if isinstance(error, LocalEntryNotFoundError):
+        return f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and they are not in its local cache"
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+
+
 @contextmanager
-def _offline_where_unreachable() -> Iterator[None]:
+def offline_where_unreachable() -> Iterator[None]:
     """Use only the hub's local cache if the hub does not answer: its client would retry for most of a minute."""
     constants = huggingface_hub.constants
     was_offline = constants.HF_HUB_OFFLINE

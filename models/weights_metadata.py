@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -117,6 +118,11 @@ def _normalization_of_file(path: str) -> Normalization | None:
             preprocessing = read_facts(reader)["preprocessing"]
         return tuple(preprocessing["mean"]), tuple(preprocessing["std"])
     except (SafetensorError, OSError, ValueError, KeyError):  # not ours; a broken one `models.weights_file` reports
+        pass
+    try:  # a repository of the hub in timm's form
+        published = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))["pretrained_cfg"]
+        return tuple(map(float, published["mean"])), tuple(map(float, published["std"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -226,10 +227,20 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
         preset = read_preset(flags.get("preset") or values.get("preset", ""))
     values |= flags
     try:
-        return check_config(TrainConfig(**(preset | values)), label_of), given["check_config"]
+        return check_config(_named(TrainConfig(**(preset | values))), label_of), given["check_config"]
     except UserError as error:
         of_preset = {name: value for name, value in preset.items() if name not in values}
         raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None
+
+
+def _named(config: TrainConfig) -> TrainConfig:
+    """Return a configuration in which a network of a hub's repository is one by name, with its weights."""
+    if not config.model_type.startswith("timm:hf-hub:"):
+        return config
+    from models.hub_models import of_hub  # takes a second
+
+    name, weights = of_hub(config.model_type)
+    return replace(config, model_type=name, weights=config.weights or weights, pretrained=False)
 
 
 def _override_hint(

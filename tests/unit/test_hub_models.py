@@ -1,0 +1,79 @@
+"""`timm:hf-hub:ORG/NAME`: a network of the hub, from its local cache."""
+
+import json
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+from models.build import build_model
+from models.weights_metadata import starting_normalization
+from training.base.errors import UserError
+from training.config.command_line import parse_args
+
+FACTS = {
+    "architecture": "resnet10t",
+    "num_classes": 7,
+    "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "input_size": [3, 64, 64]},
+}
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """The hub's cache with one repository, and no hub."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--team--net"
+    for revision, name in (("a" * 40, "main"), ("b" * 40, "v2")):
+        snapshot = folder / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / name).write_text(revision)
+        (snapshot / "config.json").write_text(json.dumps(FACTS))
+        torch.manual_seed(len(name))
+        save_file(timm.create_model("resnet10t", num_classes=7).state_dict(), snapshot / "model.safetensors")
+    return folder / "snapshots" / ("a" * 40)
+
+
+@pytest.mark.parametrize("more", [[], ["--pretrained"]])
+def test_a_repository_gives_network_weights_and_normalization(repository, more):
+    config, _ = parse_args(["--model-type", "timm:hf-hub:team/net", *more])
+    assert (config.model_type, config.weights) == ("timm:resnet10t", str(repository / "model.safetensors"))
+    found = starting_normalization(config.model_type, [], pretrained=config.pretrained, weights=config.weights)
+    assert found == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    torch.manual_seed(len("main"))
+    published = timm.create_model("resnet10t", num_classes=7).state_dict()
+    built = build_model(config.model_type, num_classes=5, weights=config.weights, image_size=224).module.state_dict()
+    assert {name for name in published if not torch.equal(built[name], published[name])} == {"fc.weight", "fc.bias"}
+
+
+def test_a_revision_and_other_weights_may_be_given(repository):
+    config, _ = parse_args(["--model-type", "timm:hf-hub:team/net@v2"])
+    assert config.weights == str(repository.with_name("b" * 40) / "model.safetensors")
+    config, _ = parse_args(["--model-type", "timm:hf-hub:team/net", "--weights", "mine.safetensors"])
+    assert config.weights == "mine.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        ({"model_type": "vit"}, "names no architecture of timm's"),
+        (FACTS | {"model_args": {"global_pool": "max"}}, "makes its network with model_args"),
+        (FACTS | {"architecture": "nonsense"}, "no such name"),
+        (None, "cannot be reached, and they are not in its local cache"),
+    ],
+)
+def test_what_is_not_of_timms_form_is_one_line(repository, facts, line):
+    path = repository / "config.json"
+    path.unlink() if facts is None else path.write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=line) as refused:
+        parse_args(["--model-type", "timm:hf-hub:team/net"])
+    assert "\n" not in str(refused.value)
+
+
+def test_pickles_are_not_read(repository):
+    (repository / "model.safetensors").rename(repository / "pytorch_model.bin")
+    with pytest.raises(UserError, match="not in its local cache"):
+        parse_args(["--model-type", "timm:hf-hub:team/net"])
