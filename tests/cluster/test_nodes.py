@@ -97,6 +97,18 @@ def test_two_nodes_train_what_one_machine_does(hosts: Hosts, shared: Path, unint
     training.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("dimension", ["tensor", "pipeline"])
+def test_a_mesh_over_two_nodes_trains_what_one_machine_does(hosts: Hosts, shared: Path, dimension: str) -> None:
+    """Of 2 nodes x 2 ranks each node is a group or a pipeline; the bytes are those of 4 ranks of one machine."""
+    mesh = [*RECIPE, f"--{dimension}-parallel", "2"]
+    training = Training(hosts, shared, [MODEL, "ddp", "2", "2", "8", "1", *flags(shared, *mesh)], 2, 2)
+    assert training.end() == 0, training.text()
+    assert f"data 2 x {dimension} 2" in training.text()
+    folder = shared / "again"
+    again = train_on_login(hosts, folder, [MODEL, "ddp", "4", "8", "1", *flags(folder, *mesh)])
+    assert training.weights() == (again / "model.safetensors").read_bytes()
+
+
 def test_auto_chooses_the_strategy_and_the_batch_size_of_all_nodes(hosts: Hosts, shared: Path) -> None:
     """And trains what one machine does with what was found."""
     batch = [*RECIPE, "--global-batch", "64"]

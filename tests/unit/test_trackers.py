@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from test_loggers import EPOCH, RUN, STEP, full
 
+from tests.training.commands import launch
 from training.base.errors import UserError
 from training.base.run_folder import EVALUATION, REPORT, WEIGHTS, RunFolder
 from training.config import FLAG_OF, TrainConfig
@@ -212,6 +213,20 @@ def test_the_model_has_the_same_bytes_whatever_a_tracker_does(fake, tmp_path, mo
         weights.add((tmp_path / "logs" / "runs" / name / WEIGHTS).read_bytes())
     assert len(weights) == 1
     assert {call[1]["name"] for call in fake() if call[0] == "init"} == {"raises", "waits"}
+
+
+@pytest.mark.slow
+def test_several_ranks_are_one_run_also_after_a_resume(fake, tmp_path):
+    where = ["--image-size", "16", "--log-dir", str(tmp_path / "logs"), "--run-name", "two", "--resume", "auto"]
+    variables = {"PYTHONPATH": str(tmp_path / "packages"), "CALLS": str(tmp_path / "calls")}
+    for epochs in ("1", "2"):
+        done = launch("basic_cnn", "ddp", "2", "32", epochs, *where, "--loggers", "wandb", **variables)
+        assert done.returncode == 0, done.stderr
+    calls = fake()
+    first, second = (call[1] for call in calls if call[0] == "init")
+    assert first["id"] == second["id"]
+    assert second["resume_from"] == f"{first['id']}?_step=23"  # 1,437 images in steps of 64
+    assert [call[2]["epoch/epoch"] for call in calls if call[0] == "log" and "epoch/epoch" in call[2]] == [1, 2]
 
 
 def test_a_missing_package_is_one_line_with_the_cure(tmp_path, monkeypatch, capsys):
