@@ -47,7 +47,7 @@ MOST_TRIALS = 1000
 POLL_SECONDS = 0.2
 PLACES = 3  # significant digits of a number that is drawn
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_VARIED = re.compile(r"(?:--)?([a-z][a-z0-9-]*)=(.+)", re.DOTALL)
+_VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
 _RANGE = re.compile(r"([^.].*?)\.\.(.+?)(:log)?")
 LINE = "sweep.json"
 FAILED = "exit code"  # how the state of a trial that failed begins

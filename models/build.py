@@ -271,8 +271,10 @@ def _create_pretrained(part: dict[str, Any], create: Callable[..., nn.Module], n
         module = create(pretrained=True)
     except UserError as error:
         twins = [n for n, s in MODELS.items() if s.timm_name == timm_name and not s.always_pretrained]
-        from_nothing = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "no --pretrained"
-        raise UserError(f"{error}. Type --weights FILE, or {from_nothing} to start from nothing.") from error
+        from_nothing = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "--pretrained false"
+        raise UserError(
+            f"{error}. Type --pretrained false --weights FILE, or {from_nothing} to start from nothing."
+        ) from error
     notes.append(f"{name}: pretrained weights of timm's {timm_name} loaded")
     published = getattr(module, "default_cfg", {})
     hub_classes = published.get("num_classes")

@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import timm
 from huggingface_hub import hf_hub_download
 
 from models.errors import UserError
-from models.timm_models import check_timm_name, offline_where_unreachable, reason_of
+from models.timm_models import offline_where_unreachable, reason_of
 
 PREFIX = "timm:hf-hub:"
 
 
-def of_hub(model_type: str) -> tuple[str, str]:
+def of_hub(model_type: str, weights: str = "") -> tuple[str, str]:
     """Return the network of a repository as `timm:<architecture>`, and the local path of its weights.
 
     Both files are fetched into the hub's local cache if they are not there; only safetensors are read.
 
     Args:
         model_type: `timm:hf-hub:ORG/NAME`, or `timm:hf-hub:ORG/NAME@REVISION`.
+        weights: a file that is loaded in place of the repository's; '' for that.
 
     Raises:
         UserError: if the repository cannot be reached, is not of timm's form, or has no model.safetensors.
     """
     repository, _, revision = model_type.removeprefix(PREFIX).partition("@")
-    try:
-        with offline_where_unreachable():
-            config, weights = (
-                hf_hub_download(repository, name, revision=revision or None)
-                for name in ("config.json", "model.safetensors")
-            )
-        facts = json.loads(Path(config).read_text(encoding="utf-8"))
-    except Exception as error:  # the hub's clients raise a dozen types with no common base
-        raise UserError(f"--model-type {model_type}: {reason_of(error)}.") from error
-    if "architecture" not in facts or facts.get("model_args"):
-        what = "makes its network with model_args" if facts.get("model_args") else "names no architecture of timm's"
-        raise UserError(
-            f"--model-type {model_type}: its config.json {what}: give timm:ARCHITECTURE and --weights FILE."
-        )
-    check_timm_name(facts["architecture"])
-    return f"timm:{facts['architecture']}", weights
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
+        raise UserError(f"--model-type {model_type}: expected {PREFIX}ORG/NAME, such as {PREFIX}timm/resnet18.a1_in1k.")
+    names = ["config.json"] if weights else ["config.json", "model.safetensors"]
+    for name in names:
+        try:
+            with offline_where_unreachable():
+                found = hf_hub_download(repository, name, revision=revision or None)
+            if name == "config.json":
+                facts = json.loads(Path(found).read_text(encoding="utf-8"))
+        except Exception as error:  # the hub's clients raise a dozen types with no common base
+            raise UserError(
+                f"--model-type {model_type}: its {name} could not be read: {reason_of(error)}. Without it, or to go on "
+                "with a run, give timm:NAME as timm calls the network, with --weights FILE for a new run."
+            ) from error
+    network = facts.get("architecture") if isinstance(facts, dict) else None
+    if not isinstance(network, str) or not timm.is_model(network) or facts.get("model_args"):
+        what = "takes model_args" if network and facts.get("model_args") else "names no network of timm's"
+        raise UserError(f"--model-type {model_type}: its config.json {what}: give timm:NAME and --weights FILE.")
+    return f"timm:{network}", weights or found

@@ -199,7 +199,7 @@ def _options(timm_name: str, image_size: ImageSize, image_channels: int) -> dict
 def reason_of(error: Exception) -> str:
     """Return why the hub's client could not give something, without a full stop."""
     if isinstance(error, LocalEntryNotFoundError):
-        return f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and they are not in its local cache"
+        return f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and its local cache has none"
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 

@@ -52,7 +52,8 @@ def load_weights_file(
     found_keys = {key for key in tensors if key.startswith(prefixes)}
     has_projection = "embedding" in description or "embedding" in facts.get("description", {})
     is_other_head = has_projection and found_keys != head_keys
-    if is_other_head:
+    has_none = bool(head_keys) and not found_keys  # as timm publishes features
+    if is_other_head or has_none:
         tensors = {key: tensor for key, tensor in tensors.items() if key not in found_keys}
         tensors |= {key: expected[key] for key in head_keys}
         counts = set()
@@ -68,7 +69,9 @@ def load_weights_file(
     check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
     notes = [f"weights loaded from {path}", *read_notes, *_other_strides(facts.get("description"), description)]
-    if is_other_head:
+    if has_none:
+        notes.append("head added: the file has none, it starts from random weights")
+    elif is_other_head:
         notes.append("head replaced: between a classifier and a projection, it starts from random weights")
     if replaced:
         found, wanted = replaced[0]

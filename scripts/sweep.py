@@ -96,7 +96,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_number(
         "--trial",
-        0,
+        1,
         1000,
         default=0,
         help="Train this one alone, such as $SLURM_ARRAY_TASK_ID, with --halving to its next rung; 0: all.",

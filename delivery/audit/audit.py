@@ -70,7 +70,7 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
     model = find_model(run) if run and not is_published else None
     config = (model.config() if model else None) or TrainConfig()
     if config.task == MULTILABEL:
-        raise UserError(f"run '{run}' has several labels for each image, an audit knows one: leave out --run.")
+        raise UserError(f"run '{run}' has several labels for each image: an audit can only judge one.")
     trained = load_model(model.weights) if model else None
     seen_as = trained[1]["preprocessing"] if trained else None
     datasets = load_data(audit_options(config, EvaluationChoice(data, data_root=data_root), seen_as))

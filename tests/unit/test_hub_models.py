@@ -59,10 +59,12 @@ def test_a_revision_and_other_weights_may_be_given(repository):
 @pytest.mark.parametrize(
     ("facts", "line"),
     [
-        ({"model_type": "vit"}, "names no architecture of timm's"),
-        (FACTS | {"model_args": {"global_pool": "max"}}, "makes its network with model_args"),
-        (FACTS | {"architecture": "nonsense"}, "no such name"),
-        (None, "cannot be reached, and they are not in its local cache"),
+        ({"model_type": "vit"}, "names no network of timm's"),
+        ([1], "names no network of timm's"),
+        (FACTS | {"architecture": 7}, "names no network of timm's"),
+        (FACTS | {"model_args": {"global_pool": "max"}}, "takes model_args"),
+        (FACTS | {"architecture": "nonsense"}, "names no network of timm's"),
+        (None, "its config.json could not be read: https://huggingface.co cannot be reached, and its local cache"),
     ],
 )
 def test_what_is_not_of_timms_form_is_one_line(repository, facts, line):
@@ -75,5 +77,20 @@ def test_what_is_not_of_timms_form_is_one_line(repository, facts, line):
 
 def test_pickles_are_not_read(repository):
     (repository / "model.safetensors").rename(repository / "pytorch_model.bin")
-    with pytest.raises(UserError, match="not in its local cache"):
+    with pytest.raises(UserError, match=r"its model\.safetensors could not be read"):
         parse_args(["--model-type", "timm:hf-hub:team/net"])
+    config, _ = parse_args(["--model-type", "timm:hf-hub:team/net", "--weights", "mine.safetensors"])
+    assert config.weights == "mine.safetensors"
+
+
+def test_features_without_a_classifier_get_one(repository):
+    save_file(timm.create_model("resnet10t", num_classes=0).state_dict(), repository / "model.safetensors")
+    config, _ = parse_args(["--model-type", "timm:hf-hub:team/net"])
+    built = build_model(config.model_type, num_classes=5, weights=config.weights, image_size=224)
+    assert "head added: the file has none, it starts from random weights" in built.notes
+
+
+@pytest.mark.parametrize("name", ["", "net", "a/b/c", "team/net?"])
+def test_a_name_of_another_form_is_one_line(name):
+    with pytest.raises(UserError, match="expected timm:hf-hub:ORG/NAME"):
+        parse_args(["--model-type", f"timm:hf-hub:{name}"])

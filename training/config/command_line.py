@@ -239,8 +239,8 @@ def _named(config: TrainConfig) -> TrainConfig:
         return config
     from models.hub_models import of_hub  # takes a second
 
-    name, weights = of_hub(config.model_type)
-    return replace(config, model_type=name, weights=config.weights or weights, pretrained=False)
+    name, weights = of_hub(config.model_type, config.weights)
+    return replace(config, model_type=name, weights=weights, pretrained=False)
 
 
 def _override_hint(

@@ -43,7 +43,8 @@ class Duplicates:
         texts = {
             "leaked": "validation or test images are identical to training images, so their scores are too good: "
             "remove them from one of the two parts",
-            "mislabelled": "images are identical to one with another label: remove the wrong ones",
+            "mislabelled": "images are identical to one with another label: remove the wrong ones, or give all labels "
+            "to each image by --task multilabel",
             "repeated": "training images are identical to others, and so count more than once",
         }
         return [
