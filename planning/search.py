@@ -65,12 +65,20 @@ class PlannedJob:
         """The network, or a tensor group's part of it, counted when first asked for."""
         return workload_of(self.config, self.classes, self.image_size)
 
+    @cached_property
+    def _divided(self) -> dict[int, Workload]:
+        """The parts of tensor groups that were counted, by their ranks: each takes seconds of a large network."""
+        return {}
+
     def workload_for(self, config: TrainConfig) -> Workload:
         """Return what a rank has under another configuration, whose network is the job's."""
         ranks = config.tensor_parallel
         if ranks == self.config.tensor_parallel:
             return self.workload
-        return workload_of(dataclasses.replace(self.config, tensor_parallel=ranks), self.classes, self.image_size)
+        if ranks not in self._divided:
+            config = dataclasses.replace(self.config, tensor_parallel=ranks)
+            self._divided[ranks] = workload_of(config, self.classes, self.image_size)
+        return self._divided[ranks]
 
     def plan_for(self, config: TrainConfig, ranks: int = 0) -> ParallelPlan:
         """Return how a configuration distributes the state over so many ranks; 0 for the job's.

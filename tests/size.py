@@ -25,7 +25,7 @@ BUDGET = {
     "training/observe": 2620,
     "training/steps": 1131,
     "training/config": 1161,
-    "planning": 3320,
+    "planning": 3328,
     "delivery": 4508,
     "delivery/export": 1229,
     "delivery/report": 1660,
