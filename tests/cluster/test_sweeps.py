@@ -35,7 +35,7 @@ def test_trials_train_on_the_machines_of_a_hostfile_and_one_that_is_down_gets_no
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stderr.count("node02: exit code 69: ") == 1
     logs = [(shared / f"logs/sweeps/seeds/{number:03}.log").read_text() for number in (1, 2, 3)]
-    used = {node for node in hosts.nodes for log in logs if f" ranks: {node} (" in log}
+    used = {node for node in hosts.nodes for log in logs if f" CPU rank: {node} (" in log}
     assert used == {"node01", "node03"}, logs  # also by the trial that was sent to node02 first
     alone = ["bash", str(REPO_ROOT / "scripts/launch_distributed.sh"), *WORDS, "--seed=1", "--run-name=alone"]
     assert hosts.run("login", [*alone, f"--log-dir={shared}/logs"], timeout=120).returncode == 0
