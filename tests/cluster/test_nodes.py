@@ -100,7 +100,7 @@ def test_two_nodes_train_what_one_machine_does(hosts: Hosts, shared: Path, unint
 @pytest.mark.parametrize("dimension", ["tensor", "pipeline"])
 def test_a_mesh_over_two_nodes_trains_what_one_machine_does(hosts: Hosts, shared: Path, dimension: str) -> None:
     """Of 2 nodes x 2 ranks each node is a group or a pipeline; the bytes are those of 4 ranks of one machine."""
-    mesh = [*RECIPE, f"--{dimension}-parallel", "2"]
+    mesh = [*RECIPE, f"--{dimension}-parallel", "2", "--gradient-accumulation-steps", "2"]
     training = Training(hosts, shared, [MODEL, "ddp", "2", "2", "8", "1", *flags(shared, *mesh)], 2, 2)
     assert training.end() == 0, training.text()
     assert f"data 2 x {dimension} 2" in training.text()
