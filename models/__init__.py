@@ -12,6 +12,7 @@ from typing import Any
 from models.errors import unknown_name
 
 TIMM_PREFIX = "timm:"
+HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # of a repository of the Hugging Face hub, see `models.hub_models`
 LARGEST_IMAGE_SIZE = 4096  # pixels
 MOST_IMAGE_CHANNELS = 1024
 MOST_MEMBERS = 32  # of an ensemble

@@ -9,10 +9,9 @@ from pathlib import Path
 import timm
 from huggingface_hub import hf_hub_download
 
+from models import HUB_PREFIX
 from models.errors import UserError
 from models.timm_models import offline_where_unreachable, reason_of
-
-PREFIX = "timm:hf-hub:"
 
 
 def of_hub(model_type: str, weights: str = "") -> tuple[str, str]:
@@ -27,9 +26,11 @@ def of_hub(model_type: str, weights: str = "") -> tuple[str, str]:
     Raises:
         UserError: if the repository cannot be reached, is not of timm's form, or has no model.safetensors.
     """
-    repository, _, revision = model_type.removeprefix(PREFIX).partition("@")
+    repository, _, revision = model_type.removeprefix(HUB_PREFIX).partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
-        raise UserError(f"--model-type {model_type}: expected {PREFIX}ORG/NAME, such as {PREFIX}timm/resnet18.a1_in1k.")
+        raise UserError(
+            f"--model-type {model_type}: expected {HUB_PREFIX}ORG/NAME, such as {HUB_PREFIX}timm/resnet18.a1_in1k."
+        )
     names = ["config.json"] if weights else ["config.json", "model.safetensors"]
     for name in names:
         try:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 1031,
     "launch": 3858,
-    "models": 2499,
+    "models": 2501,
     "training": 3083,
     "training/base": 1709,
     "training/world": 1401,
@@ -24,7 +24,7 @@ BUDGET = {
     "training/checkpoint": 1504,
     "training/observe": 2620,
     "training/steps": 1131,
-    "training/config": 1161,
+    "training/config": 1162,
     "planning": 3328,
     "delivery": 4508,
     "delivery/export": 1229,

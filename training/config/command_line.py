@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from models import HUB_PREFIX
 from models.names_elsewhere import ours, plain
 from models.sides import ImageSize
 from training.base.errors import (
@@ -235,7 +236,7 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
 
 def _named(config: TrainConfig) -> TrainConfig:
     """Return a configuration in which a network of a hub's repository is one by name, with its weights."""
-    if not config.model_type.startswith("timm:hf-hub:"):
+    if not config.model_type.startswith(HUB_PREFIX):
         return config
     from models.hub_models import of_hub  # takes a second
 
