@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from training.checkpoint.weights import load_model
 from training.config import REPO_ROOT, TrainConfig
 from training.data import load_data
 from training.data.datasets import DatasetPair
+from training.data.label_sets import SEPARATOR
 from training.data.settings import MULTILABEL
 from training.data.values import values_of
 from training.observe.neighbours import MOST_COMPARED, votes
@@ -69,11 +72,15 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
     is_published = run.startswith(TIMM)
     model = find_model(run) if run and not is_published else None
     config = (model.config() if model else None) or TrainConfig()
-    if config.task == MULTILABEL:
-        raise UserError(f"run '{run}' has several labels for each image: an audit can only judge one.")
     trained = load_model(model.weights) if model else None
     seen_as = trained[1]["preprocessing"] if trained else None
-    datasets = load_data(audit_options(config, EvaluationChoice(data, data_root=data_root), seen_as))
+    options = audit_options(config, EvaluationChoice(data, data_root=data_root), seen_as)
+    several = replace(options, task=MULTILABEL)
+    datasets = load_data(several) if config.task == MULTILABEL else load_data(options)
+    if not model and os.path.isdir(os.path.expanduser(data)):
+        with suppress(UserError):  # an image is linked into two parts: that will be found
+            linked = load_data(several)
+            datasets = linked if any(SEPARATOR in name for name in linked.label_names) else datasets
     if is_published:
         trained = _published(run, datasets)
         seen_as = trained[1]["preprocessing"]
@@ -92,7 +99,7 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
         "data": data,
         "run": run,
         "notes": [printable(note) for note in [*datasets.notes, *notes]],
-        "small_classes": small_classes(catalogue, SMALL_CLASS),
+        "small_classes": small_classes(datasets, SMALL_CLASS),
     }
     write_audit(folder, facts, findings, found_fixes, catalogue)
     _show(folder, facts, findings, found_fixes, catalogue)
@@ -152,14 +159,16 @@ def _examine(
     features = embeddings(*trained, catalogue) if trained else picture_features(pictures, colours)
     numbers = np.setdiff1d(np.arange(len(catalogue)), [*catalogue.unreadable])
     label_fixes: dict[int, Fix] = {}
-    note = f"labels are not judged: there are more than {MOST_JUDGED} images"
+    many = "images have several" if catalogue.has_several else f"there are more than {MOST_JUDGED} images"
+    note = f"labels are not judged: {many}"
     if len(numbers) <= MOST_JUDGED:
         far, times = outliers(features[numbers])
         findings += [
             Finding("outlier", int(numbers[place]), "far from all others", float(1 - 0.5 / time))
             for place, time in zip(far, times, strict=True)
         ]
-        doubts = doubt_labels(features[numbers], catalogue.labels[numbers], len(catalogue.class_names))
+    if len(numbers) <= MOST_JUDGED and not catalogue.has_several:
+        doubts = doubt_labels(features[numbers], catalogue.labels[numbers], catalogue.num_classes)
         accuracy = doubts.accuracy if doubts else 0.0
         by = "what the model sees" if trained else "the pictures alone"
         note = f"a classifier by {by} predicts {accuracy:.1%} of the labels of images that it was not trained on"
@@ -169,7 +178,8 @@ def _examine(
         else:
             note += ", so labels are not judged" + ("" if trained else ": give the --run of a trained model")
     fixes = [*label_fixes.items(), *copy_fixes(catalogue, copies, label_fixes)]
-    score = neighbours_score(features[numbers], catalogue.labels[numbers], catalogue.parts[numbers] == "train")
+    is_own = catalogue.parts[numbers] == "train"
+    score = None if catalogue.has_several else neighbours_score(features[numbers], catalogue.labels[numbers], is_own)
     near = [] if score is None else [f"the nearest training images predict {score:.1%} of the other labels (k-NN)"]
     return findings, fixes, [note, *near]
 
@@ -195,7 +205,7 @@ def _show(
     for note in facts["notes"]:
         print(f"note: {note}")
     counts = Counter(one.kind for one in findings)
-    print(f"{len(catalogue)} images of {len(catalogue.class_names)} classes")
+    print(f"{len(catalogue)} images of {catalogue.num_classes} classes")
     for kind, title in KINDS.items():
         if counts[kind]:
             example = next(one for one in findings if one.kind == kind)
@@ -207,5 +217,6 @@ def _show(
     actions = Counter(fix.action for _, fix in fixes)
     print("fixes  " + (", ".join(f"{count} {action}" for action, count in actions.items()) or "none"))
     print(f"page   {shown_path(folder / PAGE)}")
+    task = f" --task {MULTILABEL}" if catalogue.has_several else ""
     if fixes and catalogue.are_files:
-        print(f"to train on the data with {FIXES}: --data {shown_path(folder / FIXED)}")
+        print(f"to train on the data with {FIXES}: --data {shown_path(folder / FIXED)}{task}")

@@ -35,7 +35,9 @@ class Catalogue:
         datasets: the data.
 
     Attributes:
-        class_names: name of each label.
+        class_names: name of each label; of images with several labels, of each set of them.
+        num_classes: of the data.
+        has_several: whether an image may have several labels.
         parts: name of each image's part, [N].
         labels: int64 [N].
         unreadable: reason by number, of the images that `read` could not read.
@@ -44,7 +46,8 @@ class Catalogue:
     def __init__(self, datasets: DatasetPair) -> None:
         self._sets = datasets.parts
         self._starts = np.cumsum([0, *map(len, self._sets.values())])
-        self.class_names = datasets.class_names
+        self.class_names, self.num_classes = datasets.label_names, len(datasets.class_names)
+        self.has_several = datasets.label_sets is not None
         self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])
         self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])
         self.unreadable: dict[int, str] = {}

@@ -11,6 +11,7 @@ import numpy as np
 from delivery.audit.catalogue import Catalogue
 from delivery.audit.copies import Copy
 from delivery.audit.labels import SUSPECTED, LabelDoubts
+from training.data.datasets import DatasetPair
 from training.data.duplicates import first_of_each
 
 KINDS = {
@@ -189,8 +190,7 @@ def label_findings(
     return findings, fixes
 
 
-def small_classes(catalogue: Catalogue, smallest: int) -> list[tuple[str, int]]:
+def small_classes(datasets: DatasetPair, smallest: int) -> list[tuple[str, int]]:
     """Return name and training images of the classes that have fewer than `smallest`, the smallest class first."""
-    counts = np.bincount(catalogue.labels[catalogue.parts == "train"], minlength=len(catalogue.class_names))
-    few = [(catalogue.class_names[label], int(count)) for label, count in enumerate(counts) if count < smallest]
-    return sorted(few, key=lambda one: one[1])
+    every = zip(datasets.class_names, datasets.train_counts, strict=True)
+    return sorted(((name, count) for name, count in every if count < smallest), key=lambda one: one[1])
