@@ -5,6 +5,7 @@
     .venv/bin/python -m benchmarks.audit labels labels.npz        # flips of the digits' labels, and clean data
     .venv/bin/python -m benchmarks.audit trained labels.npz --data fashion-mnist.npz --models basic_cnn mobilenet
     .venv/bin/python -m benchmarks.audit published labels.npz --probabilities pyx.npy --labels original_labels.npy
+    .venv/bin/python -m benchmarks.audit fixes labels.npz --data cifar10.npz       # accuracy after the fixes
     CLEANLAB/bin/python benchmarks/audit.py cleanlab labels.npz   # the same probabilities, in an environment with it
 
 Prints rows of Markdown. `trained` trains each model on the flipped labels, as the run of an audit is, and has labels
@@ -18,9 +19,11 @@ be looked at.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
+import json
+import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
+Arrays = tuple[np.ndarray, np.ndarray]  # images and labels
 RATES, KINDS, SUSPECTED = (0.0, 0.01, 0.05, 0.1), ("uniform", "class"), 0.5
 CONFUSED_WITH = {  # the wrong label of each class, where it depends on the class
     "digits": [8, 7, 3, 8, 9, 6, 0, 1, 3, 4],
@@ -53,6 +57,11 @@ def flipped(labels: np.ndarray, rate: float, kind: str, seed: int, task: str = "
     return found
 
 
+def kept(path: str) -> dict[str, np.ndarray]:
+    """Return what the cases that were measured have left in a file; nothing of a file that is not there yet."""
+    return dict(np.load(path)) if Path(path).exists() else {}
+
+
 def judge(name: str, probabilities: np.ndarray, labels: np.ndarray, truth: np.ndarray, path: str) -> None:
     """Print what is found of the flips by probabilities of a classifier, and keep both in a file for `compare`."""
     from delivery.audit.labels import wrong_label_probabilities
@@ -65,8 +74,7 @@ def judge(name: str, probabilities: np.ndarray, labels: np.ndarray, truth: np.nd
     counts = f"{(wrong >= SUSPECTED).sum()} | {found.sum()} | {is_flipped.sum()}"
     print(f"| {name.replace('/', ' | ')} | {predicted:.1%} | {counts} | {right:.1%} |", flush=True)
     arrays = {"probabilities": probabilities, "labels": labels, "flipped": is_flipped, "wrong": wrong}
-    kept = dict(np.load(path)) if Path(path).exists() else {}
-    np.savez(path, **kept, **{f"{name}/{key}": array for key, array in arrays.items()})
+    np.savez(path, **kept(path) | {f"{name}/{key}": array for key, array in arrays.items()})
 
 
 def cases(rates: list[float], seeds: int) -> list[tuple[float, str, int]]:
@@ -98,10 +106,29 @@ def measure_published(path: str, probabilities: str, labels: str, only: list[tup
         judge(f"{rate:.0%} {kind}/{seed}", said, flipped(truth, rate, kind, seed, "cifar10"), truth, path)
 
 
+def train(folder: str, train: Arrays, test: Arrays, model: str, epochs: int, seed: int) -> Path:
+    """Train a model on images and labels; return the folder of its run."""
+    from training.config.command_line import parse_args
+    from training.run import run
+
+    data = Path(folder) / "data.npz"
+    np.savez(data, x_train=train[0], y_train=train[1], x_test=test[0], y_test=test[1])
+    given = [*RECIPE.split(), "--data", f"npz:{data}", "--model-type", model, "--epochs", str(epochs)]
+    given += ["--seed", str(seed), "--log-dir", folder, "--run-name", "run"]
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        code = run(parse_args(given)[0])
+    if code:
+        raise SystemExit(code)
+    return Path(folder) / "runs" / "run"
+
+
 def measure_trained(
     path: str, data: str, images: int, models: list[str], epochs: int, only: list[tuple[float, str, int]]
 ) -> None:
-    """Train each model on flipped labels of the first images, a fifth of them held out; print what is found by it."""
+    """Train each model on flipped labels of the first images, a fifth of them held out; print what is found by it.
+
+    What the file has already is not measured again.
+    """
     from delivery.audit.catalogue import Catalogue, embeddings
     from delivery.audit.labels import out_of_sample_probabilities
     from training.checkpoint.weights import load_model
@@ -111,22 +138,50 @@ def measure_trained(
     pictures, truth = archive["x_train"][:images], archive["y_train"][:images].astype(np.int64)
     print(TABLE)
     for (rate, kind, seed), model in ((case, model) for case in only for model in models):
-        labels = flipped(truth, rate, kind, seed, task)
+        name, labels = f"{model}, {rate:.0%} {kind}/{seed}", flipped(truth, rate, kind, seed, task)
+        if f"{name}/wrong" in kept(path):
+            continue
+        parts = [(pictures[some], labels[some]) for some in (slice(held_out, None), slice(held_out))]
         with tempfile.TemporaryDirectory() as folder:
-            noisy = Path(folder) / "noisy.npz"
-            parts = {"train": slice(held_out, None), "test": slice(held_out)}
-            arrays = {f"x_{part}": pictures[some] for part, some in parts.items()}
-            np.savez(noisy, **arrays, **{f"y_{part}": labels[some] for part, some in parts.items()})
-            command = [sys.executable, "scripts/train_distributed.py", *RECIPE.split(), "--data", f"npz:{noisy}"]
-            command += ["--model-type", model, "--epochs", str(epochs), "--seed", str(seed)]
-            command += ["--log-dir", folder, "--run-name", "noisy"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            trained = load_model(Path(folder) / "runs" / "noisy" / "model.safetensors")
-            catalogue = Catalogue(load_data(DataOptions(data=f"npz:{noisy}")))
-            features = embeddings(*trained, catalogue)
-        order = np.r_[held_out:images, :held_out]
-        probabilities = out_of_sample_probabilities(features, labels[order])
-        judge(f"{model}, {rate:.0%} {kind}/{seed}", probabilities, labels[order], truth[order], path)
+            trained = load_model(train(folder, parts[0], parts[1], model, epochs, seed) / "model.safetensors")
+            catalogue = Catalogue(load_data(DataOptions(data=f"npz:{folder}/data.npz")))
+            features = np.roll(embeddings(*trained, catalogue), held_out, axis=0)  # in the order of the labels
+        judge(name, out_of_sample_probabilities(features, labels), labels, truth, path)
+
+
+def measure_fixes(path: str, data: str, model: str, epochs: int) -> None:
+    """Train on the labels of each case of a file: as given, with the fixes, less as many images at random, and true.
+
+    The images are the first x_train of the data, and accuracy is that of the last epoch on its x_test. What the file
+    has already is not measured again.
+    """
+    from delivery.audit.labels import wrong_label_probabilities
+
+    archive = np.load(data)
+    print("| flips | seed | relabelled | dropped | top-1 as given | fixed | as many removed at random | true labels |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for name in sorted({key.rpartition("/")[0] for key in kept(path) if key.endswith("/flipped")}):
+        labels, seed = kept(path)[f"{name}/labels"], int(name.rpartition("/")[2])
+        truth, pictures = (archive[key][: len(labels)] for key in ("y_train", "x_train"))
+        wrong, other, certainty = wrong_label_probabilities(kept(path)[f"{name}/probabilities"], labels)
+        is_suspect, is_known = wrong >= SUSPECTED, certainty >= SUSPECTED
+        random = np.random.Generator(np.random.PCG64(seed)).permutation(len(labels))[is_suspect.sum() :]
+        variants = {
+            "given": (pictures, labels),
+            "fixed": (pictures[~is_suspect | is_known], np.where(is_suspect, other, labels)[~is_suspect | is_known]),
+            "random": (pictures[random], labels[random]),
+            "true": (pictures, truth),
+        }
+        for variant, arrays in variants.items():
+            if f"{name}/{variant}" not in kept(path):
+                with tempfile.TemporaryDirectory() as folder:
+                    run = train(folder, arrays, (archive["x_test"], archive["y_test"]), model, epochs, seed)
+                    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+                    top1 = [line["val_top1"] for line in lines if "val_top1" in line][-1]
+                np.savez(path, **kept(path) | {f"{name}/{variant}": np.array(top1)})
+        top1s = " | ".join(f"{kept(path)[f'{name}/{variant}']:.1%}" for variant in variants)
+        counts = f"{(is_suspect & is_known).sum()} | {(is_suspect & ~is_known).sum()}"
+        print(f"| {name.replace('/', ' | ')} | {counts} | {top1s} |", flush=True)
 
 
 def compare(path: str) -> None:
@@ -251,7 +306,7 @@ def measure_cifair(path: str, listed: str, drawing: str) -> None:
 def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("copies", "cifair", "labels", "trained", "published", "cleanlab"))
+    parser.add_argument("what", choices=("copies", "cifair", "labels", "trained", "published", "fixes", "cleanlab"))
     parser.add_argument("file", nargs="?", default="labels.npz")
     parser.add_argument("--images", type=int, default=600)
     parser.add_argument("--each", type=int, default=10)
@@ -276,6 +331,8 @@ def main() -> None:
         measure_trained(given.file, given.data, given.images, given.models, given.epochs, only)
     elif given.what == "published":
         measure_published(given.file, given.probabilities, given.labels, only)
+    elif given.what == "fixes":
+        measure_fixes(given.file, given.data, given.models[0], given.epochs)
     else:
         compare(given.file)
 
