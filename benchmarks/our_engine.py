@@ -47,6 +47,7 @@ def make_engine(
     engine: str = "auto",
     gradient_clipping: float = 0.0,
     accumulation_steps: int = 1,
+    pipeline_schedule: str = "1f1b",
     compiles: bool = False,
     graphs_of: tuple[int, int, int] | None = None,
     image_shape: tuple[int, int, int] | None = None,
@@ -64,6 +65,7 @@ def make_engine(
         engine: as `--engine`.
         gradient_clipping: largest norm, 0 for none.
         accumulation_steps: micro-batches of each rank in one step.
+        pipeline_schedule: as `--pipeline-schedule`.
         compiles: whether the model runs through `torch.compile`.
         graphs_of: shape [C, H, W] of the images for which the model is recorded as CUDA graphs; None for no graphs.
         image_shape: shape [C, H, W] of the images, for a network that is cut into stages.
@@ -78,6 +80,7 @@ def make_engine(
         weight_decay=weight_decay,
         tensor_parallel=world.tensor.size,
         pipeline_parallel=world.pipeline.size,
+        pipeline_schedule=pipeline_schedule,  # type: ignore[arg-type]  # one of its values
     )
     built = BuiltModel(module.to(world.device), {})
     setup, name = set_up_engine(config, built, read_strategy_json(strategy), precision, world, compiles=compiles)

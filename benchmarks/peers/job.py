@@ -144,9 +144,9 @@ def train_epochs(job: Job, loader: DataLoader, step: Step, laps: Laps) -> None:
         laps.stop()
 
 
-def make_batches(job: Job, steps: int) -> Batches:
-    """Random images, others on each rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
+def make_batches(job: Job, steps: int, seed: int | None = None) -> Batches:
+    """Random images, of a seed, or without one others on each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
     size = (job.batch_size, 3, job.image_size, job.image_size)
     return [
         (torch.randn(size, generator=generator), torch.randint(NUM_CLASSES, (job.batch_size,), generator=generator))
