@@ -35,20 +35,38 @@ from training.world.signals import StopRequest
 from training.world.world import start_world, stop_world
 
 RECIPE = {"model_type": "basic_cnn", "batch_size": 16, "image_size": 16, "learning_rate": 1e-3, "augmentation": "none"}
-VARIANTS = [(1, "fp32"), (10, "fp32"), (50, "fp32"), (200, "fp32"), (50, "bf16"), (50, "int8")]
+# Local steps, precision and delay.
+VARIANTS = [
+    (1, "fp32", 0),
+    (10, "fp32", 0),
+    (10, "fp32", 5),
+    (50, "fp32", 0),
+    (50, "fp32", 10),
+    (200, "fp32", 0),
+    (50, "bf16", 0),
+    (50, "int8", 0),
+]
 LARGER = {"model_type": "airbench_small", "batch_size": 64, "learning_rate": 4e-3, "augmentation": "shift_flip"}
 EARLY = 2
 LINKS = [(rate, delay) for rate in (1000, 100, 10) for delay in (1, 50, 200)]  # Mbit/s; ms each way
 FITTED = ((1000, 1), (1000, 50))  # links that tell how many round trips there are
 WARM_UP, EXCHANGES = 4, 5  # on each link: until TCP's window fits it, and those that are measured
 TABLE_STEPS = 200
+Link = tuple[int, int] | None
 
 
 class Measured(NamedTuple):
-    """Bytes that a host sends per exchange, and the seconds of an exchange by link; None for one without limits."""
+    """Bytes that a host sends per exchange, and seconds by link; None for one without limits.
+
+    Attributes:
+        sent_bytes: per exchange.
+        seconds: that training stood still for an exchange.
+        rounds: from one exchange to the next.
+    """
 
     sent_bytes: float
-    seconds: dict[tuple[int, int] | None, float]
+    seconds: dict[Link, float]
+    rounds: dict[Link, float]
 
     def predicted(self, rate: int, delay: int) -> float:
         """Return the seconds that an exchange takes by its bytes and round trips."""
@@ -57,27 +75,29 @@ class Measured(NamedTuple):
         return self.seconds[None] + round_trips * delay + 8 * self.sent_bytes / (rate * 1e6)
 
 
-def accuracy(recipe: dict[str, Any], seeds: int, variants: list[tuple[int, str]]) -> str:
+def accuracy(recipe: dict[str, Any], seeds: int, variants: list[tuple[int, str, int]]) -> str:
     """Train every variant with so many seeds; return the table."""
-    cases = [[recipe, steps, precision, seed] for steps, precision in variants for seed in range(seeds)]
+    cases = [[recipe, *variant, seed] for variant in variants for seed in range(seeds)]
     output = torchrun(2, "benchmarks.islands", "train", json.dumps(cases))
     runs = [json.loads(line.removeprefix("RUN ")) for line in output.splitlines() if line.startswith("RUN ")]
-    rows = ["| local steps | precision | bytes sent per step | outer steps | early | last | best |", "|---" * 7 + "|"]
-    for number, (steps, precision) in enumerate(variants):
+    columns = "local steps | precision | delay | bytes sent per step | outer steps | early | last | best"
+    rows = [f"| {columns} |", "|---" * 8 + "|"]
+    for number, (steps, precision, delay) in enumerate(variants):
         own = runs[number * seeds : (number + 1) * seeds]
         scores = [f"{100 * statistics.mean(run[name] for run in own):.1f}" for name in ("early", "last", "best")]
         sent, rounds = (statistics.mean(run[name] for run in own) for name in ("sent_bytes", "rounds"))
-        cells = [str(steps), precision, f"{sent:,.0f}", f"{rounds:.0f}", *scores]
+        cells = [str(steps), precision, str(delay), f"{sent:,.0f}", f"{rounds:.0f}", *scores]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def train_cases(cases: list[tuple[dict[str, Any], int, str, int]]) -> None:
+def train_cases(cases: list[tuple[dict[str, Any], int, str, int, int]]) -> None:
     """Train as one of two ranks; rank 0 prints what came out of each case."""
     world = start_world()
-    for recipe, steps, precision, seed in cases:
+    for recipe, steps, precision, delay, seed in cases:
         with tempfile.TemporaryDirectory() as folder:
-            own = {"local_steps": steps, "islands": 2 if steps > 1 else 0, "outer_precision": precision, "seed": seed}
+            own = {"local_steps": steps, "islands": 2 if steps > 1 else 0, "seed": seed}
+            own |= {"outer_precision": precision, "outer_delay": delay}
             logs = {"log_dir": folder, "run_name": RUN, "tensorboard": False, "report": False, "progress": "off"}
             context = set_up(TrainConfig(**recipe, **own, **logs), world)
             weights = sum(parameter.numel() for parameter in context.built.module.parameters())
@@ -103,6 +123,7 @@ def links() -> str:
         "ddp": [],
         "fp32": ["--local-steps", "10"],
         "int8": ["--local-steps", "10", "--outer-precision", "int8"],
+        "delay": ["--local-steps", "10", "--outer-delay", "9"],
     }
     with Hosts(2) as hosts:
         found = {name: measure(hosts, name, [*flags, *more]) for name, more in variants.items()}
@@ -130,6 +151,16 @@ def link_table(found: dict[str, Measured]) -> str:
                 " / ".join(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (times * predicted, times * spent))
             )
         rows.append(f"| {rate} Mbit/s, {delay} ms | {' | '.join(cells)} |")
+    rows += ["", "Seconds of a round of 10 steps with its outer step, and how long training stood still for that:", ""]
+    rows += ["| link | at the round's end | stood still | 9 steps later | stood still |", "|---" * 5 + "|"]
+    for link in (None, *LINKS):
+        cells = [
+            f"{value:.2f}"
+            for name in ("fp32", "delay")
+            for value in (found[name].rounds[link], found[name].seconds[link])
+        ]
+        name = f"{link[0]} Mbit/s, {link[1]} ms" if link else "no limit"
+        rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -143,7 +174,8 @@ def measure(hosts: Hosts, name: str, flags: list[str]) -> Measured:
     words += ["--log-every-steps", "1", "--save-every-minutes", "0", "--hang-timeout", "600", "--keep-last", "1"]
     training = Training(hosts, folder, words, 2, 1)
     training.wait_for_step(50, timeout_s=300)
-    seconds: dict[tuple[int, int] | None, float] = {}
+    seconds: dict[Link, float] = {}
+    rounds: dict[Link, float] = {}
     sent_bytes = 0.0
     for link in (None, *LINKS):
         hosts.fault("node02", "clear")
@@ -158,6 +190,10 @@ def measure(hosts: Hosts, name: str, flags: list[str]) -> Measured:
             time.sleep(0.05)
         done = exchanges(folder, name)
         seconds[link] = statistics.median(done[first:])
+        times = [
+            line["time"] for line in read_metrics(folder) if line["kind"] == ("step" if name == "ddp" else "outer_step")
+        ]
+        rounds[link] = statistics.median(after - before for before, after in pairwise(times[first - 1 : len(done)]))
         if link is None and name == "ddp":
             sent_bytes = (sent_by(hosts) - sent) / (len(done) - first)
         elif link is None:  # more than that has crossed the cable: evaluations lie between outer steps
@@ -166,7 +202,7 @@ def measure(hosts: Hosts, name: str, flags: list[str]) -> Measured:
     hosts.fault("node02", "clear")
     training.signal(signal.SIGTERM)
     training.end()
-    return Measured(sent_bytes, seconds)
+    return Measured(sent_bytes, seconds, rounds)
 
 
 def exchanges(folder: Path, name: str) -> list[float]:
@@ -193,12 +229,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--data", help="as of a training (default: the digits)")
-    parser.add_argument("--only", default="", help="variants such as 200:fp32,50:int8")
+    parser.add_argument("--only", default="", help="variants such as 200:fp32:0,50:int8:10")
     given = parser.parse_args()
     if given.what == "train":
         train_cases(json.loads(given.cases))
         return
-    chosen = [(int(steps), precision) for steps, precision in (one.split(":") for one in given.only.split(",") if one)]
+    words = [one.split(":") for one in given.only.split(",") if one]
+    chosen = [(int(steps), precision, int(delay)) for steps, precision, delay in words]
     recipe = (LARGER | {"data": given.data} if given.data else RECIPE) | {"epochs": given.epochs}
     table = links() if given.what == "links" else accuracy(recipe, given.seeds, chosen or VARIANTS)
     print(f"{machine_name()}, {versions('torch')}, {today()}\n\n{table}")

@@ -127,6 +127,8 @@ class Run(Prepared):
         self.loggers.close()
         self.train_loader.close()
         self.val_loader.close()
+        if isinstance(self.averages, OuterSteps):
+            self.averages.close()
         self.state.engine.close()
         if self.lock is not None:
             self.lock.close()
@@ -191,7 +193,11 @@ def build(prepared: Prepared) -> Run:
     if groups is None:
         averages = WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch)
     else:
-        averages = OuterSteps(engine, groups, world, config, config.epochs * plan.steps_per_epoch, loggers)
+        steps = plan.steps_per_epoch
+        had_ended = found is not None and first_step == found.manifest.config.get("epochs", 0) * steps
+        averages = OuterSteps(
+            engine, groups, world, config, config.epochs * steps, loggers, ended_at=first_step * had_ended
+        )
         notes.append(averages.describe())
     notes += setup.notes
     changed: dict[str, Any] = {"config": dataclasses.replace(config, compile="on" if compiles else "off")}

@@ -27,6 +27,7 @@ from training.world.world import World
 # Kinds of tensors in the optimizer's state that are the same on all islands.
 OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"
 OUTER_RESIDUAL = "outer_residual"  # what an island has still to send of its way, its own
+OUTER_SENT = "outer_sent"  # an island's way at the end of its latest round, its own
 FURTHER = re.compile(r"island ([0-9]{1,6})/")  # how the name of a further island's parameter begins in a checkpoint
 APPLIED_STEPS = "island/applied_steps"  # kept beside the buffers, which each rank saves: an island may skip a step
 
@@ -145,7 +146,8 @@ class _OfIsland(Mapping[str, torch.Tensor]):
         self, tensors: Mapping[str, Mapping[str, torch.Tensor]], kind: str, island: int, frozen: Collection[str]
     ) -> None:
         self._values, self._prefix, self._frozen = tensors[kind], _prefix(island), frozen
-        self._of_new, self._begins_at_zero = tensors[OUTER_WEIGHTS if kind == WEIGHTS else kind], kind == OUTER_RESIDUAL
+        self._of_new = tensors[OUTER_WEIGHTS if kind == WEIGHTS else kind]
+        self._begins_at_zero = kind in (OUTER_RESIDUAL, OUTER_SENT)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         try:
