@@ -150,7 +150,7 @@ def measure_trained(
 
 
 def measure_fixes(path: str, data: str, model: str, epochs: int) -> None:
-    """Train on the labels of each case of a file: as given, with the fixes, less as many images at random, and true.
+    """Train on the labels of each case of a file: as given, with the fixes, and less as many images at random.
 
     The images are the first x_train of the data, and accuracy is that of the last epoch on its x_test. What the file
     has already is not measured again.
@@ -158,11 +158,11 @@ def measure_fixes(path: str, data: str, model: str, epochs: int) -> None:
     from delivery.audit.labels import wrong_label_probabilities
 
     archive = np.load(data)
-    print("| flips | seed | relabelled | dropped | top-1 as given | fixed | as many removed at random | true labels |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print("| flips | seed | relabelled | dropped | top-1 as given | fixed | as many removed at random |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for name in sorted({key.rpartition("/")[0] for key in kept(path) if key.endswith("/flipped")}):
         labels, seed = kept(path)[f"{name}/labels"], int(name.rpartition("/")[2])
-        truth, pictures = (archive[key][: len(labels)] for key in ("y_train", "x_train"))
+        pictures = archive["x_train"][: len(labels)]
         wrong, other, certainty = wrong_label_probabilities(kept(path)[f"{name}/probabilities"], labels)
         is_suspect, is_known = wrong >= SUSPECTED, certainty >= SUSPECTED
         random = np.random.Generator(np.random.PCG64(seed)).permutation(len(labels))[is_suspect.sum() :]
@@ -170,7 +170,6 @@ def measure_fixes(path: str, data: str, model: str, epochs: int) -> None:
             "given": (pictures, labels),
             "fixed": (pictures[~is_suspect | is_known], np.where(is_suspect, other, labels)[~is_suspect | is_known]),
             "random": (pictures[random], labels[random]),
-            "true": (pictures, truth),
         }
         for variant, arrays in variants.items():
             if f"{name}/{variant}" not in kept(path):

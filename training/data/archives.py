@@ -143,10 +143,11 @@ def listing_of(
     class_names = _class_names(root, indexes, read_names)
     records: list[Record] = []
     for number, (part, index) in enumerate(zip(parts, indexes, strict=True)):
+        named = {label: _named(label, class_names, files[number]) for label in {entry.label for entry in index.entries}}
         records += [
             Record(
                 entry.path,
-                _named(entry.label, class_names, files[number]),
+                named[entry.label],
                 part,
                 entry.group,
                 size=entry.size,
@@ -257,7 +258,9 @@ def _parsed(content: Any) -> Index:
         for path, label, place, length, box, weight, group in content["entries"]:
             if not (type(place) is type(length) is int and 0 <= place < 2**62 and 0 <= length < 2**62):
                 raise ValueError
-            yield checked(Entry(path, sys.intern(label), place, length, tuple(box), weight, group))
+            entry = Entry(path, sys.intern(label), place, length, tuple(box), weight, group)
+            is_plain = not box and type(weight) is float and weight == 1 and type(path) is type(group) is str
+            yield entry if is_plain else checked(entry)
 
     names = content["class_names"]
     if not all(type(name) is str for name in names):

@@ -164,7 +164,8 @@ def _datasets(listing: Listing, parts: Sequence[list[Record]], test: list[Record
     of_records = sorted({record.label for record in listing.records})
     for name in of_records if is_multilabel else listing.class_names or of_records:
         names.setdefault(unicodedata.normalize("NFC", name), name)
-    numbers = {name: number for number, name in enumerate(names)}
+    order = {name: number for number, name in enumerate(names)}
+    numbers = {name: order[unicodedata.normalize("NFC", name)] for name in of_records}
     mean = sum(record.weight for record in parts[0]) / len(parts[0])
     listing.records.clear()
     if not mean:
@@ -178,7 +179,7 @@ def _datasets(listing: Listing, parts: Sequence[list[Record]], test: list[Record
                 ImageFile(
                     record.path,
                     record.size,
-                    numbers[unicodedata.normalize("NFC", record.label)],
+                    numbers[record.label],
                     record.changed_ns,
                     record.box,
                     record.weight if mean == 1 else record.weight / mean,  # 1 on average, as the weights of classes
