@@ -186,7 +186,8 @@ def measure_fixes(path: str, data: str, model: str, epochs: int) -> None:
 def compare(path: str) -> None:
     """Print recalls at equal precision: ours and that of cleanlab's list; of what we report and of its plain ranking.
 
-    Its ranking is by `get_label_quality_scores`, whose default is the probability of the given label.
+    Of each case, then the means over the seeds with the least and the most. cleanlab's ranking is by
+    `get_label_quality_scores`, whose default is the probability of the given label.
     """
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
@@ -196,23 +197,29 @@ def compare(path: str) -> None:
         most = np.flatnonzero(ranked.cumsum() / np.arange(1, len(ranked) + 1) >= precision)
         return ranked[: most[-1] + 1].sum() / is_flipped.sum() if len(most) else 0.0
 
-    kept = np.load(path)
     ours = "our recall at that precision | our report's precision | its recall | cleanlab's ranking at that precision"
-    print(f"| flips | seed | cleanlab's precision | its recall | {ours} |\n|---|---|---|---|---|---|---|---|")
-    for key in sorted({name.rpartition("/")[0] for name in kept.files}):
+    header = f"cleanlab's precision | its recall | {ours} |\n|---|---|---|---|---|---|---|---|"
+    print(f"| flips | seed | {header}")
+    of_seeds: dict[str, list[list[float]]] = {}
+    for key in sorted({name.rpartition("/")[0] for name in kept(path) if name.endswith("/flipped")}):
         probabilities, labels, is_flipped, wrong = (
-            kept[f"{key}/{name}"] for name in ("probabilities", "labels", "flipped", "wrong")
+            kept(path)[f"{key}/{name}"] for name in ("probabilities", "labels", "flipped", "wrong")
         )
         if not is_flipped.any():
             continue
         probabilities = probabilities / probabilities.sum(1, keepdims=True)
         listed = find_label_issues(labels, probabilities, return_indices_ranked_by="self_confidence")
         reported = np.flatnonzero(wrong >= SUSPECTED)
-        rows = []
+        row: list[float] = []
         for chosen, other in ((listed, -wrong), (reported, get_label_quality_scores(labels, probabilities))):
             precision, recall = is_flipped[chosen].mean(), is_flipped[chosen].sum() / is_flipped.sum()
-            rows.append(f"{precision:.1%} | {recall:.1%} | {recall_at(other, precision):.1%}")
-        print(f"| {key.replace('/', ' | ')} | {' | '.join(rows)} |")
+            row += [precision, recall, recall_at(other, precision)]
+        of_seeds.setdefault(key.rpartition("/")[0], []).append(row)
+        print(f"| {key.replace('/', ' | ')} | {' | '.join(f'{value:.1%}' for value in row)} |")
+    print(f"\n| flips | seeds | {header}")
+    for name, rows in of_seeds.items():
+        cells = [f"{np.mean(of):.0%} ({min(of):.0%}-{max(of):.0%})" for of in zip(*rows, strict=True)]
+        print(f"| {name} | {len(rows)} | {' | '.join(cells)} |")
 
 
 def measure_copies(count: int, each: int) -> None:
