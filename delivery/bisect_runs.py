@@ -13,7 +13,7 @@ from training.base.errors import UserError, one_line, shown
 from training.base.run_folder import CONFIG, ENVIRONMENT, IMAGES, METRICS
 from training.config import FLAG_OF
 from training.data.image_list import read_image_list
-from training.observe.step_hashes import HASHES
+from training.observe.step_hashes import HASHES, OF_LEAF
 
 OF_NO_ACCOUNT = (
     *("run_name", "log_dir", "resume", "progress", "tensorboard", "report", "log_every_steps"),
@@ -30,7 +30,9 @@ class Difference:
         compared: steps of which both have hashes.
         last_equal: the last of them before the first difference, 0 if there is none.
         step: the first at which they differ, 0 if they do not.
-        images_differ: whether the images of that step differ; None if one of the runs did not note them.
+        images_differ: whether the images of that step differ; None if the runs did not note the same leaves.
+        leaves: those that differ in that step, in words, from rank and number to what is other about each.
+        leaves_compared: of how many.
         tensors: names of the parameters that differ after it, in the network's order.
         parameters: how many there are.
         settings: lines about configuration, surroundings and images, whether or not a step differs.
@@ -40,6 +42,8 @@ class Difference:
     last_equal: int
     step: int = 0
     images_differ: bool | None = None
+    leaves: list[str] = field(default_factory=list)
+    leaves_compared: int = 0
     tensors: list[str] = field(default_factory=list)
     parameters: int = 0
     settings: list[str] = field(default_factory=list)
@@ -70,14 +74,29 @@ def compare(first: Path, second: Path) -> Difference:
         one, other = sides[0][step], sides[1][step]
         if one["weights"].keys() != other["weights"].keys():
             raise UserError(f"{first.name} and {second.name} train other networks: their parameters have other names.")
-        images = [side.get("images") for side in (one, other)]
-        images_differ = None if None in images else images[0] != images[1]
+        pairs = _pairs_of_leaves(one, other)
+        images_differ = any(of_one["images"] != of_other["images"] for of_one, of_other in pairs) if pairs else None
+        leaves = [words for number, pair in enumerate(pairs, start=1) if (words := _differing(number, *pair))]
         tensors = [name for name, value in one["weights"].items() if other["weights"][name] != value]
-        if tensors or images_differ:
-            count = len(one["weights"])
-            return Difference(len(steps), last_equal, step, images_differ, tensors, count, settings)
+        if tensors or leaves:
+            of_leaves = (images_differ, leaves, len(pairs))
+            return Difference(len(steps), last_equal, step, *of_leaves, tensors, len(one["weights"]), settings)
         last_equal = step
     return Difference(len(steps), last_equal, settings=settings)
+
+
+def _pairs_of_leaves(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the same leaves of a step in two runs; none if it has more of them in one."""
+    leaves = [side.get("leaves", []) for side in (one, other)]
+    return [*zip(*leaves, strict=True)] if len(leaves[0]) == len(leaves[1]) else []
+
+
+def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return what is other about a leaf in words: the first in the order in which it is computed; '' for nothing."""
+    what = next((kind for kind in OF_LEAF if kind in one.keys() & other.keys() and one[kind] != other[kind]), "")
+    ranks = " | ".join(map(str, dict.fromkeys((one["rank"], other["rank"]))))
+    same = {"images": "", "outputs": " of the same images", "gradients": " of the same images and outputs"}
+    return what and f"rank {ranks} (leaf {number}): other {what}{same[what]}"
 
 
 def lines_of(found: Difference) -> Iterator[str]:
@@ -92,6 +111,12 @@ def lines_of(found: Difference) -> Iterator[str]:
         names = ", ".join(found.tensors[:3]) + (", ..." if len(found.tensors) > 3 else "")
         tensors = f"{len(found.tensors)} of {found.parameters} parameters differ after it"
         yield f"differ       at step {found.step}: {images}; {tensors}" + (f": {names}" if names else "")
+        if found.leaves:
+            count = f"{len(found.leaves)} of {found.leaves_compared}"
+            more = "; ..." if len(found.leaves) > 3 else ""
+            yield f"leaves       {count} differ: {'; '.join(found.leaves[:3])}{more}"
+        elif found.leaves_compared:
+            yield f"leaves       all {found.leaves_compared} are equal: what differs is their sum, or the update"
     yield from (f"other        {line}" for line in found.settings or ["no setting, version or image that a run notes"])
 
 

@@ -48,7 +48,8 @@ def predict_parser(description: str | None) -> OneLineParser:
         "images", nargs="+", metavar="IMAGE", help="Files, folders, or -: one image, or paths, on standard input."
     )
     parser.add_number("--top-k", 1, LARGEST_TOP_K, default=3, help="Classes named for each image.")
-    parser.add_choice("--format", ("table", "csv", "json"), default="table", help="json: one object a line.")
+    of_ending = "Default: as --output ends, .csv or .json; else table."
+    parser.add_choice("--format", ("table", "csv", "json"), default="", help=f"json: one object a line. {of_ending}")
     parser.add_argument("--output", default="", help="File to write in place of standard output.")
     parser.add_argument(
         "--explain", default="", metavar="FOLDER", help="Write what spoke for the first label, a picture of each image."

@@ -25,7 +25,7 @@ from training.base.points import SCORE_NAMES
 from training.base.run_folder import CARD, WEIGHTS
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
-from training.config.values import OF_ONE_RUN, WORDS_OF_LAUNCH, launch_command, show_value
+from training.config.values import OF_ONE_RUN, WORDS_OF_LAUNCH, as_given, launch_command, show_value
 from training.data.reading.images import CHANNEL_MODES
 from training.data.settings import DataSettings
 from training.data.values import BYTES, values_of
@@ -103,7 +103,9 @@ def write_model_card(run: Path) -> Path | None:
         other_run=([{}] + [line for line in epochs if line.get("epochs", config.epochs) != config.epochs])[-1],
         end=files.history.processes[-1].end or {},
         global_batch=count_global_batch(vars(config), environment),
-        recipe={name: show_value(value) for name in recipe_names(config) if (value := getattr(config, name)) != ""},
+        recipe={
+            name: show_value(value) for name in recipe_names(config) if (value := getattr(as_given(config), name)) != ""
+        },
         command=shlex.join(launch_command(config, ranks, environment.get("ranks_per_machine", ranks), OF_ONE_RUN)),
     )
     with replacing(card) as temporary:
@@ -130,6 +132,8 @@ def _front_matter(
             (scores["split"], "accuracy", "top-5", scores["top5"]),
             (scores["split"], "f1", "macro F1", scores["macro"]["f1"]),
         ]
+        if "map" in scores:
+            values.append((scores["split"], "mean_average_precision", "mAP", scores["map"]))
     results = [
         EvalResult(
             task_type="image-classification",

@@ -18,6 +18,8 @@ from training.base.atomic_write import replacing
 from training.base.errors import UserError, printable
 from training.base.small_files import csv_line
 
+WIDEST = 10_000  # letters of a table's line in a file
+OF_ENDING = {".csv": "csv", ".json": "json", ".jsonl": "json"}
 LONGEST_NAME = 100  # letters of an image's name in that of its picture
 
 
@@ -26,7 +28,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
 
     Args:
         predictions: of `delivery.predict.predict`.
-        kind: "table", "csv" or "json".
+        kind: "table", "csv" or "json"; empty for what the file's name ends with.
         path: the file, written beside its name and renamed at the end; empty for standard output.
         top_k: classes of each prediction, at most.
 
@@ -35,7 +37,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
     """
     if path and Path(os.path.expanduser(path)).is_dir():
         raise UserError(f"--output {path} is a folder: give a file, such as {Path(path) / 'labels.csv'}.")
-    unreadable = 0
+    kind, unreadable = kind or OF_ENDING.get(Path(path).suffix.lower(), "table"), 0
 
     def readable() -> Iterator[Prediction]:
         nonlocal unreadable
@@ -135,7 +137,8 @@ def _write_table(predictions: Iterator[Prediction], stream: TextIO, top_k: int) 
         then = shown if one.is_rejected or one.chosen else shown[1:]
         table.add_row(*first, *([", ".join(then)] if top_k > 1 else []))
     if table.row_count:
-        Console(file=stream, highlight=False, markup=False, emoji=False).print(table)
+        width = None if stream.isatty() else WIDEST  # nothing is cut where there is no screen
+        Console(file=stream, width=width, highlight=False, markup=False, emoji=False).print(table)
 
 
 FORMATS: dict[str, Callable[[Iterator[Prediction], TextIO, int], None]] = {

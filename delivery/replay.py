@@ -167,16 +167,14 @@ def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) 
 
 
 def differences(watched: WatchedStep, run: Path) -> list[str] | None:
-    """Return `images` and parameters that have other hashes than in the run after the step; None if it has none."""
+    """Return what has other hashes than in the run: images of leaves, parameters after it; None if it has none."""
     line = read_hashes(run).get(watched.number)
     if line is None:
         return None
-    ours = {name: tensor_hash(weight) for name, weight in watched.after.items()}
-    theirs = line["weights"]
-    if "images" in line:  # first in the list
-        ours = {"images": tensor_hash(watched.seen[0][0].images)} | ours
-        theirs = theirs | {"images": line["images"]}
-    return [name for name, value in ours.items() if theirs.get(name) != value]
+    leaves = enumerate(zip(line.get("leaves", []), watched.seen, strict=False), start=1)
+    images = {f"images of leaf {n}": leaf["images"] != tensor_hash(seen.images) for n, (leaf, (seen, _)) in leaves}
+    weights = {name: line["weights"].get(name) != tensor_hash(weight) for name, weight in watched.after.items()}
+    return [name for name, differs in (images | weights).items() if differs]
 
 
 def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -49,6 +49,7 @@ PLACES = 3  # significant digits of a number that is drawn
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
 _RANGE = re.compile(r"([^.].*?)\.\.(.+?)(:log)?")
+VARIED_LINES = "expected lines such as 'seed: 0,1,2' or 'learning-rate: 0.001..0.1:log', without brackets"
 LINE = "sweep.json"
 FAILED = "exit code"  # how the state of a trial that failed begins
 
@@ -279,7 +280,10 @@ def read_varied(texts: Sequence[str]) -> Iterator[str]:
     """Yield FLAG=VALUES as given; of a YAML file its pairs, so that the sweep's line holds what was in it."""
     for text in texts:
         is_file = "=" not in text and text.endswith((".yaml", ".yml"))
-        pairs = load_file(Path(text), f"--vary {shown(text)}") if is_file else {}
+        where = f"--vary {shown(text)}"
+        pairs = load_file(Path(text), where, VARIED_LINES) if is_file else {}
+        if is_file and (not pairs or None in pairs.values()):
+            raise UserError(f"{where}: {VARIED_LINES}.")
         yield from (f"{flag}={values}" for flag, values in pairs.items()) if is_file else (text,)
 
 

@@ -5,11 +5,12 @@ Importing this module loads neither torch nor timm: the command line reads the t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.errors import unknown_name
+from models.errors import UserError, unknown_name
 
 TIMM_PREFIX = "timm:"
 HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # of a repository of the Hugging Face hub, see `models.hub_models`
@@ -64,12 +65,21 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
+def hub_name_of(weights: str) -> str:
+    """Return `timm:hf-hub:ORG/NAME@REVISION` of a file in the hub's local cache, '' for any other file."""
+    found = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/([^/]+)/model\.safetensors$", weights)
+    return f"{HUB_PREFIX}{found[1]}/{found[2]}@{found[3]}" if found else ""
+
+
 def check_model_name(name: str) -> None:
     """Accept a name of `MODELS` or `timm:<name>`; whether timm has that name is checked by `build_model`.
 
     Raises:
         UserError: for any other name, with the nearest one.
     """
+    of_hub = re.sub(r"^(timm:)?hf[-_]?hub:/*", HUB_PREFIX, name, flags=re.IGNORECASE)
+    if of_hub.startswith(HUB_PREFIX) and of_hub != name:
+        raise UserError(f"model '{name}': a network of the Hugging Face hub is {of_hub}.")
     if name not in MODELS and not (name.startswith(TIMM_PREFIX) and len(name) > len(TIMM_PREFIX)):
         from models.timm_models import name_in_timm  # a mistake may wait for timm
 

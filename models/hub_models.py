@@ -14,14 +14,15 @@ from models.errors import UserError
 from models.timm_models import offline_where_unreachable, reason_of
 
 
-def of_hub(model_type: str, weights: str = "") -> tuple[str, str]:
-    """Return the network of a repository as `timm:<architecture>`, and the local path of its weights.
+def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) -> tuple[str, str]:
+    """Return the network of a repository as `timm:<architecture>`, and the local path of its weights, '' if not wanted.
 
     Both files are fetched into the hub's local cache if they are not there; only safetensors are read.
 
     Args:
         model_type: `timm:hf-hub:ORG/NAME`, or `timm:hf-hub:ORG/NAME@REVISION`.
         weights: a file that is loaded in place of the repository's; '' for that.
+        wants_weights: whether the repository's are loaded where there is no such file.
 
     Raises:
         UserError: if the repository cannot be reached, is not of timm's form, or has no model.safetensors.
@@ -31,7 +32,8 @@ def of_hub(model_type: str, weights: str = "") -> tuple[str, str]:
         raise UserError(
             f"--model-type {model_type}: expected {HUB_PREFIX}ORG/NAME, such as {HUB_PREFIX}timm/resnet18.a1_in1k."
         )
-    names = ["config.json"] if weights else ["config.json", "model.safetensors"]
+    loads_own = wants_weights and not weights
+    names = ["config.json", "model.safetensors"] if loads_own else ["config.json"]
     for name in names:
         try:
             with offline_where_unreachable():
@@ -47,4 +49,4 @@ def of_hub(model_type: str, weights: str = "") -> tuple[str, str]:
     if not isinstance(network, str) or not timm.is_model(network) or facts.get("model_args"):
         what = "takes model_args" if network and facts.get("model_args") else "names no network of timm's"
         raise UserError(f"--model-type {model_type}: its config.json {what}: give timm:NAME and --weights FILE.")
-    return f"timm:{network}", weights or found
+    return f"timm:{network}", found if loads_own else weights

@@ -1,7 +1,7 @@
 """Predicts the classes of images with a trained model.
 
 python scripts/predict.py digits photo.png other.jpg
-python scripts/predict.py logs/runs/digits ~/photos --format csv --output labels.csv
+python scripts/predict.py logs/runs/digits ~/photos --output labels.csv
 find ~/photos -newer last | python scripts/predict.py digits - --format json
 python scripts/predict.py digits photo.png --explain why          # why/00001-photo.png: what spoke for the label
 curl -s https://example.org/cat.jpg | python scripts/predict.py digits -

@@ -55,9 +55,7 @@ def cache_features(context: Run, loop: TrainContext) -> int:
     read: list[torch.Tensor] = []
     hook = head.register_forward_pre_hook(lambda _head, inputs: read.append(inputs[0]))
     loaders = (context.train_loader, context.val_loader)
-    sets = [
-        _Features(loader, read, world, views) for loader, views in zip(loaders, (config.feature_views, 1), strict=True)
-    ]
+    sets = [SampleRows(loader, world, views) for loader, views in zip(loaders, (config.feature_views, 1), strict=True)]
     images, often = sum(len(loader.dataset) for loader in loaders), "once"
     if config.feature_views > 1:
         often += f" for each of {config.feature_views} views"
@@ -66,8 +64,8 @@ def cache_features(context: Run, loop: TrainContext) -> int:
     for loader, features in zip(loaders, sets, strict=True):
         for view in range(features.views):
             with loop.timing.clock.evaluation, torch.no_grad():
-                once, add = loader.each_once(view), partial(features.add, view)
-                stop_signal = forward_all(engine, once, add, context=loop, is_interruptible=True)
+                once, add = loader.each_once(view), partial(_add, features, view, read)
+                stop_signal = forward_all(engine.outputs, once, add, context=loop, is_interruptible=True)
             if stop_signal:
                 hook.remove()
                 return stop_signal
@@ -93,8 +91,17 @@ def cache_features(context: Run, loop: TrainContext) -> int:
     return 0
 
 
+def _add(features: SampleRows, view: int, read: list[torch.Tensor], batch: Batch, _logits: torch.Tensor) -> None:
+    """Keep what the head has just read; a collective."""
+    own = read.pop()
+    if own.ndim != 2:
+        shape = " x ".join(map(str, own.shape[1:]))
+        raise AgreedError(f"--features cached: this head reads {shape} numbers, no vector: leave that out.")
+    features.add(view, batch, own)
+
+
 @torch.no_grad()
-def _take_either(context: Run, head: nn.Module, features: _Features, read: list[torch.Tensor]) -> float:
+def _take_either(context: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
     """Let the model take features [B, D], too, in training after the dropout before its head; a collective.
 
     The dropout is the one with which, of the same random numbers, features give what images give.
@@ -138,34 +145,29 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
 
 
-class _Features:
-    """What the head reads of each image of a set, on every rank.
+class SampleRows:
+    """What a network makes of each image of a set, D numbers, on every rank.
 
     Args:
         loader: of the images.
-        read: to which each forward of the network appends what its head reads, [B, D].
         world: the ranks that read different images.
         views: how many of each image.
 
     Attributes:
         values: [views x images, D] on the device, view by view.
         weights: float32 [views x images], 0 for those that could not be read.
-        first: images and features of this rank's first batch.
+        first: images and rows of this rank's first batch.
     """
 
-    def __init__(self, loader: Loader, read: list[torch.Tensor], world: World, views: int) -> None:
-        self._source, self._read, self._world, self.views = loader.dataset.source, read, world, views
+    def __init__(self, loader: Loader, world: World, views: int = 1) -> None:
+        self._source, self._world, self.views = loader.dataset.source, world, views
         self._images = len(loader.dataset)
         self.weights = torch.zeros(views * self._images)
         self.values = torch.empty(0)
         self.first: tuple[torch.Tensor, ...] = ()
 
-    def add(self, view: int, batch: Batch, _logits: torch.Tensor) -> None:
-        """Keep the features of all ranks' batches of one view; a collective."""
-        own = self._read.pop()
-        if own.ndim != 2:
-            shape = " x ".join(map(str, own.shape[1:]))
-            raise AgreedError(f"--features cached: this head reads {shape} numbers, no vector: leave that out.")
+    def add(self, view: int, batch: Batch, own: torch.Tensor) -> None:
+        """Keep the rows [B, D] of all ranks' batches of one view; a collective."""
         if not self.first:
             self.first, self.values = (batch.images, own), own.new_zeros(len(self.weights), own.shape[1])
         numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device) + view * self._images, -1)

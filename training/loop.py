@@ -88,7 +88,7 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         losses = sample_losses(logits, batch.labels, label_sets)
         recorder.add(losses, logits, batch.labels, batch.weights, batch.indices)
 
-    forward = partial(forward_all, engine, context=context, is_interruptible=is_interruptible)
+    forward = partial(forward_all, engine.outputs, context=context, is_interruptible=is_interruptible)
     if neighbours is not None:
         stop_signal = forward(neighbours.loader, neighbours.add)
         neighbours.gather()
@@ -98,16 +98,24 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
 
 
 def forward_all(
-    engine: Engine,
+    outputs_of: Callable[[Iterable[Batch]], Iterator[tuple[Batch, torch.Tensor]]],
     batches: Loader,
     record: Callable[[Batch, torch.Tensor], None],
     *,
     context: TrainContext,
     is_interruptible: bool,
 ) -> int:
-    """Give `record` every batch with the model's outputs; return the stop signal that ended it, 0; a collective."""
+    """Give `record` every batch with a network's outputs; return the stop signal that ended it, or 0; a collective.
+
+    Args:
+        outputs_of: as `Engine.outputs`.
+        batches: this rank's.
+        record: takes a batch and its outputs.
+        context: of the run.
+        is_interruptible: whether a stop signal ends it.
+    """
     waiting, stop_signal = SafeBatches(batches, len(batches), context), 0
-    for batch, outputs in engine.outputs(waiting):
+    for batch, outputs in outputs_of(waiting):
         record(batch, outputs)
         if is_interruptible:
             context.heartbeat.beat("evaluate")

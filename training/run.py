@@ -39,6 +39,7 @@ from training.observe.step_metrics import run_point
 from training.out_of_memory import describe_failure, is_out_of_memory
 from training.prepare import FIRST_START, RunStart, prepare
 from training.setup import Run, build, train_context
+from training.teacher import keep_answers
 from training.world.collectives import agreed
 from training.world.mesh import form_mesh
 from training.world.preserved_process import preserved_process
@@ -144,6 +145,7 @@ def train(context: Run, stop: StopRequest, start: RunStart = FIRST_START, delive
     if config.features == "cached" and not stop_signal:
         with removed_if_refused(context.folder):
             stop_signal = cache_features(context, loop)
+    stop_signal = stop_signal or keep_answers(context, loop)
     first_position = context.position
     with measured_communication(loop.timing.clock):
         while state.progress.epoch < config.epochs and not stop_signal:

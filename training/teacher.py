@@ -1,11 +1,17 @@
-"""`--teacher`: the trained network whose answers a run learns, found, checked, and told from others by its hash."""
+"""`--teacher`: the trained network whose answers a run learns, found, checked, and told from others by its hash.
+
+Where nothing changes the images it answers once, before the first epoch, and not in each.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,23 +21,32 @@ from models.dry_run import forward_failure
 from training.base.errors import UserError, one_line
 from training.base.run_folder import WEIGHTS
 from training.base.settings import REPO_ROOT
+from training.base.units import format_duration
+from training.cached_features import SampleRows
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data.datasets import DatasetPair
+from training.data.reader import Batch
+from training.data.transfer import to_device
 from training.engines.precision import under_autocast
+from training.loop import forward_all
 from training.observe.new_run import run_folder
-from training.world.collectives import agreed, broadcast_object
-from training.world.exchange import text
+from training.world.collectives import agreed, broadcast_object, gather_objects
+from training.world.exchange import flag, text
 from training.world.world import World
 
+if TYPE_CHECKING:
+    from training.setup import Run
+    from training.steps.context import TrainContext
+
 TIMM = "timm:"
+MOST_KEPT_BYTES = 2 * 10**9  # of answers, on each rank
 
 
 class Teacher:
-    """From the images of a run, float32 [B, C, S, S] as its network takes them, to logits, float32 [B, classes].
+    """From a batch of a run, with images float32 [B, C, S, S] as its network takes them, to logits [B, classes].
 
-    In evaluation mode, without gradients: a function of the images alone, the same on any rank. Its answers are not
-    kept by sample: their last bits may depend on the batch that an image is in, which a resume would change.
+    In evaluation mode, without gradients, in float32: a function of the images alone, the same on any rank.
 
     Args:
         module: the network.
@@ -43,6 +58,7 @@ class Teacher:
 
     Attributes:
         digest: sha256 of its tensors.
+        kept: its answers to the training images, float32 [N, classes], which go before new ones; None without.
     """
 
     def __init__(
@@ -55,14 +71,26 @@ class Teacher:
         device: torch.device,
     ) -> None:
         self.digest = _digest_of(module)
+        self.kept: torch.Tensor | None = None
         module = module.eval().requires_grad_(False).to(device).to(memory_format=torch.channels_last)
         self._network, self._order = under_autocast(module, precision, device), order.to(device)
         factors = torch.stack([given[1] / own[1], (given[0] - own[0]) / own[1]])[:, :, None, None]
         self._normalization = None if torch.equal(own, given) else factors.float().to(device)
 
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Answer to a batch of training images."""
+        if self.kept is None:
+            return self.answer(batch.images)
+        return self.kept.index_select(0, to_device(batch.indices, self.kept.device))
+
+    def answers(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield each batch with new answers, as `Engine.outputs`."""
+        for batch in batches:
+            yield batch, self.answer(batch.images)
+
     @torch.no_grad()
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Answer."""
+    def answer(self, images: torch.Tensor) -> torch.Tensor:
+        """Answer anew."""
         if self._normalization is not None:
             scale, offset = self._normalization
             images = images * scale + offset
@@ -112,6 +140,38 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
 
     agreed(check, world)
     return teacher
+
+
+def keep_answers(context: Run, loop: TrainContext) -> int:
+    """Let the teacher answer to each training image once, if it is the same in every epoch; a collective.
+
+    That has the bits of an answer in each epoch where they do not depend on an image's place in the batch.
+
+    Returns:
+        The number of the signal that ended it, 0 for none.
+    """
+    teacher, loader, world, begin = context.teacher, context.train_loader, context.world.data, time.perf_counter()
+    classes, is_left = len(context.data.class_names), loop.total_steps - context.position > loop.plan.steps_per_epoch
+    fits = 4 * classes * len(loader.dataset) <= MOST_KEPT_BYTES
+    if teacher is None or not (loader.dataset.is_constant and is_left and fits):
+        return 0
+    rows = SampleRows(loader, world)
+    with loop.timing.clock.evaluation:
+        once, add = loader.each_once(), partial(rows.add, 0)
+        if stop_signal := forward_all(teacher.answers, once, add, context=loop, is_interruptible=True):
+            return stop_signal
+    images, answers = (part.flip(0) for part in rows.first)
+    is_same = torch.equal(teacher.answer(images), answers)
+    if not all(gather_objects(is_same, flag, world)):
+        context.loggers.message(
+            "note: here the last bits of a teacher's answer depend on an image's place in the batch: it answers in "
+            "every epoch"
+        )
+        return 0
+    teacher.kept = rows.values
+    seconds = format_duration(time.perf_counter() - begin)
+    context.loggers.message(f"teacher      answered to {len(loader.dataset)} images in {seconds}, for all epochs")
+    return 0
 
 
 def _load_file(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, list[str], list[list[float]]]:

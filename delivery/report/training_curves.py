@@ -65,12 +65,12 @@ def single_run_charts(history: History) -> list[Chart]:
     names = ("cores of the idlest machine", "cores of the busiest machine")
     cpus = [_line(history, column, name, style) for column, name, style in zip(CPUS, names, (3, 4), strict=True)]
     if np.array_equal(cpus[0].y, cpus[1].y, equal_nan=True):  # one machine
-        cpus = [cpus[0]._replace(name="cores")]
+        cpus = [cpus[0]._replace(name="cores of the machine, by all programs")]
     use = [_line(history, "gpu_utilization", "GPU", 1), _line(history, "data_wait_share", "waiting for data", 2), *cpus]
     memory, disk = ([line._replace(y=line.y / 1e9) for line in lines] for lines in (memory, disk))
     charts.append(draw("memory", "Memory of rank 0 (GB)", memory, marks=marks, from_zero=True))
     charts.append(draw("use", "Use of cores, GPU and time", use, marks=marks, from_zero=True, is_percent=True))
-    charts.append(draw("disk", "Disk of the run (GB)", disk, marks=marks, from_zero=True))
+    charts.append(draw("disk", "Free space on the run's disk (GB)", disk, marks=marks, from_zero=True))
     return [chart for chart in charts if chart is not None]
 
 

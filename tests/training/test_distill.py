@@ -43,16 +43,51 @@ def test_a_resumed_student_has_the_same_bytes_and_another_teacher_is_refused(tea
     assert (runs / "resumed" / WEIGHTS).read_bytes() == (runs / "student" / WEIGHTS).read_bytes()
 
 
+UNCHANGED = ("--augmentation", "none", "--shift-pixels", "0", "--mixup", "0", "--teacher", "teacher0")
+ANSWERED = "answered to 1437 images"
+
+
+def test_a_teacher_that_answers_once_leaves_the_same_bytes(teachers, monkeypatch):
+    folder, logs = teachers
+    runs, given, answered = folder / "runs", (*logs, *STUDENT, *UNCHANGED, "--run-name"), []
+    answer = Teacher.answer
+
+    def counted(self, images):
+        answered.append(len(images))
+        return answer(self, images)
+
+    monkeypatch.setattr(Teacher, "answer", counted)
+    done = train_here(*given, "kept")
+    assert ANSWERED in done.stdout
+    assert sum(answered) == 45 * 32 + 32, "each batch of an epoch once, and one to compare"
+    done = train_here(*given, "kept-resumed", "--resume", str(runs / "kept" / "checkpoints" / "step-00000-0000030"))
+    assert ANSWERED in done.stdout
+    with monkeypatch.context() as patch:
+        patch.setattr("training.teacher.MOST_KEPT_BYTES", 0)
+        assert ANSWERED not in train_here(*given, "anew").stdout
+    with monkeypatch.context() as patch:  # a place in the batch that counts
+        patch.setattr(
+            Teacher, "answer", lambda self, images: answer(self, images).mul_(1 + 1e-7 * torch.arange(32.0)[:, None])
+        )
+        assert "it answers in every epoch" in train_here(*given, "uneven").stdout
+    found = [(runs / name / WEIGHTS).read_bytes() for name in ("kept", "kept-resumed", "anew")]
+    assert found[0] == found[1] == found[2] != (runs / "uneven" / WEIGHTS).read_bytes()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage3"])
-def test_two_ranks_leave_the_same_bytes(teachers, strategy):
+@pytest.mark.parametrize(("strategy", "kept"), [("ddp", UNCHANGED), ("fsdp_stage3", ())])
+def test_two_ranks_leave_the_same_bytes(teachers, strategy, kept):
+    """Whether or not the teacher answers once, also in a run that goes on with more than an epoch."""
     folder, _ = teachers
-    flags = (*DATA, *STUDENT, "--log-dir", str(folder), "--teacher", "teacher0", "--run-name")
-    for ranks, more in (("1", ("--gradient-accumulation-steps", "2")), ("2", ())):
-        done = launch("basic_cnn", strategy, ranks, "16", "2", *flags, f"{strategy}-{ranks}", *more)
+    flags = (*DATA, *STUDENT, "--log-dir", str(folder), "--teacher", "teacher0", *kept, "--run-name")
+    runs = [folder / "runs" / f"{strategy}-{name}" for name in ("1", "2", "2-resumed")]
+    resume = ("--resume", str(runs[1] / "checkpoints" / "step-00000-0000030"))
+    for run, more in zip(runs, (("--gradient-accumulation-steps", "2"), (), resume), strict=True):
+        done = launch("basic_cnn", strategy, run.name.split("-")[1], "16", "2", *flags, run.name, *more)
         assert done.returncode == 0, done.stderr
-    found = [(folder / "runs" / f"{strategy}-{ranks}" / WEIGHTS).read_bytes() for ranks in "12"]
-    assert found[0] == found[1]
+        assert (ANSWERED in done.stdout) == bool(kept)
+    found = [(run / WEIGHTS).read_bytes() for run in runs]
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_step_is_that_of_a_plain_loop(teachers, monkeypatch):
@@ -111,8 +146,8 @@ def test_a_teacher_gets_its_own_normalization_and_answers_in_the_order_of_the_da
     seen, wanted = ((pixels - mean[:, None, None]) / std[:, None, None] for mean, std in (given.float(), own.float()))
     expected = module.eval()(wanted)[:, [2, 0]]
     teacher = Teacher(module.train(), torch.tensor([2, 0]), own, given, "fp32", torch.device("cpu"))
-    torch.testing.assert_close(teacher(seen), expected)
-    assert not teacher(seen).requires_grad
+    torch.testing.assert_close(teacher.answer(seen), expected)
+    assert not teacher.answer(seen).requires_grad
     first, module[3].bias.data[0] = teacher.digest, 7.0
     assert Teacher(module, torch.tensor([2, 0]), own, given, "fp32", torch.device("cpu")).digest != first
 

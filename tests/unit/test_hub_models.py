@@ -1,6 +1,8 @@
 """`timm:hf-hub:ORG/NAME`: a network of the hub, from its local cache."""
 
+import dataclasses
 import json
+import shutil
 
 import pytest
 import timm
@@ -10,8 +12,11 @@ from safetensors.torch import save_file
 
 from models.build import build_model
 from models.weights_metadata import starting_normalization
+from training.base.atomic_write import write_json
 from training.base.errors import UserError
+from training.base.run_folder import CONFIG, LAST
 from training.config.command_line import parse_args
+from training.observe.new_run import run_folder
 
 FACTS = {
     "architecture": "resnet10t",
@@ -81,6 +86,35 @@ def test_pickles_are_not_read(repository):
         parse_args(["--model-type", "timm:hf-hub:team/net"])
     config, _ = parse_args(["--model-type", "timm:hf-hub:team/net", "--weights", "mine.safetensors"])
     assert config.weights == "mine.safetensors"
+
+
+def test_its_weights_may_be_left_out(repository):
+    (repository / "model.safetensors").unlink()
+    config, _ = parse_args(["--model-type", "timm:hf-hub:team/net", "--pretrained", "false"])
+    assert (config.model_type, config.weights, config.pretrained) == ("timm:resnet10t", "", False)
+
+
+def test_a_run_goes_on_without_the_cache(repository, tmp_path):
+    line = ["--model-type", "timm:hf-hub:team/net", "--run-name", "r", "--log-dir", str(tmp_path), "--resume", "auto"]
+    config, _ = parse_args(line)
+    folder = run_folder(config)
+    folder.checkpoints.mkdir(parents=True)
+    write_json(folder.path / CONFIG, dataclasses.asdict(config))
+    shutil.rmtree(repository.parents[1])
+    with pytest.raises(UserError, match="could not be read"):
+        parse_args(line)
+    (folder.checkpoints / LAST).touch()
+    assert parse_args(line)[0] == config
+    with pytest.raises(UserError, match="could not be read"):
+        parse_args(["--model-type", "timm:hf-hub:team/other", *line[2:]])
+
+
+@pytest.mark.parametrize("name", ["hf-hub:team/net", "timm:hf_hub:team/net", "HF-Hub:team/net", "hf_hub:team/net"])
+def test_a_misspelt_prefix_gets_the_right_one(name):
+    with pytest.raises(
+        UserError, match=f"^model '{name}': a network of the Hugging Face hub is timm:hf-hub:team/net\\.$"
+    ):
+        parse_args(["--model-type", name])
 
 
 def test_features_without_a_classifier_get_one(repository):

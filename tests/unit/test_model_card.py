@@ -91,11 +91,25 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
         one.metric_name: (one.metric_value, one.dataset_name, one.dataset_split) for one in card.data.eval_results
     }
     assert results["top-1"] == (pytest.approx(2 / 3), "my photos", "val")
+    assert "mAP" not in results
+    path = run / "evaluation" / "scores.json"
+    write_json(path, json.loads(path.read_text()) | {"map": 0.75})
+    found = {one.metric_name: one.metric_value for one in ModelCard.load(write_model_card(run)).data.eval_results}
+    assert found["mAP"] == 0.75
     assert "| top-1 | 0.6667 [0.2077, 0.9385] |" in card.text
     assert "which was chosen for its top-1 on these" in card.text
     assert "310 images/s" in card.text
     assert "Global batch 128" in card.text
     assert "`a|b'<script>`" in card.text, "shown as code, which nobody runs"
+
+
+def test_weights_of_the_hub_are_named_by_their_repository(run: Path):
+    revision = "a" * 40
+    weights = f"/home/me/.cache/hub/models--team--net/snapshots/{revision}/model.safetensors"
+    write_json(run / "config.json", dataclasses.asdict(dataclasses.replace(CONFIG, weights=weights)))
+    text = write_model_card(run).read_text(encoding="utf-8")
+    assert f"launch_distributed.sh timm:hf-hub:team/net@{revision} ddp 8" in text
+    assert "models--" not in text
 
 
 def test_a_calibration_is_in_the_card(run: Path):

@@ -67,7 +67,7 @@ def test_all_lines_count_for_the_time_and_the_latest_for_the_curves():
 @pytest.mark.parametrize(
     ("busy", "lines"),
     [
-        ({"a": 0.5}, {"cores": "50.00 %"}),
+        ({"a": 0.5}, {"cores of the machine, by all programs": "50.00 %"}),
         (
             {"a": 0.5, "b": 0.25, "c": 0.75},
             {"cores of the idlest machine": "25.00 %", "cores of the busiest machine": "75.00 %"},

@@ -91,10 +91,14 @@ def test_values_are_read_from_a_file(tmp_path):
     (path := tmp_path / "values.yaml").write_text("learning-rate: 0.001..0.1:log\nseed: 0,1\ndropout: 0.5\n")
     expected = ["learning-rate=0.001..0.1:log", "seed=0,1", "dropout=0.5"]
     assert [*read_varied([str(path), "fold=1,2"])] == [*expected, "fold=1,2"]
-    path.write_text("seed: [0, 1]\n")
-    for wrong in (path, tmp_path / "none.yaml"):
-        with pytest.raises(UserError, match=r"^--vary '.*yaml'"):
-            list(read_varied([str(wrong)]))
+    for text in ("seed: [0, 1]\n", "", "{}", "seed:\n", "seed:\n- 0\n- 1\n"):
+        path.write_text(text)
+        with pytest.raises(
+            UserError, match=r"^--vary '.*yaml'.*: expected lines such as 'seed: 0,1,2'.*without brackets"
+        ):
+            list(read_varied([str(path)]))
+    with pytest.raises(UserError, match=r"^--vary '.*none\.yaml': cannot be read"):
+        list(read_varied([str(tmp_path / "none.yaml")]))
 
 
 @pytest.mark.parametrize(

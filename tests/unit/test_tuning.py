@@ -60,6 +60,13 @@ def of_parts(module: nn.Module, *prefixes: str) -> set[str]:
     return {name for name, _ in module.named_parameters() if name.startswith(prefixes)}
 
 
+def test_the_share_of_a_small_head_is_not_rounded_to_nothing():
+    module = nn.Sequential()
+    module.body, module.head = nn.Linear(3000, 1000, bias=False), nn.Linear(1000, 1, bias=False)
+    found = tune(BuiltModel(module, {}, head_parameter_names=frozenset({"head.weight"})), "head")
+    assert found.notes == ["--tune head: 1,000 parameters are trained, 0.0333% of all"]
+
+
 # --- the words -------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from models import HUB_PREFIX
+from models import HUB_PREFIX, hub_name_of
 from models.names_elsewhere import ours, plain
 from models.sides import ImageSize
 from training.base.errors import (
@@ -31,9 +32,11 @@ from training.base.errors import (
 )
 from training.base.helper_processes import current_folder_kept_out
 from training.base.lasting_output import ReaderGone, report_failed_output
+from training.base.run_folder import CONFIG
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config.check import check_config
 from training.config.values import allowed_names, allowed_values, field_types, number_type, read_value
+from training.observe.new_run import run_folder
 
 Parsed = TypeVar("Parsed")
 
@@ -228,19 +231,29 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
         preset = read_preset(flags.get("preset") or values.get("preset", ""))
     values |= flags
     try:
-        return check_config(_named(TrainConfig(**(preset | values))), label_of), given["check_config"]
+        return check_config(_named(preset | values), label_of), given["check_config"]
     except UserError as error:
         of_preset = {name: value for name, value in preset.items() if name not in values}
         raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None
 
 
-def _named(config: TrainConfig) -> TrainConfig:
-    """Return a configuration in which a network of a hub's repository is one by name, with its weights."""
+def _named(values: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration in which a network of a hub's repository is one by name, with its weights.
+
+    A run that goes on has both already, whether or not the hub or its cache still do.
+    """
+    config = TrainConfig(**values)
     if not config.model_type.startswith(HUB_PREFIX):
         return config
+    folder = run_folder(config)
+    if config.resume == "auto" and folder.has_checkpoint:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            saved = json.loads((folder.path / CONFIG).read_text(encoding="utf-8"))
+            if hub_name_of(saved["weights"]).partition("@")[0] == config.model_type.partition("@")[0]:
+                return replace(config, model_type=saved["model_type"], weights=saved["weights"], pretrained=False)
     from models.hub_models import of_hub  # takes a second
 
-    name, weights = of_hub(config.model_type, config.weights)
+    name, weights = of_hub(config.model_type, config.weights, wants_weights=values.get("pretrained", True))
     return replace(config, model_type=name, weights=weights, pretrained=False)
 
 

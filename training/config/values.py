@@ -8,6 +8,7 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
+from models import hub_name_of
 from models.sides import ImageSize, read_size, sides
 from training.config import FLAG_OF, TrainConfig
 
@@ -77,6 +78,12 @@ def changed_flags(config: TrainConfig, start: TrainConfig, left_out: Collection[
     return [f"{FLAG_OF[name]}={show_value(value)}" for name, value in values.items() if value != getattr(start, name)]
 
 
+def as_given(config: TrainConfig) -> TrainConfig:
+    """Return a configuration that names the hub's repository in place of its weights in the local cache."""
+    name = hub_name_of(config.weights)
+    return dataclasses.replace(config, model_type=name, weights="") if name else config
+
+
 def launch_command(
     config: TrainConfig, ranks: int, ranks_per_machine: int, left_out: Collection[str] = ()
 ) -> list[str]:
@@ -88,7 +95,7 @@ def launch_command(
         ranks_per_machine: of which there are several if this is fewer.
         left_out: fields that are not repeated.
     """
-    machines = ranks // max(ranks_per_machine, 1)
+    config, machines = as_given(config), ranks // max(ranks_per_machine, 1)
     script, sizes = "launch_distributed.sh", [ranks]
     if machines > 1:
         script, sizes = "launch_multi_node.sh", [machines, ranks_per_machine]

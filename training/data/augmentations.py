@@ -63,6 +63,12 @@ class Augmentation:
         return bool(self.policy or self.color_jitter)
 
     @property
+    def is_none(self) -> bool:
+        """Whether each image is the same in every epoch."""
+        changes = self.crop or self.shift or self.policy or self.color_jitter or self.erasing
+        return self.mirror == "off" and not changes
+
+    @property
     def in_batches(self) -> bool:
         """Whether all of it can be done on whole batches of images of one size."""
         return not (self.crop or self.uses_pillow)

@@ -107,6 +107,11 @@ class ImageDataset(Dataset):
         return self._smaller
 
     @property
+    def is_constant(self) -> bool:
+        """Whether a network is given the same image of a sample in every epoch."""
+        return self.augmentation.is_none and self.mixing is None and self.ramp is None
+
+    @property
     def sizes(self) -> list[ImageSize]:
         """The sizes in pixels that the images have in some epoch."""
         full = self.preprocessing["image_size"]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from training.engines.engine import Engine
 from training.engines.parameter_shards import gather_weights
+from training.world.collectives import gather_objects
+from training.world.exchange import list_of, text
 from training.world.world import World
 
 HASHES = "hashes"  # the kind of their lines in metrics.jsonl
 DIGEST_BYTES = 8
+OF_LEAF = ("images", "outputs", "gradients")  # in the order in which a step computes them
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
@@ -28,34 +35,57 @@ def hashed_parameters(engine: Engine, world: World) -> dict[str, torch.Tensor]:
 
 
 class StepHashes:
-    """Hashes of every so many steps: of the first leaf's images, and of all parameters after the step.
-
-    The first leaf is rank 0's on any number of ranks.
+    """Hashes of every so many steps: of each leaf, on the rank that has it, and of all parameters after the step.
 
     Args:
         every: optimizer steps from one to the next; 0 for none.
         world: the ranks.
+        module: whose gradients are hashed leaf by leaf, before they are added up, where a rank has whole parameters;
+            None for outputs alone.
     """
 
-    def __init__(self, every: int, world: World) -> None:
+    def __init__(self, every: int, world: World, module: nn.Module | None) -> None:
         self._every, self._world = every, world
-        self._images: dict[str, str] = {}
+        named = [] if module is None else [*module.named_parameters()]
+        is_whole = not any(isinstance(parameter, DTensor) for _, parameter in named)
+        self._trained = [item for item in named if item[1].requires_grad and is_whole]
+        self._hooks: list[Any] = []
+        self._gradients: dict[str, str] = {}
+        self._leaves: list[list[str]] = []
 
-    def note(self, images: torch.Tensor, position: int) -> None:
-        """Take a micro-batch [B, C, H, W] of the step at `position`, the first of which counts."""
-        if self._is_due(position) and self._world.is_main and not self._images:
-            self._images = {"images": tensor_hash(images)}
+    def before_step(self, position: int) -> None:
+        """Prepare for the step at `position`."""
+
+        def hash_gradient(gradient: torch.Tensor, name: str) -> None:
+            self._gradients[name] = tensor_hash(gradient)
+
+        if self._is_due(position):
+            self._hooks = [
+                parameter.register_hook(partial(hash_gradient, name=name)) for name, parameter in self._trained
+            ]
+
+    def note(self, images: torch.Tensor, outputs: torch.Tensor, position: int) -> None:
+        """Take a micro-batch [B, C, H, W] of the step at `position` and its outputs [B, K], after its backward."""
+        if self._is_due(position):
+            of_all = hashlib.blake2b(repr(sorted(self._gradients.items())).encode(), digest_size=DIGEST_BYTES)
+            gradients = [of_all.hexdigest()] if self._gradients else []
+            self._leaves.append([str(self._world.rank), tensor_hash(images), tensor_hash(outputs), *gradients])
+            self._gradients.clear()
 
     def after_step(self, engine: Engine, position: int) -> dict[str, Any] | None:
         """Return the values of a line on rank 0 if the step that ended is due; then a collective."""
         if not self._is_due(position):
             return None
+        for hook in self._hooks:
+            hook.remove()
         parameters = hashed_parameters(engine, self._world)
-        images, self._images = self._images, {}
+        by_rank = gather_objects(self._leaves, list_of(list_of(text)), self._world.data)
+        self._leaves = []
         if not self._world.is_main:
             return None
+        leaves = [{"rank": int(rank), **dict(zip(OF_LEAF, found, strict=False))} for rank, *found in chain(*by_rank)]
         kept = {name: tensor_hash(parameter) for name, parameter in parameters.items()}
-        return {"step": position + 1, **images, "weights": kept}
+        return {"step": position + 1, "leaves": leaves, "weights": kept}
 
     def _is_due(self, position: int) -> bool:
         return self._every > 0 and (position + 1) % self._every == 0

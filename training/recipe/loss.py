@@ -30,7 +30,7 @@ def build_loss(
     device: torch.device,
     *,
     is_multilabel: bool = False,
-    teacher: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    teacher: Callable[[Batch], torch.Tensor] | None = None,
 ) -> Loss:
     """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
 
@@ -40,7 +40,7 @@ def build_loss(
         counts: training samples of each class.
         device: device of the logits.
         is_multilabel: whether each class is a yes or no of its own.
-        teacher: from images to the logits that `config.distill` trains on, float32 [B, C].
+        teacher: from a batch to the logits that `config.distill` trains on, float32 [B, C].
 
     Raises:
         UserError: for class weights that do not fit the data, and a threshold that all targets are above or below.
@@ -128,7 +128,7 @@ def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
 
 
-def _distilled(loss: Loss, teacher: Callable[[torch.Tensor], torch.Tensor], temperature: float, share: float) -> Loss:
+def _distilled(loss: Loss, teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float) -> Loss:
     """Build the divergence from a teacher's softened answers, mixed with a loss of the labels.
 
     Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): times the temperature squared, so that the gradient's size
@@ -137,7 +137,7 @@ def _distilled(loss: Loss, teacher: Callable[[torch.Tensor], torch.Tensor], temp
     """
 
     def distilled(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        told = F.log_softmax(teacher(batch.images) / temperature, dim=1)
+        told = F.log_softmax(teacher(batch) / temperature, dim=1)
 
         def of_member(member: torch.Tensor) -> torch.Tensor:
             own = F.log_softmax(member.float() / temperature, dim=1)

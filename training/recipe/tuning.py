@@ -54,7 +54,7 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
         parameter.requires_grad_(name in trained or is_adapters(name))
     count = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in module.parameters())
-    note = f"--tune {word}: {count:,} parameters are trained, {count / total:.1%} of all"
+    note = f"--tune {word}: {count:,} parameters are trained, {100 * count / total:.3g}% of all"
     if adapted:
         in_adapters = sum(parameter.numel() for name, parameter in module.named_parameters() if is_adapters(name))
         note += f", adapters of rank {number} beside {adapted} layers"

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
 from training.base.errors import WRONG_GRADIENT_EXIT_CODE, RunEnded, UserError, printable
 from training.base.run_logger import Loggers
 from training.data.reader import Batch
+from training.data.transfer import to_device
 from training.engines.engine import StepResult
 from training.engines.torch_engine import TorchEngine
 from training.observe.settings import ObserveSettings
@@ -31,7 +33,7 @@ from training.world.exchange import list_of, number, row_of, text
 from training.world.world import World
 
 MOST_FINDINGS = 3  # about one rank: the last ends the run
-SENT = ("images", "labels", "weights", "targets", "loss_weights")  # of a batch, as far as it has them
+SENT = ("images", "labels", "weights", "targets", "loss_weights", "indices")  # of a batch, as far as it has them
 
 Hashes = list[tuple[str, str]]
 """Of the gradients of a leaf: names of parameters, in their order, and hashes."""
@@ -155,7 +157,8 @@ class Audited:
 
     def _share(self, own: Batch, loss_scale: float, owner: int) -> tuple[Batch, float] | None:
         """Return the owner's micro-batch, and its factor on losses; None if a rank has no images. A collective."""
-        tensors = {name: tensor for name in SENT if (tensor := getattr(own, name)) is not None}
+        given = {name: tensor for name in SENT if (tensor := getattr(own, name)) is not None}
+        tensors: dict[str, Any] = {name: to_device(tensor, self.world.device) for name, tensor in given.items()}
         form = repr([(name, one.dtype, one.shape, one.stride()) for name, one in tensors.items()])
         rows = gather_objects((form, loss_scale), row_of(text, number), self.world)
         if len({form for form, _ in rows}) > 1:  # after an image that cannot be read: all ranks stop after this step

@@ -12,7 +12,7 @@ from training.data.reader import Batch
 from training.engines.engine import StepResult
 from training.observe.step_hashes import HASHES, StepHashes
 from training.observe.step_metrics import StepMetrics
-from training.steps.accumulate import TimedEngine
+from training.steps.accumulate import Pipelined, TimedEngine
 from training.steps.context import TrainContext
 from training.world.collectives import gather_objects
 from training.world.exchange import flag
@@ -40,7 +40,9 @@ class EpochObserver:
         self._clock, self._profiler = context.timing.clock, context.timing.profiler
         self.timed_engine = TimedEngine(state.engine, self._clock)
         self._metrics = StepMetrics(context, state.progress.epoch, state.sums)
-        self._hashes = StepHashes(context.log_hashes, context.world)
+        # Stages are through with all leaves before the first is noted.
+        module = None if isinstance(context.step, Pipelined) else state.engine.module
+        self._hashes = StepHashes(context.log_hashes, context.world, module)
         self._first_step = state.progress.step
         self._sums_before = state.sums.state()
         self._stop_signal = 0
@@ -51,7 +53,9 @@ class EpochObserver:
         """Keep what a skipped step must not change, and return how many steps of the run precede this one."""
         self._guard.before_step()
         self._sums_before = self._state.sums.state()
-        return self._context.plan.position(self._state.progress)
+        position = self._context.plan.position(self._state.progress)
+        self._hashes.before_step(position)
+        return position
 
     def note(
         self, batch: Batch, losses: torch.Tensor, logits: torch.Tensor, evidence: torch.Tensor | None = None
@@ -59,7 +63,7 @@ class EpochObserver:
         """As `training.steps.accumulate.Note`."""
         self._state.sums.add(losses, logits, batch.labels, batch.weights)
         self._guard.note(batch, losses if evidence is None else evidence)
-        self._hashes.note(batch.images, self._context.plan.position(self._state.progress))
+        self._hashes.note(batch.images, logits, self._context.plan.position(self._state.progress))
 
     def after_step(self, result: StepResult | None, *, failure: int) -> bool:
         """Count, log and save; return whether all ranks stop here. A collective.
