@@ -49,7 +49,7 @@ def predict_parser(description: str | None) -> OneLineParser:
     )
     parser.add_number("--top-k", 1, LARGEST_TOP_K, default=3, help="Classes named for each image.")
     of_ending = "Default: as --output ends, .csv or .json; else table."
-    parser.add_choice("--format", ("table", "csv", "json"), default="", help=f"json: one object a line. {of_ending}")
+    parser.add_choice("--format", ("table", "csv", "json"), help=f"json: one object a line. {of_ending}")
     parser.add_argument("--output", default="", help="File to write in place of standard output.")
     parser.add_argument(
         "--explain", default="", metavar="FOLDER", help="Write what spoke for the first label, a picture of each image."

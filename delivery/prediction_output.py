@@ -23,12 +23,12 @@ OF_ENDING = {".csv": "csv", ".json": "json", ".jsonl": "json"}
 LONGEST_NAME = 100  # letters of an image's name in that of its picture
 
 
-def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, top_k: int) -> int:
+def write_predictions(predictions: Iterator[Prediction], kind: str | None, path: str, top_k: int) -> int:
     """Write predictions, name unreadable images on standard error, and return how many there are.
 
     Args:
         predictions: of `delivery.predict.predict`.
-        kind: "table", "csv" or "json"; empty for what the file's name ends with.
+        kind: "table", "csv" or "json"; None for what the file's name ends with.
         path: the file, written beside its name and renamed at the end; empty for standard output.
         top_k: classes of each prediction, at most.
 

@@ -638,7 +638,7 @@ def test_names_from_outside_are_exact_in_files_and_harmless_to_look_at(call, hos
 def test_a_csv_file_has_as_many_rows_as_images_whatever_their_names(tmp_path, name):
     names, target = [name, "b.png", name], tmp_path / "labels.csv"
     predictions = (Prediction(one, [f"class {one}"], [0.5]) for one in names)
-    write_predictions(predictions, "", str(target), 1)  # as the file's name ends
+    write_predictions(predictions, None, str(target), 1)  # as the file's name ends
     with target.open(newline="", encoding="utf-8") as stream:
         header, *rows = csv.reader(stream)
     assert header == ["image", "label", "probability"]
@@ -654,7 +654,7 @@ def test_the_ending_of_the_output_decides_its_form_and_a_table_in_a_file_is_whol
     name, labels = f"{'long' * 50}.png", ["first", "second" * 20]
     written = {}
     for path in (tmp_path / name for name in ("a.json", "a.JSONL", "a.txt")):
-        write_predictions(iter([Prediction(name, labels, [0.75, 0.25])]), "", str(path), 2)
+        write_predictions(iter([Prediction(name, labels, [0.75, 0.25])]), None, str(path), 2)
         written[path.suffix] = path.read_text()
     assert json.loads(written[".json"])["image"] == json.loads(written[".JSONL"])["image"] == name
     header, row = written[".txt"].splitlines()
