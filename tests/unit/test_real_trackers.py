@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -17,8 +19,12 @@ import pytest
 from test_loggers import RUN, STEP
 from test_trackers import run_folder
 
+from tests.training.ranks import free_port
+from training.base.run_folder import WEIGHTS
+from training.config import TrainConfig
 from training.observe.loggers import tracker
 from training.observe.loggers.tracker import TrackerLogger
+from training.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -26,7 +32,8 @@ FILES = {"evaluation", "report", "model"}
 
 
 def needs(name):
-    return pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason="not installed"))
+    is_missing = importlib.util.find_spec(name.partition(" ")[0]) is None
+    return pytest.param(name, marks=pytest.mark.skipif(is_missing, reason="not installed"))
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +42,42 @@ def _settings(monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(tracker, "ENDING_SECONDS", 250.0)
+
+
+@contextlib.contextmanager
+def mlflow_server(log_dir):
+    """Yield the process of a server on this machine, which keeps its runs where they are without one."""
+    folder, port = log_dir / "mlflow", free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["server", "--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--workers", "1"]
+    with (folder / "server.log").open("ab") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", *words, "--artifacts-destination", str(folder / "artifacts")],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    os.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"
+    end = time.monotonic() + 300
+    while True:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            break
+        assert server.poll() is None, (folder / "server.log").read_text()[-1000:]
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    try:
+        yield server
+    finally:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+        kill(server)
+
+
+def kill(server):
+    """Kill a server with all its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def read_wandb(log_dir):
@@ -73,7 +116,7 @@ def read_wandb(log_dir):
 def read_mlflow(log_dir):
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{log_dir}/mlflow/mlflow.db")
+    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{log_dir}/mlflow/mlflow.db"))
     runs = client.search_runs([client.get_experiment_by_name("zerovision").experiment_id])
     history = client.get_metric_history(runs[0].info.run_id, "train/loss")
     artifacts = {Path(one.path).stem for one in client.list_artifacts(runs[0].info.run_id)} - {"images"}
@@ -132,9 +175,15 @@ def processes(folder):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [needs(name) for name in READERS])
+@pytest.mark.parametrize("name", [needs(name) for name in (*READERS, "mlflow with a server")])
 def test_a_killed_run_goes_on_in_the_same_one(name, tmp_path):
-    folder, steps_again = run_folder(tmp_path), {5, 6}
+    folder, name, server = run_folder(tmp_path), name.partition(" ")[0], name.partition(" ")[2]
+    with mlflow_server(folder.log_dir) if server else contextlib.nullcontext():
+        check_killed_run(name, folder)
+
+
+def check_killed_run(name, folder):
+    steps_again = {5, 6}
     log(name, folder, 0, 6, is_killed=True)
     end = time.monotonic() + 90
     while processes(folder) and time.monotonic() < end:
@@ -151,6 +200,37 @@ def test_a_killed_run_goes_on_in_the_same_one(name, tmp_path):
     assert status in ("finished", "")
     assert artifacts >= FILES
     assert str(config["epochs"]) == "3"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [needs("mlflow")])
+def test_a_server_that_dies_in_mid_run_changes_no_byte(name, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tracker, "ENDING_SECONDS", 20.0)
+    shared = {"model_type": "basic_cnn", "image_size": 8, "batch_size": 32, "log_every_steps": 1, "report": False}
+    shared |= {"epochs": 3, "progress": "off", "log_dir": str(tmp_path)}
+    runs, event, steps = tmp_path / "runs", TrackerLogger.event, Counter()
+
+    def kill_after_first_epoch(logger, kind, values):
+        event(logger, kind, values)
+        end = time.monotonic() + 300
+        while kind == "epoch" and not steps and time.monotonic() < end:
+            with contextlib.suppress(AttributeError, IndexError):  # no run yet
+                steps.update(read_mlflow(tmp_path)[0])
+            time.sleep(0.5)
+        if steps and server.poll() is None:
+            kill(server)
+
+    monkeypatch.setattr(TrackerLogger, "event", kill_after_first_epoch)
+    with mlflow_server(tmp_path) as server:
+        assert run(TrainConfig(**shared, run_name=name, loggers=name)) == 0
+    assert server.returncode == -signal.SIGKILL
+    assert min(steps) == 1, "it had some by then"
+    assert [line for line in capfd.readouterr().err.splitlines() if line.startswith(f"note: {name}: ")]
+    end = time.monotonic() + 60
+    while processes(run_folder(tmp_path)) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert run(TrainConfig(**shared, run_name="alone", loggers="none")) == 0
+    assert (runs / name / WEIGHTS).read_bytes() == (runs / "alone" / WEIGHTS).read_bytes()
 
 
 DEAD = {
