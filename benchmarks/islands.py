@@ -3,10 +3,11 @@
     python benchmarks/islands.py accuracy --seeds 3
     python benchmarks/islands.py accuracy --data npz:cifar10.npz --epochs 8
     python benchmarks/islands.py links                # root: on the hosts of tests/cluster
+    python benchmarks/islands.py overlap --data npz:/shared/fashion-mnist.npz   # the same; a file that all hosts see
 
 `accuracy` trains basic_cnn on the digits, or airbench_small on other data, on two ranks of this machine. `links` trains
 it on two hosts and changes the link between them while it runs; every cell is the median of some exchanges, beside
-what bytes and round trips predict.
+what bytes and round trips predict. `overlap` shows what `--outer-delay` saves of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +54,7 @@ LINKS = [(rate, delay) for rate in (1000, 100, 10) for delay in (1, 50, 200)]  #
 FITTED = ((1000, 1), (1000, 50))  # links that tell how many round trips there are
 WARM_UP, EXCHANGES = 4, 5  # on each link: until TCP's window fits it, and those that are measured
 TABLE_STEPS = 200
+ROUND, DELAY, OVERLAPPED = 50, 45, ((1000, 50), (10, 1), (10, 200))
 Link = tuple[int, int] | None
 
 
@@ -123,11 +126,25 @@ def links() -> str:
         "ddp": [],
         "fp32": ["--local-steps", "10"],
         "int8": ["--local-steps", "10", "--outer-precision", "int8"],
-        "delay": ["--local-steps", "10", "--outer-delay", "9"],
     }
     with Hosts(2) as hosts:
-        found = {name: measure(hosts, name, [*flags, *more]) for name, more in variants.items()}
+        found = {name: measure(hosts, name, [*flags, *more], LINKS) for name, more in variants.items()}
     return link_table(found)
+
+
+def overlap(data: str) -> str:
+    """Measure rounds of steps with an outer step at their end, and with a delayed one; return the table."""
+    flags = ["--data", data, "--learning-rate", "0.001", "--augmentation", "none", "--local-steps", str(ROUND)]
+    variants = {"end": [], "delay": ["--outer-delay", str(DELAY)]}
+    with Hosts(2) as hosts:
+        found = {name: measure(hosts, name, [*flags, *more], OVERLAPPED) for name, more in variants.items()}
+    columns = f"link | {ROUND} steps, outer step at their end | stood still | {DELAY} steps later | stood still | ratio"
+    rows = [f"Seconds, with {found['end'].sent_bytes:,.0f} bytes sent.", "", f"| {columns} |", "|---" * 6 + "|"]
+    for link in (None, *OVERLAPPED):
+        cells = [f"{value[link]:.2f}" for one in found.values() for value in (one.rounds, one.seconds)]
+        cells.append(f"{found['delay'].rounds[link] / found['end'].rounds[link]:.2f}")
+        rows.append(f"| {f'{link[0]} Mbit/s, {link[1]} ms' if link else 'no limit'} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def link_table(found: dict[str, Measured]) -> str:
@@ -151,33 +168,32 @@ def link_table(found: dict[str, Measured]) -> str:
                 " / ".join(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (times * predicted, times * spent))
             )
         rows.append(f"| {rate} Mbit/s, {delay} ms | {' | '.join(cells)} |")
-    rows += ["", "Seconds of a round of 10 steps with its outer step, and how long training stood still for that:", ""]
-    rows += ["| link | at the round's end | stood still | 9 steps later | stood still |", "|---" * 5 + "|"]
-    for link in (None, *LINKS):
-        cells = [
-            f"{value:.2f}"
-            for name in ("fp32", "delay")
-            for value in (found[name].rounds[link], found[name].seconds[link])
-        ]
-        name = f"{link[0]} Mbit/s, {link[1]} ms" if link else "no limit"
-        rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def measure(hosts: Hosts, name: str, flags: list[str]) -> Measured:
+def measure(hosts: Hosts, name: str, flags: list[str], links: Sequence[tuple[int, int]]) -> Measured:
     """Train on two hosts, and change the link between them after some exchanges."""
     folder = SHARED / f"islands-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     logs = ["--log-dir", str(folder / "logs"), "--run-name", RUN, "--tensorboard", "false", "--report", "false"]
     words = [RECIPE["model_type"], "ddp", "2", "1", str(RECIPE["batch_size"]), "10000", *flags, *logs]
-    words += ["--log-every-steps", "1", "--save-every-minutes", "0", "--hang-timeout", "600", "--keep-last", "1"]
+    words += [
+        "--log-every-steps",
+        "1" if name == "ddp" else "auto",
+        "--save-every-minutes",
+        "0",
+        "--hang-timeout",
+        "600",
+        "--keep-last",
+        "1",
+    ]
     training = Training(hosts, folder, words, 2, 1)
     training.wait_for_step(50, timeout_s=300)
     seconds: dict[Link, float] = {}
     rounds: dict[Link, float] = {}
     sent_bytes = 0.0
-    for link in (None, *LINKS):
+    for link in (None, *links):
         hosts.fault("node02", "clear")
         if link is not None:
             hosts.fault("node02", "rate", f"{link[0]}mbit")
@@ -224,7 +240,7 @@ def sent_by(hosts: Hosts) -> int:
 def main() -> None:
     """Measure and print one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("accuracy", "links", "train"))
+    parser.add_argument("what", choices=("accuracy", "links", "overlap", "train"))
     parser.add_argument("cases", nargs="?", default="[]", help="for the ranks that accuracy starts")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10)
@@ -237,7 +253,10 @@ def main() -> None:
     words = [one.split(":") for one in given.only.split(",") if one]
     chosen = [(int(steps), precision, int(delay)) for steps, precision, delay in words]
     recipe = (LARGER | {"data": given.data} if given.data else RECIPE) | {"epochs": given.epochs}
-    table = links() if given.what == "links" else accuracy(recipe, given.seeds, chosen or VARIANTS)
+    if given.what == "accuracy":
+        table = accuracy(recipe, given.seeds, chosen or VARIANTS)
+    else:
+        table = links() if given.what == "links" else overlap(given.data)
     print(f"{machine_name()}, {versions('torch')}, {today()}\n\n{table}")
 
 
