@@ -284,25 +284,45 @@ def test_a_node_that_comes_back_takes_part_again(hosts: Hosts, shared: Path, uni
     ROWS.append(("node02 without power, later back", noticed - broken, again - broken, then))
 
 
-def test_islands_go_on_without_one_that_dies_until_it_is_back(hosts: Hosts, shared: Path) -> None:
-    """Of two islands one is left; once the machine answers again it saves, and there are two."""
+ISLAND_FAULTS: dict[str, tuple[list[Break], Break]] = {  # what breaks it, one after the other, and what mends it
+    "an island without power": (
+        [lambda hosts: hosts.fault("node02", "poweroff")],
+        lambda hosts: hosts.boot("node02"),
+    ),
+    "an island that hangs twice": ([CURABLE["a rank stopped (SIGSTOP), which hangs"][0]] * 2, lambda hosts: None),
+}
+
+
+@pytest.mark.parametrize("fault", ISLAND_FAULTS)
+def test_islands_go_on_without_one_until_it_is_back(hosts: Hosts, shared: Path, fault: str) -> None:
+    """Of two islands one is left; once the machine answers again it saves, and there are two.
+
+    After a first hang, of which the machine's agent says so, both go on with new ranks.
+    """
+    damages, mend = ISLAND_FAULTS[fault]
     training = Training(hosts, shared, words(shared, "--min-nodes", "1", "--local-steps", "4", epochs=999), 2, 1)
-    training.wait_for_step(BREAK_AT)
-    broken = time.time()
-    hosts.fault("node02", "poweroff")
-    noticed = training.wait_for_text(NOTICED)
-    again = training.wait_for_step(1, after=noticed)
-    hosts.boot("node02")
-    booted = time.time()
+    again = 0.0
+    for number, damage in enumerate(damages, 1):
+        training.wait_for_step(BREAK_AT, after=again)
+        broken = time.time()
+        damage(hosts)
+        noticed = training.wait_for_text(f"restart {number} of")
+        again = training.wait_for_step(1, after=noticed)
+    mend(hosts)
+    mended = time.time()
     back = training.wait_for_text("node02 can take part again")
     both = training.wait_for_step(1, after=training.wait_for_text("2 islands in place of the checkpoint's 1"))
     training.signal(signal.SIGTERM)
     assert training.end() == 143, training.text()
-    then = f"2 islands {back - booted:.0f} s after it was back, a pause of {both - back:.1f} s"
-    ROWS.append(("an island without power, --min-nodes 1", noticed - broken, again - broken, then))
-    assert "1 island in place of the checkpoint's 2" in training.text()
+    then = f"2 islands {back - mended:.0f} s after it was back, a pause of {both - back:.1f} s"
+    ROWS.append((f"{fault}, --min-nodes 1", noticed - broken, again - broken, then))
+    assert training.text().count("1 island in place of the checkpoint's 2") == 1
+    assert training.text().count("rank 1 hung") == (len(damages) if "hangs" in fault else 0)
     lines = [line for line in read_metrics(shared) if line["kind"] == "outer_step"]
     assert [number for number, _ in groupby(line["islands"] for line in lines)] == [2, 1, 2]
+    # The island joins again with all that the other had trained: no step is taken twice at the last start.
+    steps = [entry["step"] for entry in training.steps() if entry["time"] > back - 1]
+    assert steps == sorted(set(steps))
     training.assert_nothing_is_left()
 
 

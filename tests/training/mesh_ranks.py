@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
+from tests.recording import Recorder
 from training.base.errors import UserError
+from training.base.run_logger import Loggers
+from training.data.reader import Batch
+from training.engines.engine import Engine, StepResult
+from training.engines.model_buffers import ModelBuffers
+from training.steps.nonfinite_steps import NonFiniteGuard
 from training.world.collectives import (
     barrier,
     broadcast_object,
@@ -42,3 +49,15 @@ def neighbours(world: World, tensor: int, pipeline: int, per_machine: int = 0) -
             "of main": [mains.item(), broadcast_object(world.rank, whole_number, group)],
         }
     return found
+
+
+def skip(world: World, tensor: int, pipeline: int) -> list[str]:
+    """Return what a rank says of a step in which the ranks at the last place of data have a loss that is not finite."""
+    data, log = form_mesh(world, tensor, pipeline).data, Recorder()
+    engine = cast(Engine, SimpleNamespace(buffers=ModelBuffers(torch.nn.Identity()), loss_scale=None))
+    guard = NonFiniteGuard(engine, data, Loggers([log]), 0, "{}.png".format)
+    guard.before_step()
+    batch = Batch(torch.zeros(1, 1, 2, 2), torch.zeros(1), torch.ones(1), torch.tensor([data.rank]))
+    guard.note(batch, torch.tensor([torch.nan if data.rank == data.size - 1 else 1.0]))
+    guard.after_step(StepResult(False, torch.inf), 1)
+    return log.messages

@@ -46,3 +46,12 @@ def test_ranks_that_cannot_be_divided_are_refused_in_one_line(tensor, pipeline, 
     case = {"tensor": tensor, "pipeline": pipeline, "per_machine": per_machine}
     for (report,) in run_on_ranks("tests.training.mesh_ranks:neighbours", 4, [case]):
         assert report["error"].startswith(message)
+
+
+def test_what_is_not_finite_is_named_by_the_first_rank_that_reads_it(run_on_ranks):
+    """By its number among all ranks, not among the groups of them."""
+    cases = [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in MESHES]
+    found = run_on_ranks("tests.training.mesh_ranks:skip", 4, cases)[0]  # which writes the log
+    for (tensor, pipeline), (message,) in zip(MESHES, found, strict=True):
+        group = tensor * pipeline
+        assert message.endswith(f"the loss is not finite on rank {4 - group}, samples {4 // group - 1}.png")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from training.base.run_logger import Loggers
@@ -58,7 +59,7 @@ class NonFiniteGuard:
 
     Args:
         engine: the engine.
-        world: the ranks.
+        world: the ranks that read different images.
         loggers: log skipped steps.
         most_consecutive: consecutive skipped steps that end the run, 0 for no limit.
         name_of: returns the path of a sample by its index in the training set.
@@ -154,6 +155,8 @@ class NonFiniteGuard:
             return  # fp16's loss scale was merely too large
         self.consecutive += 1
         rank, worst = min(enumerate(causes), key=lambda item: (item[1].losses_finite, not item[1].names))
+        if self._world.group:  # of a mesh: the first of the ranks that read these images
+            rank = dist.get_global_rank(self._world.group, rank)
         skipped = f"skipped on the island of rank {rank} (" if self._by_island else "skipped on all ranks ("
         shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
         more = f" and {len(worst.names) - NAMES_IN_MESSAGE} more" if len(worst.names) > NAMES_IN_MESSAGE else ""
