@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from planning.search import Option, PlannedJob, descend, evaluate, fits_nowhere, memory_of
+from planning.search import Option, PlannedJob, descend, evaluate, fits, fits_nowhere
 from training.base.errors import UserError
 from training.base.settings import FEWEST_IMAGES
+from training.base.units import plural
 from training.config import FLAG_OF, TrainConfig
 from training.config.check import check_config
 from training.engines.strategies import STRATEGIES, bubble
@@ -66,9 +67,8 @@ def _others(job: PlannedJob, end: TrainConfig) -> list[Option]:
         fitting: list[Option] = []
         for divided in divisions:
             with contextlib.suppress(UserError, StopIteration):  # ranks or a model that cannot be divided so
-                most = job.machine.gpu.memory_bytes
-                fits = (each for each in _candidates(job, divided, end) if memory_of(job, each)[2].peak <= most)
-                fitting.append(evaluate(job, next(fits)))
+                candidates = _candidates(job, divided, end)
+                fitting.append(evaluate(job, next(each for each in candidates if fits(job, each))))
             if fitting and divisions is groups:
                 break  # larger groups only exchange more
         found += [max(fitting, key=lambda option: option.images_per_s)] if fitting else []
@@ -106,7 +106,8 @@ def _as_rung(job: PlannedJob, mesh: Option, other: Option) -> Rung:
         steps = mesh.config.gradient_accumulation_steps
         waits = bubble(mesh.plan.pipeline_parallel, mesh.config.pipeline_schedule, steps)
         cost += f", and waits for {waits:.0%} of a step"
-    way = f"{other.config.strategy}, offload {other.config.offload}, {other.config.micro_batch} images at a time,"
+    at_a_time = plural(other.config.micro_batch, "image")
+    way = f"{other.config.strategy}, offload {other.config.offload}, {at_a_time} at a time,"
     cost += f"; {way} " + (
         f"is estimated to take {other.step.step_s / mesh.step.step_s:.1f} times as long"
         if other.fits

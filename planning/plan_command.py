@@ -13,6 +13,7 @@ from planning.plan_output import print_plan, print_scale
 from planning.search import PlannedJob, evaluate, with_planned_batch
 from planning.step_time import measured_s
 from training.base.errors import UserError, one_line
+from training.base.units import plural
 from training.config import TrainConfig
 from training.config.command_line import OneLineParser, parse_args
 from training.config.global_batch import nearest_multiples
@@ -145,8 +146,8 @@ def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> Tr
     one = config.micro_batch * ranks
     if global_batch % one:
         raise UserError(
-            f"--global-batch {global_batch} is no multiple of {config.micro_batch} images x {ranks} GPUs: "
-            f"give {nearest_multiples(global_batch, one)}, or another --batch-size."
+            f"--global-batch {global_batch} is no multiple of {plural(config.micro_batch, 'image')} x "
+            f"{plural(ranks, 'GPU')}: give {nearest_multiples(global_batch, one)}, or another --batch-size."
         )
     return dataclasses.replace(config, gradient_accumulation_steps=global_batch // one, global_batch=0)
 

@@ -57,8 +57,8 @@ def print_plan(
     words = chosen.config
     per = "per GPU" if words.ranks_per_replica == 1 else f"per {words.ranks_per_replica} GPUs"
     console.print(
-        f"{words.batch_size} images of {job.image_size} pixels {per} x {words.gradient_accumulation_steps} x "
-        f"{chosen.plan.shards * chosen.plan.replicas}, {job.precision}; "
+        f"{plural(words.micro_batch, 'image')} of {job.image_size} pixels {per} x "
+        f"{words.gradient_accumulation_steps} x {chosen.plan.shards * chosen.plan.replicas}, {job.precision}; "
         f"{assumed or f'{job.images:,} images, {job.classes:,} classes'}."
     )
     hours = chosen.hours(job.images)
@@ -126,7 +126,7 @@ def what_the_batch_does(config: TrainConfig, first: int, last: int) -> str:
     """Return what becomes of the global batch and the learning rate as there are more GPUs."""
     if first == last:
         return f"the global batch is {first:,} images"
-    each = f"each GPU keeps its {config.micro_batch} images x {config.gradient_accumulation_steps}"
+    each = f"each GPU keeps its {plural(config.micro_batch, 'image')} x {config.gradient_accumulation_steps}"
     return f"{each}, so the global batch grows from {first:,} to {last:,}; {what_the_rate_does(config, first)}"
 
 
@@ -143,7 +143,7 @@ def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
     """Return how many images fill a GPU, what they need, and what becomes of speed, global batch and learning rate."""
     need = f"{format_bytes(filled.memory.peak)} of {format_bytes(job.machine.gpu.memory_bytes)}"
     if filled is chosen:
-        return f"these {chosen.config.micro_batch} images do, with {need}"
+        return f"--batch-size {chosen.config.micro_batch} does, with {need}"
     before, now = chosen.images_per_update, filled.images_per_update
     rate = f"; {what_the_rate_does(job.config, before)}" if now > before else ""
     speed = f"{filled.images_per_s:,.0f} images/s, {format_duration(3600 * filled.hours(job.images))}"

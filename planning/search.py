@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from models.activations import Activations
 from models.sides import ImageSize, sides, size_of
 from planning.machines import GPUS, Machine
-from planning.memory import STATE_RULES, MemoryPlan, plan_memory
+from planning.memory import STATE_RULES, MemoryPlan, ModelSizes, plan_memory
 from planning.run_workload import Workload, workload_of
 from planning.stages import pipeline_of
 from planning.step_time import StepTime, estimate_step
 from training.base.errors import UserError
 from training.base.settings import FEWEST_IMAGES
-from training.base.units import format_bytes
+from training.base.units import format_bytes, plural
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config.check import check_config
 from training.config.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
@@ -35,6 +36,7 @@ from training.recipe.rules import check_optimizer
 from training.world.mesh_sizes import data_ranks
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
+NO_ACTIVATIONS = Activations(0, ((0, 0),))
 SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
 
 
@@ -152,8 +154,15 @@ class Option:
         return math.ceil(images / self.images_per_update) * self.config.epochs * self.step.step_s / 3600
 
 
-def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, MemoryPlan]:
+def memory_of(
+    job: PlannedJob, config: TrainConfig, *, counts_activations: bool = True
+) -> tuple[str, ParallelPlan, MemoryPlan]:
     """Return the engine of one configuration of a job, what it shards, and the memory that a rank then needs.
+
+    Args:
+        job: that is planned.
+        config: of the same network.
+        counts_activations: which takes seconds for a large network; the memory without them is less than is needed.
 
     Raises:
         UserError: if the engine does not do what is asked for, or the update rule not that engine and strategy.
@@ -167,9 +176,11 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
     plan, workload = job.plan_for(config), job.workload_for(config)
     json = read_strategy_json(config.strategy, config.deepspeed_config)
     name = resolve_engine(config.engine, plan, json, workload.network)
-    if config.pipeline_parallel > 1:
-        if name != "torch":
-            raise UserError(f"--pipeline-parallel is for --engine torch, these settings take {name}.")
+    if config.pipeline_parallel > 1 and name != "torch":
+        raise UserError(f"--pipeline-parallel is for --engine torch, these settings take {name}.")
+    if not counts_activations:  # nor what a stage has, for which they are counted
+        parts = [(ModelSizes(0, 0, 0) if config.pipeline_parallel > 1 else workload.sizes, NO_ACTIVATIONS, 0)]
+    elif config.pipeline_parallel > 1:
         shares = pipeline_of(workload, job.machine, config, job.precision, job.device)
         parts = [(share.sizes, share.activations, share.tried_bytes) for share in shares]
     else:
@@ -193,6 +204,16 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
     return name, plan, max(ranks, key=lambda memory: memory.peak)
 
 
+def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
+    """Return whether a configuration fits into a share of a GPU; activations are counted only if the rest does.
+
+    Raises:
+        UserError: as `memory_of`.
+    """
+    most = share * job.machine.gpu.memory_bytes
+    return all(memory_of(job, config, counts_activations=each)[2].peak <= most for each in (False, True))
+
+
 def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
     """Predict one configuration of a job, whose network and update rule are the job's.
 
@@ -211,18 +232,21 @@ def step_of(job: PlannedJob, config: TrainConfig, plan: ParallelPlan) -> StepTim
     return estimate_step(workload, job.machine, plan, config, job.precision, kept, job.compute_scale, shares)
 
 
-def by_engine(job: PlannedJob, config: TrainConfig) -> list[Option]:
-    """Return a configuration under the default engine, and under all others if none is asked for.
+def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
+    """Return a configuration with the default engine, and with each other one that does it if none is asked for.
 
     Raises:
         UserError: if the default engine, or the one that is asked for, does not do this.
     """
-    found = [evaluate(job, config)]
+    default, *_ = memory_of(job, config, counts_activations=False)
+    found = [config]
     for name in ENGINES if config.engine == "auto" else ():
-        if name != found[0].engine:
+        if name != default:
             with contextlib.suppress(UserError):  # an engine that does not do this
-                other: Any = name  # of the field's own values
-                found.append(evaluate(job, dataclasses.replace(config, engine=other)))
+                engine: Any = name  # of the field's own values
+                other = dataclasses.replace(config, engine=engine)
+                memory_of(job, other, counts_activations=False)
+                found.append(other)
     return found
 
 
@@ -232,7 +256,8 @@ def options(job: PlannedJob) -> list[Option]:
     possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
     for name in possible:
         with contextlib.suppress(UserError):  # an update rule that does not go with this strategy
-            found += by_engine(job, dataclasses.replace(job.config, strategy=name))
+            configs = engines_of(job, dataclasses.replace(job.config, strategy=name))
+            found += [evaluate(job, config) for config in configs]
     return found
 
 
@@ -245,13 +270,13 @@ def descend(job: PlannedJob) -> tuple[Option, list[Rung]]:
         UserError: if the ranks or settings do not go together.
     """
     config, rungs = job.config, list[Rung]()
-    while (option := next((each for each in by_engine(job, config) if each.fits), None)) is None:
+    while (fitting := next((each for each in engines_of(job, config) if fits(job, each)), None)) is None:
         rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
         if rung is None:
             return evaluate(job, config), rungs
         config = dataclasses.replace(config, **rung.changes)
         rungs.append(rung)
-    return option, rungs
+    return evaluate(job, fitting), rungs
 
 
 def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
@@ -285,7 +310,9 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
     ]
     works = [f"--gpu {enough[0]}"] if enough else []
     size = _halved(job.image_size)
-    while min(sides(size)) >= SMALLEST_IMAGE:
+    # Smaller images save activations alone.
+    is_too_large = memory_of(job, smallest.config, counts_activations=False)[2].peak > gpu.memory_bytes
+    while not is_too_large and min(sides(size)) >= SMALLEST_IMAGE:
         config = dataclasses.replace(smallest.config, image_size=size)
         try:
             if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
@@ -294,7 +321,7 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
         except UserError:  # a network that takes one size alone
             break
         size = _halved(size)
-    least = f"{smallest.config.strategy}, {smallest.config.micro_batch} images and all else that saves memory"
+    least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all else that saves memory"
     return UserError(
         f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
         f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "
@@ -315,8 +342,7 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
     global_batch = config.global_batch or usual_global_batch(ranks)
     sizes = micro_batches(global_batch, ranks, 0 if job.has_gpus else MOST_IMAGES_ON_CPU)
     configs = [dataclasses.replace(divided(config, size, global_batch, ranks), global_batch=0) for size in sizes]
-    most = FILL * job.machine.gpu.memory_bytes
-    fitting = [each for each in configs if memory_of(job, each)[2].peak <= most]
+    fitting = [each for each in configs if fits(job, each, FILL)]
     return dataclasses.replace(job, config=[configs[0], *fitting][-1])
 
 

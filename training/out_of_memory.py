@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from training.base.errors import UserError, one_line
 from training.base.settings import FEWEST_IMAGES
+from training.base.units import plural
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config.check import check_config
 from training.engines.strategies import STRATEGIES
@@ -103,7 +104,7 @@ def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
         {"batch_size": half}
         | ({} if config.global_batch else {"gradient_accumulation_steps": steps})
         | ({"gradient_cache": half} if config.gradient_cache else {}),
-        f"half the activations, {half} images at a time; global batch and learning rate stay",
+        f"half the activations, {plural(half, 'image')} at a time; global batch and learning rate stay",
         batchnorm_images=half,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from models.cnn_lstm import CNNLSTM
 from models.ensemble import Ensemble
 from tests.training.engine_ranks import CLASSES, configuration, whole_tensors
 from training.base.errors import UserError
-from training.base.timing import SpanClock
+from training.base.timing import SpanClock, measured_communication
 from training.data.reader import Batch
 from training.engines.activation_checkpointing import enable_activation_checkpointing
 from training.engines.build_engine import build_engine
@@ -25,8 +27,9 @@ from training.loop import seed_dropout
 from training.recipe.loss import build_loss
 from training.recipe.optimizer import build_optimizer
 from training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
-from training.world.collectives import gather_objects
+from training.world.collectives import barrier, gather_objects
 from training.world.exchange import list_of, text
+from training.world.exchange import number as number_of
 from training.world.mesh import form_mesh
 from training.world.world import World
 
@@ -50,6 +53,44 @@ class Residual(nn.Module):
         for block in self.blocks:
             features = features + block(features)
         return self.head(features.mean((2, 3)))
+
+
+class Sleep(torch.autograd.Function):
+    """Identity that takes some time in forward, and twice that in backward."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
+        context.seconds = seconds
+        time.sleep(seconds)
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * context.seconds)
+        return gradient, None
+
+
+class SleepingBlock(nn.Conv2d):
+    """A convolution that takes as long, whatever else the machine does; inside, where other stages skip it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(3, 3, 1)
+        self.seconds = seconds
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(super().forward(images), self.seconds)
+
+
+class Sleeper(nn.Module):
+    """Four sleeping blocks and a head."""
+
+    def __init__(self, block_s: float) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(SleepingBlock(block_s) for _ in range(4)))
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(images).mean((2, 3)))
 
 
 class Branches(nn.Module):
@@ -176,6 +217,28 @@ def train(
         for name, value in rank:
             assert merged.setdefault(name, value) == value, f"{name} differs between ranks"
     return merged
+
+
+def wait_share(world: World, micro_batches: int, schedule: str, split: str, block_s: float) -> float:
+    """Return the share of a step in which a rank waits for others: the mean of all ranks, the least of three steps."""
+    torch.manual_seed(0)
+    world, module = form_mesh(world, 1, world.size), Sleeper(block_s).train()
+    engine = make_engine(world, module, micro_batches, SIZE, pipeline=world.size, schedule=schedule, split=split)
+    step = Pipelined(build_loss(configuration(), [], [], world.device))
+    shares = []
+    for number in range(4):
+        batches = make_batches(number, 0, micro_batches, SIZE)
+        barrier(world)
+        clock = SpanClock()
+        with measured_communication(clock):
+            step(TimedEngine(engine, clock), StepInput(batches, lambda _: None, 1.0, lambda *_: None))
+        with clock.communication:
+            barrier(world)
+        seconds = clock.seconds()
+        shares.append(seconds["communication"] / sum(seconds.values()))
+    engine.close()
+    # The first step is longer: PyTorch tries the stages for the shapes of what they send.
+    return min(statistics.mean(gather_objects(share, number_of, world)) for share in shares[1:])
 
 
 def digest(tensor: torch.Tensor) -> str:

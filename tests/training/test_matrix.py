@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from launch.node_launcher import local_ranks_command
 from models import MODELS
 from models.build import build_model
+from tests.unit.exports import run_export
 from training.checkpoint.weights import load_model, save_weights
 from training.data import DataOptions, load_data
 from training.engines.strategies import STRATEGIES
@@ -45,14 +46,18 @@ def two_classes(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
     """A local file in the place of hub weights: mobilenet with a head of seven classes."""
-    path = tmp_path_factory.mktemp("weights") / "pretrained.safetensors"
+    return save_start(tmp_path_factory.mktemp("weights") / "pretrained.safetensors", "mobilenet", 7)
+
+
+def save_start(path, model, classes):
+    """Write random weights as a run leaves its own; return the path."""
     torch.manual_seed(0)
-    built = build_model("mobilenet", num_classes=7, image_size=32)
+    built = build_model(model, num_classes=classes, image_size=32)
     save_weights(
         path,
         built.module.state_dict(),
         description=built.description,
-        class_names=[f"class-{number}" for number in range(7)],
+        class_names=[f"class-{number}" for number in range(classes)],
         preprocessing=load_data(DataOptions()).preprocessing,
     )
     return path
@@ -187,3 +192,26 @@ def test_meshes_under_other_launchers(launcher, flag, one_rank, tmp_path):
     found = load_file(tmp_path / "runs" / "r" / "model.safetensors")
     for name, tensor in one_rank.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=MESHES[flag], msg=name)
+
+
+@pytest.mark.slow
+def test_adapters_of_stages_are_exported_merged(tmp_path, monkeypatch):
+    """The run of a pipeline and its export have the bytes of one rank: adapters are gone, what they learned is not."""
+    start = save_start(tmp_path / "start.safetensors", "timm:test_vit", 10)
+    flags = (*OF_MESHES, "--tune", "lora:2", "--weights", str(start), "--gradient-accumulation-steps", "4", "--log-dir")
+    done = train_here(*flags, str(tmp_path / "one"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    launcher = ("torchrun", "--nproc-per-node=2", f"--master-port={free_port()}", ENTRY)
+    done = run_command(*launcher, *flags, str(tmp_path / "two"), "--pipeline-parallel", "2", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    runs = [tmp_path / ranks / "runs" / "r" for ranks in ("one", "two")]
+    kept = [(run / "model.safetensors").read_bytes() for run in runs]
+    assert kept[0] == kept[1]
+    for run in runs:
+        assert run_export(monkeypatch, run, "--format", "safetensors") == 0
+    of_one, of_two = (load_file(*(run / "export").glob("*.safetensors")) for run in runs)
+    before = load_file(start)
+    assert of_one.keys() == of_two.keys() == before.keys()
+    assert all(torch.equal(of_two[name], tensor) for name, tensor in of_one.items())
+    changed = {name for name, tensor in before.items() if not torch.equal(of_two[name], tensor)}
+    assert {"blocks.0.attn.qkv.weight", "blocks.5.mlp.fc2.weight", "head.weight"} <= changed

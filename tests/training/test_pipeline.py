@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from training.engines.strategies import bubble
+
 RANKS = "tests.training.pipeline_ranks"
 # Network, leaves of a step, ranks, stages, and what else is asked for.
 QUICK = [
@@ -54,6 +56,25 @@ def test_stages_train_and_evaluate_the_bytes_of_the_whole(network, leaves, ranks
     assert sorted(name for name in expected if found.get(name) != expected[name]) == []
     assert found.keys() == expected.keys()
     assert len({found[f"outputs {step} 0"] for step in range(3)}) == 3, "the weights must have moved"
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "schedule", "split", "expected"),
+    [
+        (2, "1f1b", "blocks.2", 1 / 3),
+        pytest.param(8, "1f1b", "blocks.2", 1 / 9, marks=pytest.mark.slow),
+        (4, "interleaved", "blocks.1,blocks.2,blocks.3", 1 / 9),
+        pytest.param(4, "1f1b", "blocks.2", 1 / 5, marks=pytest.mark.slow),
+        pytest.param(4, "gpipe", "blocks.2", 1 / 5, marks=pytest.mark.slow),
+        pytest.param(2, "interleaved", "blocks.1,blocks.2,blocks.3", 1 / 5, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_waits_as_long_as_is_logged(micro_batches, schedule, split, expected, run_on_ranks):
+    """With blocks that sleep: a busy machine, which slows all else down, leaves the schedule as it is."""
+    assert bubble(2, schedule, micro_batches) == expected
+    case = {"micro_batches": micro_batches, "schedule": schedule, "split": split, "block_s": 0.05}
+    ((found,), _) = run_on_ranks(f"{RANKS}:wait_share", 2, [case])
+    assert found == pytest.approx(expected, abs=0.06)
 
 
 REFUSED = {

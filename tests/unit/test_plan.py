@@ -15,7 +15,7 @@ from launch.before_start import resolve_strategy
 from planning.machines import find_machine
 from planning.plan_command import parse, run
 from planning.plan_output import command_of, describe_filling
-from planning.search import PlannedJob, by_engine, descend, evaluate, filling_batch, fits_nowhere, options, reason
+from planning.search import PlannedJob, descend, engines_of, evaluate, filling_batch, fits_nowhere, options, reason
 from training.base.errors import UserError
 from training.base.units import format_bytes
 from training.config import TrainConfig
@@ -67,7 +67,8 @@ def test_what_fits_nowhere_is_one_line_with_what_does():
 
 def test_another_engine_is_taken_where_the_default_one_does_not_fit():
     config = dataclasses.replace(JOB.config, engine="auto")
-    found = by_engine(with_memory(80 * 10**9, config), config)
+    job = with_memory(80 * 10**9, config)
+    found = [evaluate(job, each) for each in engines_of(job, config)]
     assert {option.engine for option in found} == {"deepspeed", "torch"}
     assert descend(with_memory(found[0].memory.peak, config))[0].engine == found[0].engine
     least = min(found, key=lambda option: option.memory.peak)
@@ -141,7 +142,7 @@ def test_the_batch_that_fills_the_gpu():
     assert chosen.memory.peak < filled.memory.peak <= 0.9 * 8e9 < evaluate(job, more).memory.peak
     full = with_memory(int(chosen.memory.peak / 0.95), config)
     assert filling_batch(full, chosen) is chosen
-    assert describe_filling(full, chosen, chosen).startswith("these 16 images do")
+    assert describe_filling(full, chosen, chosen).startswith("--batch-size 16 does")
 
 
 @pytest.mark.parametrize(

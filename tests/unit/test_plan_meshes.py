@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 
 import pytest
 
 from launch.arguments import check_training, read_arguments
+from planning import run_workload
 from planning.machines import find_machine
 from planning.meshes import recommend
-from planning.plan_command import parse
+from planning.plan_command import parse, run
 from planning.plan_output import command_of
-from planning.search import PlannedJob, evaluate
+from planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
 from planning.stages import pipeline_of
 from training.base.errors import UserError
 from training.config import TrainConfig
@@ -111,6 +114,36 @@ def test_a_mesh_is_taken_when_nothing_else_fits():
     assert groups * taken.batch_size * taken.gradient_accumulation_steps == 64
     for other in others:
         assert other.images_per_update == 64
+
+
+def test_what_its_weights_do_not_fit_is_told_without_counting_activations(monkeypatch):
+    """But for those of the smallest settings, which the answer names; each takes seconds of a model of a billion."""
+    counted = []
+    monkeypatch.setattr(run_workload, "activations", lambda *words, **more: counted.append(words) or NO_ACTIVATIONS)
+    job = with_memory(dataclasses.replace(JOB, config=dataclasses.replace(CONFIG, batch_size=32)), 3_000_000)
+    with pytest.raises(UserError, match=r"1 image and all else that saves memory\. Nearest that works: --gpu"):
+        recommend(job)
+    assert 0 < len(counted) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h100", ""], ids=["h100", "this machine"])
+@pytest.mark.parametrize("model", ["timm:vit_giant_patch14_224", "timm:vit_gigantic_patch14_224"])
+def test_giants_get_a_line_to_type(model, gpu, capsys):
+    """Of a machine without GPUs, which they do not fit: the nearest one that they do, and that one's line."""
+    words = [f"--model-type={model}", "--num-gpus=8"]
+    try:
+        assert run(parse([*words, f"--gpu={gpu}"] if gpu else words, None)) == 0
+    except UserError as error:
+        assert not gpu
+        nearest = re.search(r"Nearest that works: (--gpu \S+)\.$", str(error))
+        assert run(parse([*words, *nearest[1].split()], None)) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("type "))
+    shell, script, *typed = shlex.split(line)[1:]
+    assert (shell, script) == ("bash", "scripts/launch_distributed.sh")
+    taken = check_training(read_arguments("launch_distributed.sh", typed, {}).training)
+    groups = 8 // taken.ranks_per_replica
+    assert groups * taken.batch_size * taken.gradient_accumulation_steps == 8 * TrainConfig().batch_size
 
 
 @pytest.mark.slow
