@@ -12,7 +12,7 @@ from training.data.reader import Batch
 from training.engines.engine import StepResult
 from training.observe.step_hashes import HASHES, StepHashes
 from training.observe.step_metrics import StepMetrics
-from training.steps.accumulate import Pipelined, TimedEngine
+from training.steps.accumulate import TimedEngine
 from training.steps.context import TrainContext
 from training.world.collectives import gather_objects
 from training.world.exchange import flag
@@ -40,9 +40,9 @@ class EpochObserver:
         self._clock, self._profiler = context.timing.clock, context.timing.profiler
         self.timed_engine = TimedEngine(state.engine, self._clock)
         self._metrics = StepMetrics(context, state.progress.epoch, state.sums)
-        # Stages are through with all leaves before the first is noted.
-        module = None if isinstance(context.step, Pipelined) else state.engine.module
-        self._hashes = StepHashes(context.log_hashes, context.world, module)
+        world = context.world
+        is_whole = world.tensor.size == world.pipeline.size == 1  # else gradients are of a part of the network
+        self._hashes = StepHashes(context.log_hashes, world, state.engine.module if is_whole else None)
         self._first_step = state.progress.step
         self._sums_before = state.sums.state()
         self._stop_signal = 0
