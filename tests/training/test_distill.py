@@ -75,17 +75,18 @@ def test_a_teacher_that_answers_once_leaves_the_same_bytes(teachers, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "kept"), [("ddp", UNCHANGED), ("fsdp_stage3", ())])
-def test_two_ranks_leave_the_same_bytes(teachers, strategy, kept):
-    """Whether or not the teacher answers once, also in a run that goes on with more than an epoch."""
+@pytest.mark.parametrize(("strategy", "kept", "audit"), [("ddp", UNCHANGED, ("--audit", "3")), ("fsdp_stage3", (), ())])
+def test_two_ranks_leave_the_same_bytes(teachers, strategy, kept, audit):
+    """Whether or not the teacher answers once, also in a run that goes on with more than an epoch, and is audited."""
     folder, _ = teachers
     flags = (*DATA, *STUDENT, "--log-dir", str(folder), "--teacher", "teacher0", *kept, "--run-name")
     runs = [folder / "runs" / f"{strategy}-{name}" for name in ("1", "2", "2-resumed")]
     resume = ("--resume", str(runs[1] / "checkpoints" / "step-00000-0000030"))
-    for run, more in zip(runs, (("--gradient-accumulation-steps", "2"), (), resume), strict=True):
+    for run, more in zip(runs, (("--gradient-accumulation-steps", "2"), audit, resume), strict=True):
         done = launch("basic_cnn", strategy, run.name.split("-")[1], "16", "2", *flags, run.name, *more)
         assert done.returncode == 0, done.stderr
         assert (ANSWERED in done.stdout) == bool(kept)
+        assert "computed wrong" not in done.stdout
     found = [(run / WEIGHTS).read_bytes() for run in runs]
     assert found[0] == found[1] == found[2]
 
