@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def compare(first: Path, second: Path) -> Difference:
             raise UserError(f"{first.name} and {second.name} train other networks: their parameters have other names.")
         pairs = _pairs_of_leaves(one, other)
         images_differ = any(of_one["images"] != of_other["images"] for of_one, of_other in pairs) if pairs else None
-        leaves = [words for number, pair in enumerate(pairs, start=1) if (words := _differing(number, *pair))]
+        leaves = differing_leaves(pairs)
         tensors = [name for name, value in one["weights"].items() if other["weights"][name] != value]
         if tensors or leaves:
             of_leaves = (images_differ, leaves, len(pairs))
@@ -89,6 +89,12 @@ def _pairs_of_leaves(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[d
     """Return the same leaves of a step in two runs; none if it has more of them in one."""
     leaves = [side.get("leaves", []) for side in (one, other)]
     return [*zip(*leaves, strict=True)] if len(leaves[0]) == len(leaves[1]) else []
+
+
+def differing_leaves(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """Return the leaves that differ, of the same leaves of a step as two lines of hashes have them, in words."""
+    found = (_differing(number, *pair) for number, pair in enumerate(pairs, start=1))
+    return [words for words in found if words]
 
 
 def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:

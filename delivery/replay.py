@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from delivery.bisect_runs import read_hashes
+from delivery.bisect_runs import differing_leaves, read_hashes
 from delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, contact_sheet, thumbnail
 from delivery.trained_model import read_json, read_run_config
 from training.base.atomic_write import replacing_folder, write_json
@@ -30,7 +31,7 @@ from training.data.reader import Batch
 from training.engines.engine import StepResult
 from training.epoch import begin_epoch
 from training.loop import train_one_epoch
-from training.observe.step_hashes import hashed_parameters, tensor_hash
+from training.observe.step_hashes import StepHashes, hashed_parameters
 from training.prepare import FIRST_START
 from training.run import set_up
 from training.setup import Run, train_context
@@ -54,6 +55,7 @@ class WatchedStep:
         before, after: the parameters by name, float32 in CPU memory.
         gradients: of those that are trained, before clipping.
         seen: each micro-batch, with the images as the network saw them, and its losses [B].
+        hashes: of the step as `training.observe.step_hashes.StepHashes` has them.
     """
 
     number: int
@@ -63,6 +65,7 @@ class WatchedStep:
     after: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     seen: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)
+    hashes: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `training.steps.accumulate.Step`."""
@@ -70,19 +73,26 @@ class WatchedStep:
             return self.context.step(engine, given)
         scale = 1.0 if engine.engine.loss_scale is None else engine.engine.loss_scale.value
 
-        def keep(batch: Batch, losses: torch.Tensor, *more: torch.Tensor) -> None:
+        def keep(batch: Batch, losses: torch.Tensor, logits: torch.Tensor, *more: torch.Tensor) -> None:
             self.seen.append((batch, losses.detach()))
-            given.note(batch, losses, *more)
+            self.hasher.note(batch.images, logits, 0)
+            given.note(batch, losses, logits, *more)
 
         def add(gradient: torch.Tensor, name: str) -> None:
             self.gradients[name] = self.gradients.get(name, torch.zeros_like(gradient)) + gradient / scale
 
         self.before = self.parameters()
+        self.hasher.before_step(0)
         trained = [(name, one) for name, one in engine.engine.module.named_parameters() if one.requires_grad]
         for name, parameter in trained:
             parameter.register_hook(partial(add, name=name))  # called once for each leaf
         self.stop.request(signal.SIGINT)
         return self.context.step(engine, given._replace(note=keep))
+
+    @functools.cached_property
+    def hasher(self) -> StepHashes:
+        """Hashes this step alone."""
+        return StepHashes(1, self.context.world, self.context.state.engine.module)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this moment by name."""
@@ -142,6 +152,7 @@ def _train(watched: WatchedStep) -> None:
         state.progress = state.progress.after_epoch(0.0, is_best=False, has_diverged=False)
         state.sums.reset()
     watched.after = watched.parameters()
+    watched.hashes = watched.hasher.after_step(state.engine, 0) or {}
 
 
 def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) -> Iterator[str]:
@@ -153,7 +164,7 @@ def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) 
     if differing is None:
         verdict = "the run has no hashes of it (--log-hashes) to compare with"
     elif differing:
-        verdict = f"differs from the run in {len(differing)} of its hashes: {', '.join(differing[:3])}"
+        verdict = f"differs from the run in {len(differing)} of its hashes: {'; '.join(differing[:3])}"
     facts = {"step": watched.number, "start": start, "loss": loss, "verdict": verdict}
     with replacing_folder(folder) as new:
         write_json(new / "step.json", facts | {"layers": layers, "samples": samples})
@@ -167,14 +178,15 @@ def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) 
 
 
 def differences(watched: WatchedStep, run: Path) -> list[str] | None:
-    """Return what has other hashes than in the run: images of leaves, parameters after it; None if it has none."""
+    """Return the leaves and parameters that have other hashes than in the run, in words; None if it has none."""
     line = read_hashes(run).get(watched.number)
     if line is None:
         return None
-    leaves = enumerate(zip(line.get("leaves", []), watched.seen, strict=False), start=1)
-    images = {f"images of leaf {n}": leaf["images"] != tensor_hash(seen.images) for n, (leaf, (seen, _)) in leaves}
-    weights = {name: line["weights"].get(name) != tensor_hash(weight) for name, weight in watched.after.items()}
-    return [name for name, differs in (images | weights).items() if differs]
+    ours, theirs = watched.hashes["leaves"], line.get("leaves", [])
+    pairs = [(leaf, own | {"rank": leaf["rank"]}) for leaf, own in zip(theirs, ours, strict=False)]
+    return differing_leaves(pairs) + [
+        name for name, value in watched.hashes["weights"].items() if line["weights"].get(name) != value
+    ]
 
 
 def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import torch
@@ -15,14 +16,18 @@ from training.world.signals import StopRequest
 from training.world.world import World
 
 
+def few_elements() -> AbstractContextManager[int]:
+    """Set what a norm's last bits depend on, and other tests change."""
+    return mock.patch.object(buckets, "FEWEST_ELEMENTS", 256)
+
+
 def run(world: World, log_dir: str, name: str, wrong: str = "", rank: int = 0, step: int = 0, leaves: int = 1) -> int:
     """Train five steps of four leaves; of `wrong`, "outputs" or "gradients", a rank gets a bit wrong in a step."""
     changes = {"batch_size": 50, "gradient_accumulation_steps": leaves, "log_dir": log_dir, "run_name": name}
+    config = TrainConfig(**(SETTINGS | changes | {"log_hashes": 1, "threads_per_rank": 1}))
     stop = StopRequest()
-    with mock.patch.object(
-        buckets, "FEWEST_ELEMENTS", 256
-    ):  # on which a norm's last bits depend; other tests change it
-        context = set_up(TrainConfig(**(SETTINGS | changes | {"log_hashes": 1})), world)
+    with few_elements():
+        context = set_up(config, world)
     module, calls = context.state.engine.module, itertools.count(1)
 
     def flip(values: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from delivery.bisect_runs import compare, lines_of
+from delivery.replay import differences, replay
+from tests.training.flip_ranks import few_elements
 
 RUN = "tests.training.flip_ranks:run"
 WRONG = {"outputs": {"rank": 1, "step": 3}, "gradients": {"rank": 0, "step": 4}}
@@ -24,3 +26,10 @@ def test_a_bit_that_one_rank_gets_wrong_is_found_on_that_rank(run_on_ranks, tmp_
             assert (found.step, found.last_equal, found.images_differ) == (where["step"], where["step"] - 1, False)
             assert found.leaves == [f"rank {ranks} (leaf {leaf}): other {what} {words}"]
             assert f"leaves       1 of 4 differ: {found.leaves[0]}" in list(lines_of(found))
+    # Which of the two was wrong is told by training the step again.
+    with few_elements():
+        watched = replay(runs / "gradients", WRONG["gradients"]["step"])
+    first, *others = differences(watched, runs / "gradients") or []
+    assert first == "rank 0 (leaf 2): other gradients of the same images and outputs"
+    assert others, "the weights"
+    assert differences(watched, runs / "two") == []
