@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
+DATA = "data.npz"
 Arrays = tuple[np.ndarray, np.ndarray]  # images and labels
 RATES, KINDS, SUSPECTED = (0.0, 0.01, 0.05, 0.1), ("uniform", "class"), 0.5
 CONFUSED_WITH = {  # the wrong label of each class, where it depends on the class
@@ -106,14 +107,18 @@ def measure_published(path: str, probabilities: str, labels: str, only: list[tup
         judge(f"{rate:.0%} {kind}/{seed}", said, flipped(truth, rate, kind, seed, "cifar10"), truth, path)
 
 
+def write(folder: str, train: Arrays, test: Arrays) -> None:
+    """Write `DATA` into a folder."""
+    np.savez(Path(folder) / DATA, x_train=train[0], y_train=train[1], x_test=test[0], y_test=test[1])
+
+
 def train(folder: str, train: Arrays, test: Arrays, model: str, epochs: int, seed: int) -> Path:
     """Train a model on images and labels; return the folder of its run."""
     from training.config.command_line import parse_args
     from training.run import run
 
-    data = Path(folder) / "data.npz"
-    np.savez(data, x_train=train[0], y_train=train[1], x_test=test[0], y_test=test[1])
-    given = [*RECIPE.split(), "--data", f"npz:{data}", "--model-type", model, "--epochs", str(epochs)]
+    write(folder, train, test)
+    given = [*RECIPE.split(), "--data", f"npz:{folder}/{DATA}", "--model-type", model, "--epochs", str(epochs)]
     given += ["--seed", str(seed), "--log-dir", folder, "--run-name", "run"]
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         code = run(parse_args(given)[0])
@@ -127,15 +132,16 @@ def measure_trained(
 ) -> None:
     """Train each model on flipped labels of the first images, a fifth of them held out; print what is found by it.
 
-    What the file has already is not measured again.
+    "pictures" is no model: labels are judged as without `--run`. What the file has already is not measured again.
     """
-    from delivery.audit.catalogue import Catalogue, embeddings
+    from delivery.audit.catalogue import Catalogue, embeddings, picture_features
     from delivery.audit.labels import out_of_sample_probabilities
     from training.checkpoint.weights import load_model
     from training.data import DataOptions, load_data
 
     archive, task, held_out = np.load(data), Path(data).stem, images // 5
     pictures, truth = archive["x_train"][:images], archive["y_train"][:images].astype(np.int64)
+    seen: np.ndarray | None = None
     print(TABLE)
     for (rate, kind, seed), model in ((case, model) for case in only for model in models):
         name, labels = f"{model}, {rate:.0%} {kind}/{seed}", flipped(truth, rate, kind, seed, task)
@@ -143,9 +149,16 @@ def measure_trained(
             continue
         parts = [(pictures[some], labels[some]) for some in (slice(held_out, None), slice(held_out))]
         with tempfile.TemporaryDirectory() as folder:
-            trained = load_model(train(folder, parts[0], parts[1], model, epochs, seed) / "model.safetensors")
-            catalogue = Catalogue(load_data(DataOptions(data=f"npz:{folder}/data.npz")))
-            features = np.roll(embeddings(*trained, catalogue), held_out, axis=0)  # in the order of the labels
+            if model != "pictures":
+                trained = load_model(train(folder, parts[0], parts[1], model, epochs, seed) / "model.safetensors")
+                features = embeddings(*trained, Catalogue(load_data(DataOptions(data=f"npz:{folder}/{DATA}"))))
+            elif seen is None:  # they do not depend on the labels
+                write(folder, parts[0], parts[1])
+                catalogue = Catalogue(load_data(DataOptions(data=f"npz:{folder}/{DATA}")))
+                features = seen = picture_features(*catalogue.pictures()[:2])
+            else:
+                features = seen
+        features = np.roll(features, held_out, axis=0)  # in the order of the labels
         judge(name, out_of_sample_probabilities(features, labels), labels, truth, path)
 
 
