@@ -180,7 +180,7 @@ def train(
     engine = make_engine(world, module, leaves, size, pipeline=pipeline, schedule=schedule, split=split, **changes)
     taught = configuration(label_smoothing=0.1, distill="kl:2:0.5")
     answers = torch.randn(3 * size * size, CLASSES, generator=torch.Generator().manual_seed(5))
-    teacher = (lambda images: images.flatten(1) @ answers) if has_teacher else None
+    teacher = (lambda batch: batch.images.flatten(1) @ answers) if has_teacher else None
     loss = build_loss(taught, [], [], world.device, teacher=teacher)
     step = Pipelined(loss) if pipeline > 1 and network != "ensemble" else Accumulate(loss)
     own, seen, norms = leaves // world.data.size, list[torch.Tensor](), list[str]()
