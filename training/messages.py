@@ -62,7 +62,7 @@ def announce_end(context: Run, stop_signal: int, point: RunPoint) -> None:
     for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
         log(line)
     if stop_signal:
-        name, again = signal.Signals(stop_signal).name, f"--run-name {context.folder.name} --resume auto"
+        name, again = signal.Signals(stop_signal).name, f"the same line, --run-name {context.folder.name} --resume auto"
         if context.position == 0:
             log(f"stopped by {name} before the first step; start with {again}")
         else:

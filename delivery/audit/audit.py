@@ -18,6 +18,7 @@ from torch import nn
 from delivery.audit.catalogue import Catalogue, embeddings, picture_features
 from delivery.audit.copies import find_copies
 from delivery.audit.findings import (
+    DROP,
     KINDS,
     Finding,
     Fix,
@@ -177,7 +178,8 @@ def _examine(
             findings += suspected
         else:
             note += ", so labels are not judged" + ("" if trained else ": give the --run of a trained model")
-    fixes = [*label_fixes.items(), *copy_fixes(catalogue, copies, label_fixes)]
+    broken = {number: Fix(DROP, "", 1.0, reason) for number, reason in catalogue.unreadable.items()}
+    fixes = [*({**label_fixes, **dict(copy_fixes(catalogue, copies, label_fixes)), **broken}).items()]
     is_own = catalogue.parts[numbers] == "train"
     score = None if catalogue.has_several else neighbours_score(features[numbers], catalogue.labels[numbers], is_own)
     near = [] if score is None else [f"the nearest training images predict {score:.1%} of the other labels (k-NN)"]

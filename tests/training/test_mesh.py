@@ -32,8 +32,13 @@ def test_the_groups_of_a_mesh_are_rows_of_the_ranks(run_on_ranks):
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "per_machine", "message"),
     [
-        (3, 1, 4, "--tensor-parallel 3: 4 rank(s) cannot be divided into groups of 3, use 3 or 6."),
-        (4, 2, 4, "--tensor-parallel 4 x --pipeline-parallel 2: 4 rank(s) cannot be divided into groups of 8, use 8"),
+        (3, 1, 4, "--tensor-parallel 3: 4 rank(s) cannot be divided into groups of 3, start 3 or 6 ranks."),
+        (
+            4,
+            2,
+            4,
+            "--tensor-parallel 4 x --pipeline-parallel 2: 4 rank(s) cannot be divided into groups of 8, start 8 ",
+        ),
         (
             4,
             1,

@@ -106,10 +106,10 @@ def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkey
     assert "--data" in capsys.readouterr().out
     rows = list(csv.DictReader((output / "fixed.csv").open(newline="")))
     again = load_data(DataOptions(data=str(output / "fixed.csv")))  # --data takes it
-    assert [len(part) for part in again.parts.values()] == [21, 8]  # 24 less 3
+    assert [len(part) for part in again.parts.values()] == [20, 8]  # 24 less 4
     kept = {row["path"].rpartition("/")[2]: (row["label"], row["split"]) for row in rows}
     assert kept["leak.jpg"] == ("ant", "val")
-    assert not {"00.png", "01.png", "conflict.png"} & kept.keys()  # in training, and contradictions
+    assert not {"00.png", "01.png", "conflict.png", "torn.jpg"} & kept.keys()  # in training, contradictions, broken
 
 
 def test_an_image_of_a_folder_that_links_put_into_several_classes_is_no_conflict(tmp_path, capsys):

@@ -161,7 +161,7 @@ def test_stages_on_machines_of_tensor_groups():
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--tensor-parallel=3"], r"cannot be divided into groups of 3, use 6 or 9"),
+        (["--tensor-parallel=3"], r"cannot be divided into groups of 3, start 6 or 9 ranks"),
         (["--tensor-parallel=8", "--gpus-per-node=4"], "must be on one machine, which has 4"),
         (["--strategy=fsdp_stage3", "--pipeline-parallel=2"], "does not go with --strategy 'fsdp_stage3'"),
         (

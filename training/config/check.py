@@ -233,8 +233,8 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
             yield from _wrong_values(config, of, flag, {"distill": ("",)})
         if not config.has_stages and members < config.pipeline_parallel:
             yield (
-                f"{flag}: an ensemble of {members} members fills {members} ranks: give {of['pipeline_parallel']} "
-                f"{members} or less, or more {of['ensemble_members']}."
+                f"{flag}: an ensemble of {plural(members, 'member')} fills {plural(members, 'rank')}: give "
+                f"{of['pipeline_parallel']} {members} or less, or more {of['ensemble_members']}."
             )
         if config.has_stages and not config.global_batch:
             steps = config.gradient_accumulation_steps

@@ -15,8 +15,9 @@ def data_ranks(ranks: int, tensor: int, pipeline: int = 1) -> int:
     groups, rest = divmod(ranks, tensor * pipeline)
     if rest or not groups:
         whole = tensor * pipeline
+        fitting = f"{groups * whole} or {(groups + 1) * whole}" if groups else f"{whole}"
         raise UserError(
             f"{' x '.join(f'{flag} {size}' for flag, size in sizes.items() if size > 1)}: {ranks} rank(s) cannot be "
-            f"divided into groups of {whole}, use {f'{groups * whole} or ' if groups else ''}{(groups + 1) * whole}."
+            f"divided into groups of {whole}, start {fitting} ranks."
         )
     return groups
