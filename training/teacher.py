@@ -151,7 +151,7 @@ def keep_answers(context: Run, loop: TrainContext) -> int:
         The number of the signal that ended it, 0 for none.
     """
     teacher, loader, world, begin = context.teacher, context.train_loader, context.world.data, time.perf_counter()
-    classes, is_left = len(context.data.class_names), loop.total_steps - context.position > loop.plan.steps_per_epoch
+    classes, is_left = len(context.data.class_names), loop.total_steps > context.position
     fits = 4 * classes * len(loader.dataset) <= MOST_KEPT_BYTES
     if teacher is None or not (loader.dataset.is_constant and is_left and fits):
         return 0
