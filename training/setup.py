@@ -193,11 +193,9 @@ def build(prepared: Prepared) -> Run:
     if groups is None:
         averages = WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch)
     else:
-        steps = plan.steps_per_epoch
-        had_ended = found is not None and first_step == found.manifest.config.get("epochs", 0) * steps
-        averages = OuterSteps(
-            engine, groups, world, config, config.epochs * steps, loggers, ended_at=first_step * had_ended
-        )
+        steps, saved = plan.steps_per_epoch, found.manifest.config if found else {}
+        ended_at = first_step if saved.get("epochs") == first_step / steps else 0
+        averages = OuterSteps(engine, groups, world, config, config.epochs * steps, loggers, ended_at)
         notes.append(averages.describe())
     notes += setup.notes
     changed: dict[str, Any] = {"config": dataclasses.replace(config, compile="on" if compiles else "off")}

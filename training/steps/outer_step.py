@@ -112,8 +112,8 @@ class OuterSteps:
                 start = time.perf_counter()
         if since and not is_last:
             return
-        for weights, state in self._engine.optimizer.state.items():
-            if self._is_delayed:
+        if self._is_delayed:
+            for weights, state in self._engine.optimizer.state.items():
                 torch.sub(state[OUTER_WEIGHTS], weights.detach(), out=state[OUTER_SENT])
         self._exchange = self._send()
         if is_last or not delay:
@@ -206,9 +206,9 @@ class OuterSteps:
         outer, momentum = state[OUTER_WEIGHTS], state[OUTER_MOMENTUM]
         momentum.mul_(self._config.outer_momentum).add_(gradient)
         gradient = gradient.add(momentum, alpha=self._config.outer_momentum)
-        before = outer.clone()
+        before = None if is_at_end else outer.clone()
         outer.add_(gradient, alpha=-self._config.outer_learning_rate)
-        if is_at_end:
+        if before is None:
             weights.copy_(outer)
         else:  # the step takes the place of what was sent; what was learned since stays
             weights.add_(outer - before + state[OUTER_SENT])
