@@ -27,7 +27,7 @@ TYPICAL_RANK = 8  # how much an image differs from its like is how much it does 
 FLAT_LEVELS = 2.0  # standard deviation of an image in which nothing is to be seen
 CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of what is typical
 DETAIL_SIDE = 5  # of the squares whose means are taken off, which leaves lines and texture
-DETAIL_SHARE = 0.42  # of the cube of what is typical of details: the more alike all images are, the stricter
+DETAIL_SHARE = 0.40  # of the cube of what is typical of details: the more alike all images are, the stricter
 LEAST_LIMIT = 0.001
 ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
@@ -199,9 +199,9 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
 def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Iterator[tuple[int, float]]:
     """Yield the place of each pair that differs by no more than one of its limits [2, P], and by which share of it."""
     for places in torch.arange(len(pairs.one)).split(COMPARED_AT_ONCE // SIDE**2 // 8):
-        boxes = torch.tensor(WINDOWS)[pairs.window[places]]
-        scales = boxes[:, :1].expand(-1, 2).clone()
-        boxes = torch.cat([scales, (1 - scales) * (2 * boxes[:, [2, 1]] - 1)], 1)  # width, height, centre x, y
+        scales, *starts = torch.tensor(WINDOWS)[pairs.window[places]].T
+        boxes = torch.stack([2 * (1 - scales) * start - 1 for start in reversed(starts)], 1)
+        boxes = torch.cat([boxes, boxes + 2 * scales[:, None]], 1)
         boxes, differences = _fit(images, pairs, places, boxes, ROUGH_STEPS)
         near = differences <= LAID_ROUGHLY_SHARE / COPY_SHARE * limits[0, places]
         places = places[near]
@@ -220,7 +220,8 @@ def _whole(images: torch.Tensor, pairs: _Pairs, places: torch.Tensor) -> torch.T
 def _windows(whole: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
     """Return what is in the boxes, see `_fit`, of pictures [P, SIDE, SIDE], as pictures."""
     theta = torch.zeros(len(boxes), 2, 3)
-    theta[:, [0, 1], [0, 1]], theta[:, :, 2] = boxes[:, :2], boxes[:, 2:]
+    first, last = boxes[:, :2], boxes[:, 2:]
+    theta[:, [0, 1], [0, 1]], theta[:, :, 2] = (last - first) / 2, (last + first) / 2
     grid = F.affine_grid(theta, [len(boxes), 1, SIDE, SIDE], align_corners=False)
     return F.grid_sample(whole[:, None], grid, padding_mode="border", align_corners=False)[:, 0]
 
@@ -234,7 +235,8 @@ def _fit(
         images: uint8 [N, SIDE, SIDE].
         pairs: the candidates.
         places: int64 [P], of those to look at.
-        boxes: float32 [P, 4], width and height of each window, 1 is the whole, and its centre, -1 to 1.
+        boxes: float32 [P, 4], left, upper, right and lower edge of each window, in -1 to 1. Edges move apart from one
+            another: the centre of a window that is the whole image could not move before its size does.
         steps: of Adam.
     """
     whole = _whole(images, pairs, places)
@@ -252,7 +254,6 @@ def _fit(
         differences.sum().backward()
         optimizer.step()
         with torch.no_grad():  # no window reaches out of its image
-            boxes[:, :2].clamp_(SMALLEST_WINDOW, 1)
-            room = 1 - boxes[:, :2]
-            boxes[:, 2:] = torch.minimum(torch.maximum(boxes[:, 2:], -room), room)
+            boxes[:, 2:].clamp_(2 * SMALLEST_WINDOW - 1, 1)
+            boxes[:, :2] = torch.minimum(boxes[:, :2].clamp(min=-1), boxes[:, 2:] - 2 * SMALLEST_WINDOW)
     return best, least

@@ -88,6 +88,13 @@ def test_copies_are_found_whatever_was_done_to_them_and_nothing_else(tmp_path):
     assert find_copies(np.zeros((5, SIDE, SIDE), np.uint8)) == []  # flat: nothing is to be seen
 
 
+def test_windows_leave_the_whole_for_what_a_copy_shows():
+    images = scenes(40)
+    copies = [CHANGES["mirrored and cropped"](image) for image in images]
+    found = find_copies(np.stack([grey(image) for image in [*images, *copies]]))
+    assert {copy[:3] for copy in found} == {(number, 40 + number, True) for number in range(40)}
+
+
 def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkeypatch):
     output, terminal = tmp_path / "audit", io.StringIO()
     terminal.isatty = lambda: True
