@@ -77,9 +77,9 @@ def frozen_name(facts: ShardFacts) -> str:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, and wait until it is on the disk."""
-    content = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    content = {"format": FORMAT, **vars(manifest)}
     path = folder / MANIFEST_FILE
-    path.write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1, default=vars) + "\n", encoding="utf-8")
     sync_to_disk(path)
 
 
@@ -184,4 +184,4 @@ def _count(value: Any, name: str) -> int:
 
 def _digest(content: dict[str, Any]) -> str:
     """Return the sha256 of the content, whatever the order and the layout in which it is written."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=vars).encode()).hexdigest()

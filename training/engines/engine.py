@@ -71,9 +71,8 @@ class Updates:
         """
         if not self._clipping and self.scale == 1.0:
             return None
-        factor = torch.full_like(norm, 1 / self.scale)
-        if self._clipping:
-            factor = factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0)
+        clipping = (self._clipping / (norm + 1e-6)).clamp(max=1.0) if self._clipping else torch.ones_like(norm)
+        factor = clipping / self.scale
         return factor.nan_to_num(nan=0.0)  # of a step that is skipped: zeros beside its gradients stay zeros
 
     def apply(self, norm: torch.Tensor, update: Callable[[], None]) -> StepResult:

@@ -56,7 +56,7 @@ class TorchEngine(Engine):
 
     def backward(self, loss: torch.Tensor) -> None:
         self._distribution.begin_backward(self._leaf)
-        (loss * self._factor).backward()
+        loss.backward(torch.full_like(loss, self._factor))
         self._distribution.end_backward()
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:

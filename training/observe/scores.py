@@ -104,10 +104,10 @@ class ScoreSums:
                 logits = log_mean_probability(logits)
             counted = weights > 0
             best = logits.topk(self._top_k, dim=1).indices
-            hits = _hits(best, labels, self._label_sets) & counted[:, None]
+            hits = _hits(best, labels, self._label_sets)
+            rounded = (losses.detach().double() / LOSS_UNIT).round() * LOSS_UNIT
             # A padded sample may have an infinite loss: it is masked, since 0 * inf is nan.
-            kept = torch.where(counted, (losses.detach().double() / LOSS_UNIT).round() * LOSS_UNIT, 0.0)
-            self._sums += torch.stack([kept.sum(), hits[:, 0].sum(), hits.any(1).sum(), counted.sum()])
+            self._sums += torch.stack([rounded, hits[:, 0], hits.any(1), counted]).where(counted, 0.0).sum(1)
 
     def state(self) -> torch.Tensor:
         """Return a copy of the sums: loss, top-1, top-5, samples; float64 [4]."""

@@ -50,7 +50,7 @@ class StepHashes:
 
     def __init__(self, every: int, world: World, module: nn.Module | None) -> None:
         self._every, self._world = every, world
-        named = [] if module is None else [*module.named_parameters()]
+        named = [*module.named_parameters()] if module is not None and every else []
         is_whole = not any(isinstance(parameter, DTensor) for _, parameter in named)
         self._trained = [item for item in named if item[1].requires_grad and is_whole]
         self._hooks: list[Any] = []
