@@ -4,21 +4,28 @@ python -m benchmarks.remote [IMAGES] [ROUNDS] [DELAY_MS]
 
 One process reads and decodes batches of 64 for a model of 112 pixels; rounds of all kinds take turns. Over http the
 first epoch fetches, later ones read what was kept; "too large" are data of which the cache holds two fifths, in a
-random order, and by shards with a window of a twelfth of the images.
+random order, and by shards with a window of a twelfth of the images. WebDataset and LitData, if they are installed, go
+through their files in order and keep nothing; LitData has no http, so it is given a download of whole chunks.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from torchvision.transforms import v2
 
 from delivery.pack import pack
 from tests.unit.made_data import as_parquet
@@ -28,7 +35,7 @@ from training.data import DataOptions, load_data
 from training.data.loader import Loader
 from training.data.sampler import build_plan
 
-CLASSES, BATCH = ("ant", "bee", "cat"), 64
+CLASSES, BATCH, SIZE = ("ant", "bee", "cat"), 64, 112
 
 
 def make_photos(root: Path, count: int) -> Path:
@@ -50,14 +57,52 @@ def serve(root: Path, delay_s: float, port: multiprocessing.Queue) -> None:
     time.sleep(3600)
 
 
-def rate(data: str, root: Path, epoch: int, kept_gb: float, window: int) -> float:
-    """Return the images/s of an epoch, in a random order if the window is 0."""
+def ours(data: str, root: Path, kept_gb: float, window: int, epoch: int) -> int:
+    """Read an epoch, in a random order if the window is 0; return its images."""
     order = {"order": "shards", "shuffle_window": window} if window else {}
-    pair = load_data(DataOptions(data=data, image_size=112, data_root=str(root), remote_cache_gb=kept_gb, **order))
+    pair = load_data(DataOptions(data=data, image_size=SIZE, data_root=str(root), remote_cache_gb=kept_gb, **order))
     loader = Loader(pair.train, build_plan(TrainConfig(**order, batch_size=BATCH), pair.train.source, 1), 0)
-    begin = time.perf_counter()
-    images = sum(len(batch.labels) for batch in loader.epoch(epoch))
-    return images / (time.perf_counter() - begin)
+    return sum(len(batch.labels) for batch in loader.epoch(epoch))
+
+
+def peers(url: str, root: Path) -> dict[str, Callable[[int], int]]:
+    """Return what reads an epoch over http with each of the peers that are installed, given its number."""
+    crop, to_tensor = v2.RandomResizedCrop(SIZE, antialias=True), v2.PILToTensor()
+    found: dict[str, Callable[[int], int]] = {}
+    with suppress(ImportError):
+        import webdataset
+
+        urls = [f"{url}/tar/{path.name}" for path in sorted((root / "tar").glob("train-*.tar"))]
+        stream = webdataset.WebDataset(urls, shardshuffle=False).decode("pilrgb").to_tuple("jpg")
+        samples = stream.map_tuple(v2.Compose([crop, to_tensor])).batched(BATCH)
+        found["http, tar, WebDataset"] = lambda _: sum(len(batch) for (batch,) in samples)
+    with suppress(ImportError):
+        import litdata
+        from litdata.streaming.downloader import Downloader, register_downloader
+        from litdata.streaming.resolver import Dir
+
+        class Http(Downloader):
+            def download_file(self, remote_filepath: str, local_filepath: str) -> None:
+                urllib.request.urlretrieve(remote_filepath, f"{local_filepath}.{os.getpid()}")
+                os.replace(f"{local_filepath}.{os.getpid()}", local_filepath)
+
+        register_downloader("http://", Http)
+        writer = litdata.streaming.cache.Cache(str(root / "litdata"), chunk_bytes="4MB")
+        for number, path in enumerate(sorted((root / "photos").glob("*/*.jpg"))):
+            writer[number] = {"image": Image.open(path)}
+        writer.done()
+        writer.merge()
+
+        def read(epoch: int) -> int:
+            kept = root / f"litdata-{epoch}"
+            kept.mkdir()
+            chunks = litdata.StreamingDataset(Dir(path=str(kept), url=f"{url}/litdata"))
+            images = sum(len(crop(sample["image"])) > 0 for sample in chunks)
+            shutil.rmtree(kept)
+            return images
+
+        found["http, chunks, LitData"] = read
+    return found
 
 
 def main(count: int = 1500, rounds: int = 5, delay_ms: float = 50) -> None:
@@ -71,23 +116,22 @@ def main(count: int = 1500, rounds: int = 5, delay_ms: float = 50) -> None:
         server.start()
         url = f"http://127.0.0.1:{port.get()}"
         size = sum(file.stat().st_size for file in (root / "tar").glob("*.tar"))
-        kinds: dict[str, tuple[str, Path, float, int]]
-        kinds = {kind: (f"{root}/{kind}", cache, 20.0, 0) for kind in ("photos", "tar", "parquet")}
-        kinds |= {
-            f"http, first epoch, {kind}": (f"{url}/{kind}", root / f"new-{kind}", 20.0, 0)
-            for kind in ("tar", "parquet")
-        }
-        kinds |= {f"http, kept, {kind}": (f"{url}/{kind}", cache, 20.0, 0) for kind in ("tar", "parquet")}
-        kinds |= {
-            f"http, too large, tar, {order}": (f"{url}/tar", root / order, 0.4 * size / 1e9, window)
+        kinds = {kind: partial(ours, f"{root}/{kind}", cache, 20.0, 0) for kind in ("photos", "tar", "parquet")}
+        kinds |= {f"http, kept, {kind}": partial(ours, f"{url}/{kind}", cache, 20.0, 0) for kind in ("tar", "parquet")}
+        new = {f"http, first epoch, {kind}": (kind, 20.0, 0) for kind in ("tar", "parquet")}
+        new |= {
+            f"http, too large, tar, {order}": ("tar", 0.4 * size / 1e9, window)
             for order, window in (("random", 0), ("shards", count // 12))
         }
+        kinds |= {kind: partial(ours, f"{url}/{data}", root / kind, *how) for kind, (data, *how) in new.items()}
+        kinds |= peers(url, root)
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         for number in range(-1, rounds):  # the first one makes indexes and caches
-            for kind, (data, place, kept_gb, window) in kinds.items():
-                if place != cache:
-                    shutil.rmtree(place / "remote", ignore_errors=True)
-                found = rate(data, place, number + 1, kept_gb, window)
+            for kind, read in kinds.items():
+                shutil.rmtree(root / kind / "remote", ignore_errors=True)
+                begin = time.perf_counter()
+                images = read(number + 1)
+                found = images / (time.perf_counter() - begin)
                 if number >= 0:
                     rates[kind].append(found / rates["photos"][-1] if kind != "photos" else found)
         server.terminate()

@@ -22,7 +22,7 @@ from training.base.errors import FileServerError, UserError
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
 from training.data.loader import Loader
-from training.data.reading import remote
+from training.data.reading import remote, remote_files
 from training.data.reading.remote_files import PieceCache
 from training.data.sampler import build_plan
 from training.run import run
@@ -81,6 +81,20 @@ def trained(data: str | Path, root: Path, **values) -> str:
 def expected(kinds, tmp_path_factory):
     """The sha256 of the weights of the undisturbed training from the folder."""
     return trained(kinds / "photos", tmp_path_factory.mktemp("runs"))
+
+
+def test_row_groups_are_fetched_before_they_are_read(server, kinds, tmp_path, monkeypatch):
+    for name in ("BLOCK_BYTES", "PAGE_BYTES"):
+        monkeypatch.setattr(remote_files, name, 2**12)
+    source = load_data(options(server.url("parquet"), tmp_path)).train.source
+    shutil.rmtree(tmp_path / "remote")
+    server.requests.clear()
+    source.expect(range(len(source.labels)))
+    least, deadline = int(source.sizes.sum()) // 2**12, time.monotonic() + 20
+    while len(server.requests) < least and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(server.requests) >= least
+    assert len({asked for _, asked in server.requests}) == len(server.requests)  # each block once
 
 
 @pytest.mark.parametrize("kind", ["tar", "parquet", *(f"http://{kind}" for kind in OVER_HTTP)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath
@@ -215,6 +215,28 @@ class RemoteParquet(ParquetArchive):
     def __init__(self, column: str, remote: RemoteFiles) -> None:
         super().__init__(column, remote.files, ())
         self._remote = remote
+        self._bounds: dict[int, list[tuple[int, int]]] = {}
+
+    def expect(self, images: Iterable[tuple[int, int, int]]) -> None:
+        """Begin to fetch the row groups of images that will be read, each given as to `read`."""
+        wanted = dict.fromkeys((archive, place >> ROW_BITS) for archive, place, _ in images)
+        for archive, group in (key for key in wanted if key not in self._groups):
+            if archive not in self._bounds:
+                self._bounds[archive] = self._bounds_of(archive)
+            self._remote.expect([(archive, *self._bounds[archive][group])])
+
+    def _bounds_of(self, archive: int) -> list[tuple[int, int]]:
+        """Return where each row group's images begin in a file, and their bytes."""
+        opened, bounds = self._open(archive), []
+        column = _chosen(opened.schema_arrow, self._column)
+        for number in range(opened.num_row_groups):
+            group = opened.metadata.row_group(number)
+            parts = [group.column(place) for place in range(group.num_columns)]
+            own = [part for part in parts if part.path_in_schema.split(".")[0] == column]
+            starts = [part.dictionary_page_offset or part.data_page_offset for part in own]
+            end = max(start + part.total_compressed_size for start, part in zip(starts, own, strict=True))
+            bounds.append((min(starts), end - min(starts)))
+        return bounds
 
     def _open(self, archive: int) -> Any:
         return _opened(self.files[archive], self._remote.stream(archive))
