@@ -135,9 +135,10 @@ def measure_trained(
     "pictures" is no model: labels are judged as without `--run`. What the file has already is not measured again.
     """
     from delivery.audit.catalogue import Catalogue, embeddings, picture_features
-    from delivery.audit.labels import out_of_sample_probabilities
+    from delivery.audit.labels import out_of_sample_probabilities, with_history
     from training.checkpoint.weights import load_model
     from training.data import DataOptions, load_data
+    from training.observe.sample_history import mean_probabilities
 
     archive, task, held_out = np.load(data), Path(data).stem, images // 5
     pictures, truth = archive["x_train"][:images], archive["y_train"][:images].astype(np.int64)
@@ -148,9 +149,12 @@ def measure_trained(
         if f"{name}/wrong" in kept(path):
             continue
         parts = [(pictures[some], labels[some]) for some in (slice(held_out, None), slice(held_out))]
+        learned = np.full((len(labels), 10), np.nan)
         with tempfile.TemporaryDirectory() as folder:
             if model != "pictures":
-                trained = load_model(train(folder, parts[0], parts[1], model, epochs, seed) / "model.safetensors")
+                run = train(folder, parts[0], parts[1], model, epochs, seed)
+                trained = load_model(run / "model.safetensors")
+                learned[held_out:] = mean_probabilities(run, parts[0][1], 10)
                 features = embeddings(*trained, Catalogue(load_data(DataOptions(data=f"npz:{folder}/{DATA}"))))
             elif seen is None:  # they do not depend on the labels
                 write(folder, parts[0], parts[1])
@@ -159,7 +163,8 @@ def measure_trained(
             else:
                 features = seen
         features = np.roll(features, held_out, axis=0)  # in the order of the labels
-        judge(name, out_of_sample_probabilities(features, labels), labels, truth, path)
+        probabilities = with_history(out_of_sample_probabilities(features, labels), learned)
+        judge(name, probabilities, labels, truth, path)
 
 
 def measure_fixes(path: str, data: str, model: str, epochs: int) -> None:

@@ -39,6 +39,7 @@ from training.observe.class_scores import check_best_by
 from training.observe.environment import RunFacts, describe_run
 from training.observe.loggers import open_loggers
 from training.observe.neighbours import MOST_COMPARED, Neighbours
+from training.observe.sample_history import MOST_IMAGES, SampleHistory
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import start_timing
 from training.other_epochs import note_other_epochs
@@ -359,6 +360,8 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         assert isinstance(step, Accumulate)
         leaves = context.plan.accumulation_steps
         step = Audited(step, config.audit, world, leaves, lambda: context.position, loggers)
+    tells_classes = context.neighbours is None and context.data.label_sets is None
+    is_kept = tells_classes and config.features != "cached" and len(context.data.train) <= MOST_IMAGES
     return TrainContext(
         world=world,
         plan=context.plan,
@@ -379,6 +382,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         neighbours=context.neighbours,
         log_hashes=config.log_hashes,
         keeps_probabilities=context.keeps_probabilities,
+        history=SampleHistory(context.folder.path, world, config.epochs) if is_kept else None,
         local_steps=config.local_steps,
         timing=start_timing(world, context.flops, config.profile, context.folder.path, loggers),
     )

@@ -45,6 +45,7 @@ from training.data.label_sets import SEPARATOR
 from training.data.settings import MULTILABEL
 from training.data.values import values_of
 from training.observe.neighbours import MOST_COMPARED, votes
+from training.observe.sample_history import mean_probabilities
 
 SMALL_CLASS = 10  # training images
 MOST_JUDGED = 100_000  # images, whose neighbours are looked for among all
@@ -93,7 +94,11 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
         raise UserError("--fixes: these images are no files, so no table can name them: change the arrays instead.")
     if fixes:
         return _fix(folder, read_fixes(Path(os.path.expanduser(fixes)), catalogue), catalogue)
-    findings, found_fixes, notes = _examine(catalogue, trained)
+    own = catalogue.parts == "train"
+    learned = np.full((len(catalogue), catalogue.num_classes), np.nan)
+    if model and model.run and not catalogue.has_several:
+        learned[own] = mean_probabilities(model.run, catalogue.labels[own], catalogue.num_classes)
+    findings, found_fixes, notes = _examine(catalogue, trained, learned)
     order = list(KINDS)
     findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
     facts = {
@@ -148,7 +153,7 @@ def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.nd
 
 
 def _examine(
-    catalogue: Catalogue, trained: tuple[nn.Module, dict[str, Any]] | None
+    catalogue: Catalogue, trained: tuple[nn.Module, dict[str, Any]] | None, learned: np.ndarray
 ) -> tuple[list[Finding], list[tuple[int, Fix]], list[str]]:
     """Return what is found in the images, what to do about it, and notes for the user."""
     pictures, colours, digests = catalogue.pictures()
@@ -169,7 +174,7 @@ def _examine(
             for place, time in zip(far, times, strict=True)
         ]
     if len(numbers) <= MOST_JUDGED and not catalogue.has_several:
-        doubts = doubt_labels(features[numbers], catalogue.labels[numbers], catalogue.num_classes)
+        doubts = doubt_labels(features[numbers], catalogue.labels[numbers], catalogue.num_classes, learned[numbers])
         accuracy = doubts.accuracy if doubts else 0.0
         by = "what the model sees" if trained else "the pictures alone"
         note = f"a classifier by {by} predicts {accuracy:.1%} of the labels of images that it was not trained on"

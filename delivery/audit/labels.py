@@ -17,6 +17,7 @@ FOLDS, NEIGHBOURS, MOST_FEATURES = 5, 10, 96
 ITERATIONS = 30  # of the estimate of how labels are wrong
 UNSURE = 0.005  # no classifier is surer
 TEMPERATURES = (1.0, 0.8, 0.6)  # a mean of two classifiers that were trained on wrong labels too is not sure enough
+TOGETHER, LEAST = 0.7, 1e-9  # see `with_history`
 CLEAN_PRIOR = 5.0  # right labels of each class, seen before the first image
 SUSPECTED = 0.5  # from which probability on a label is suspected
 OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # how many times as far as 99 of 100 images are from their 5th nearest
@@ -38,7 +39,7 @@ class LabelDoubts(NamedTuple):
     accuracy: float
 
 
-def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int) -> LabelDoubts | None:
+def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, learned: np.ndarray) -> LabelDoubts | None:
     """Return how probable it is that each label is wrong; None if no class has as many images as there are folds.
 
     Images of classes with fewer images are left out.
@@ -47,6 +48,8 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int) -> 
         features: float32 [N, F].
         labels: int64 [N], as given.
         num_classes: of the data.
+        learned: float64 [N, num_classes], what a network said of each image while it learned from it, NaN of those it
+            did not; see `mean_probabilities`.
     """
     counts = np.bincount(labels, minlength=num_classes)
     used = np.flatnonzero(counts[labels] >= FOLDS)
@@ -55,7 +58,8 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int) -> 
         return None
     numbers = np.searchsorted(classes, labels[used])
     out_of_sample = out_of_sample_probabilities(features[used], numbers)
-    wrong, best, certainty = wrong_label_probabilities(out_of_sample, numbers)
+    judged_by = with_history(out_of_sample, learned[np.ix_(used, classes)])
+    wrong, best, certainty = wrong_label_probabilities(judged_by, numbers)
     doubts = LabelDoubts(
         np.zeros(len(labels)),
         labels.copy(),
@@ -87,6 +91,21 @@ def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.
                 classifier.fit(features[seen], labels[seen])
                 probabilities[unseen] += classifier.predict_proba(features[unseen]) / 2
     return probabilities
+
+
+def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Return what both together say, float64 [N, K], where both are known: their product to the power of `TOGETHER`.
+
+    A network learns a wrong label later than right ones (Pleiss et al. 2020, https://arxiv.org/abs/2001.10528), and
+    errs elsewhere than classifiers that did not see the image. The power would be 1 if their errors were independent,
+    and 1/2 if they were the same.
+
+    Args:
+        out_of_sample: float64 [N, K], see `out_of_sample_probabilities`.
+        learned: float64 [N, K], see `doubt_labels`.
+    """
+    both = (np.maximum(out_of_sample, LEAST) * np.maximum(learned, LEAST)) ** TOGETHER
+    return np.where(np.isnan(learned), out_of_sample, both / both.sum(1, keepdims=True))
 
 
 def wrong_label_probabilities(

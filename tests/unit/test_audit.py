@@ -11,6 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import timm
+import torch
 from exports import save_run
 from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_digits
@@ -24,6 +25,9 @@ from delivery.audit.labels import doubt_labels, outliers, wrong_label_probabilit
 from models.build import build_model
 from training.base.errors import UserError
 from training.data import DataOptions, fake, load_data
+from training.data.reader import Batch
+from training.observe.sample_history import SampleHistory
+from training.world.world import World
 
 CHANGES = {
     "encoded again": lambda image: image,  # as JPEG of low quality
@@ -235,6 +239,21 @@ def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path,
     accuracy = float(re.search(r"what the model sees predicts ([\d.]+)%", facts["notes"][-2])[1])
     score = float(re.search(r"nearest training images predict ([\d.]+)% of the other labels", facts["notes"][-1])[1])
     assert min(accuracy, score) > 95
+
+    def suspected() -> set[str]:
+        found = json.loads((tmp_path / "audit/audit.json").read_text())["findings"]
+        return {one["image"] for one in found if one["kind"] == "label"}
+
+    # What it said of the images while it learned from them counts, too: of one of them, always another class.
+    before, labels = suspected(), data.train.source.labels
+    history = SampleHistory(run, World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu")), 1)
+    said = labels.clone()
+    said[10] = (labels[10] + 1) % 10
+    batch = Batch(torch.empty(0), labels, torch.ones(len(labels)), torch.arange(len(labels)))
+    history.add(batch, 30.0 * torch.nn.functional.one_hot(said, 10), 0)
+    history.write(0)
+    audit("digits", run=str(run), output=str(tmp_path / "audit"))
+    assert suspected() - before == {f"train {data.train.source.name(10)}"}
     with pytest.raises(UserError, match="is neither a file"):
         audit("digits", run=str(tmp_path / "none"), output=str(tmp_path / "audit"))
 
@@ -245,13 +264,13 @@ def test_flipped_labels_are_found(rate, least):
     features, truth = digits.images.reshape(len(digits.target), -1)[:700], digits.target[:700]
     generator = np.random.Generator(np.random.PCG64(0))
     labels = np.where(generator.random(len(truth)) < rate, (truth + generator.integers(1, 10, len(truth))) % 10, truth)
-    doubts = doubt_labels(features, labels, 10)
+    doubts = doubt_labels(features, labels, 10, np.full((len(labels), 10), np.nan))
     suspected, is_wrong = doubts.probability >= 0.5, labels != truth
     assert suspected[is_wrong].sum() >= least * is_wrong.sum()
     assert (suspected & ~is_wrong).sum() <= 4
     found = suspected & is_wrong
     assert (doubts.suggested[found] == truth[found]).mean() >= 0.9 if found.any() else rate == 0
-    assert doubt_labels(features[:3], labels[:3], 10) is None  # too few of each class
+    assert doubt_labels(features[:3], labels[:3], 10, np.full((3, 10), np.nan)) is None  # too few of each class
 
 
 def test_doubts_follow_bayes_when_classes_are_confused_one_way(monkeypatch):

@@ -189,7 +189,7 @@ class SampleRecorder:
 
         The samples are summed in the order of their indices, so that the number of ranks changes no digit.
         """
-        rows = _rows_of_all(self._batches, world)
+        rows = rows_of_all(self._batches, world)
         order = rows[:, 1].argsort()
         order = order[rows[order, 0] > 0]
         rows = rows[order]
@@ -199,7 +199,7 @@ class SampleRecorder:
         top1, top5 = (int(hits.sum()) / divisor for hits in (details.is_right, details.in_top5))
         kept = self._probabilities
         if self._label_sets is not None and kept is not None:
-            probabilities = _rows_of_all(kept, world)[order].numpy()
+            probabilities = rows_of_all(kept, world)[order].numpy()
             several = self._multilabel(probabilities, details.labels)
             loss, is_right = float(losses.sum()) / divisor, true > 0
             details = replace(details, has_first=is_right)
@@ -216,7 +216,7 @@ class SampleRecorder:
         )
 
 
-def _rows_of_all(batches: list[torch.Tensor], world: World) -> torch.Tensor:
+def rows_of_all(batches: list[torch.Tensor], world: World) -> torch.Tensor:
     """Return the rows [B, n] of all ranks' batches, on the CPU of every rank; a collective."""
     own = torch.cat(batches)
     rows = gather_rows(own.reshape(-1), world.data).view(-1, own.shape[1])

@@ -13,6 +13,7 @@ from training.base.run_logger import Loggers
 from training.checkpoint.saver import Saver
 from training.data.sampler import BatchPlan
 from training.observe.neighbours import Neighbours
+from training.observe.sample_history import SampleHistory
 from training.observe.step_metrics import Timing
 from training.recipe.schedule import Schedule
 from training.steps.accumulate import Step
@@ -49,6 +50,7 @@ class TrainContext:
         label_sets: float32 [S, C] on the device, the classes of each label; None if it is one.
         thresholds: as of `SampleRecorder`.
         log_hashes: optimizer steps between two lines of hashes; 0 for none.
+        history: of the training images; None if it is not kept.
         local_steps: between two outer steps of islands, which exchange nothing else in most steps; 1 for no islands.
     """
 
@@ -73,6 +75,7 @@ class TrainContext:
     thresholds: np.ndarray | None = None
     log_hashes: int = 0
     keeps_probabilities: bool = False
+    history: SampleHistory | None = None
     local_steps: int = 1
 
     @property

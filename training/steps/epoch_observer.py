@@ -63,6 +63,8 @@ class EpochObserver:
         """As `training.steps.accumulate.Note`."""
         self._state.sums.add(losses, logits, batch.labels, batch.weights)
         self._guard.note(batch, losses if evidence is None else evidence)
+        if self._context.history is not None:
+            self._context.history.add(batch, logits, self._state.progress.epoch)
         self._hashes.note(batch.images, logits, self._context.plan.position(self._state.progress))
 
     def after_step(self, result: StepResult | None, *, failure: int) -> bool:
@@ -108,6 +110,8 @@ class EpochObserver:
             RunEnded: on all ranks, if the run cannot go on.
         """
         self._settle()
+        if self._context.history is not None:
+            self._context.history.write(self._state.progress.epoch)
         seconds = self._metrics.elapsed_seconds()
         images = (self._state.progress.step - self._first_step) * self._context.plan.global_batch
         return EpochResult(seconds, images / seconds, self._metrics.data_wait_share, self._stop_signal)

@@ -1,0 +1,90 @@
+"""What is kept of each training image by epoch, against softmax itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from training.data.reader import Batch
+from training.observe.sample_history import HISTORY, MOST_EPOCHS, SampleHistory, mean_probabilities
+from training.world.world import World
+
+IMAGES, CLASSES, EPOCHS = 40, 3, 2  # of three classes the two probabilities that are kept tell the third
+LABELS = torch.arange(IMAGES) % CLASSES
+LOGITS = 5 * torch.randn(EPOCHS, IMAGES, CLASSES, generator=torch.Generator().manual_seed(0))
+
+
+def world() -> World:
+    return World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu"))
+
+
+def batch(indices: torch.Tensor, **changes: object) -> Batch:
+    given = {"labels": LABELS[indices], "weights": torch.ones(len(indices))} | changes
+    return Batch(torch.empty(0), indices=indices, **given)
+
+
+def add(history: SampleHistory, epoch: int, indices: torch.Tensor) -> None:
+    for some in indices.split(8):
+        history.add(batch(some), LOGITS[epoch, some], epoch)
+
+
+def kept(folder):
+    return {path.name: path.read_bytes() for path in (folder / HISTORY).iterdir()}
+
+
+def means(folder):
+    return mean_probabilities(folder, LABELS.numpy(), CLASSES)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    history = SampleHistory(tmp_path / "whole", world(), EPOCHS)
+    (tmp_path / "whole").mkdir()
+    for epoch in range(EPOCHS):
+        add(history, epoch, torch.randperm(IMAGES))
+        history.write(epoch)
+    return tmp_path / "whole"
+
+
+def test_means_are_those_of_softmax(whole):
+    assert np.abs(means(whole) - LOGITS.double().softmax(2).mean(0).numpy()).max() < 1e-6
+
+
+def test_an_epoch_that_was_interrupted_and_goes_on_before_that_has_the_same_bytes(whole, tmp_path):
+    for epoch in range(EPOCHS):
+        for first, last in ((0, 24), (16, IMAGES)):
+            history = SampleHistory(tmp_path, world(), EPOCHS)
+            add(history, epoch, torch.arange(first, last))
+            history.write(epoch)
+    assert kept(tmp_path) == kept(whole)
+
+
+def test_padding_and_mixed_and_broken_images_are_left_out(tmp_path):
+    history = SampleHistory(tmp_path, world(), 1)
+    everything = torch.arange(IMAGES)
+    logits = LOGITS[0].clone()
+    logits[7] = torch.nan
+    history.add(batch(everything, targets=torch.ones(IMAGES, CLASSES)), logits, 0)
+    history.write(0)
+    assert not (tmp_path / HISTORY).exists()
+    history.add(batch(everything, weights=(everything != 3).float()), logits, 0)
+    history.write(0)
+    assert np.flatnonzero(np.isnan(means(tmp_path)).any(1)).tolist() == [3, 7]
+    # An image of which there are two views has the mean of both.
+    history.add(batch(torch.tensor([5])), LOGITS[1, 5:6], 0)
+    history.write(0)
+    assert np.abs(means(tmp_path)[5] - LOGITS[:, 5].softmax(1).mean(0).numpy()).max() < 1e-6
+
+
+def test_of_a_long_run_epochs_at_equal_distances_are_kept(tmp_path):
+    history = SampleHistory(tmp_path, world(), 2 * MOST_EPOCHS + 1)
+    for epoch in range(2 * MOST_EPOCHS + 1):
+        history.add(batch(torch.arange(4)), LOGITS[0, :4], epoch)
+        history.write(epoch)
+    assert sorted(kept(tmp_path)) == [f"{epoch:03}.npy" for epoch in range(3, 2 * MOST_EPOCHS + 2, 3)]
+
+
+def test_images_of_other_data_are_not_mistaken_for_these(whole):
+    assert np.isnan(mean_probabilities(whole, (LABELS.numpy() + 1) % CLASSES, CLASSES)).all()
+    assert np.isnan(mean_probabilities(whole, LABELS[:-1].numpy(), CLASSES)).all()
