@@ -88,3 +88,15 @@ def test_of_a_long_run_epochs_at_equal_distances_are_kept(tmp_path):
 def test_images_of_other_data_are_not_mistaken_for_these(whole):
     assert np.isnan(mean_probabilities(whole, (LABELS.numpy() + 1) % CLASSES, CLASSES)).all()
     assert np.isnan(mean_probabilities(whole, LABELS[:-1].numpy(), CLASSES)).all()
+
+
+def test_a_damaged_file_is_as_none(whole):
+    path = whole / HISTORY / "001.npy"
+    for content in (b"", b"x", path.read_bytes()[:-3]):
+        path.write_bytes(content)
+        assert np.abs(means(whole) - LOGITS[1].double().softmax(1).numpy()).max() < 1e-6
+    path.unlink()
+    rows = np.load(whole / HISTORY / "002.npy")
+    rows["other"][0] = CLASSES
+    np.save(whole / HISTORY / "002.npy", rows)
+    assert np.isnan(means(whole)).all()

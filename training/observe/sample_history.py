@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +36,17 @@ class SampleHistory:
 
     def __init__(self, folder: Path, world: World, epochs: int) -> None:
         self._folder, self._world, self._every = folder / HISTORY, world, -(-epochs // MOST_EPOCHS)
-        self._held: list[tuple[Batch, torch.Tensor]] = []
+        self._held: list[tuple[torch.Tensor, ...]] = []
         self._rows: list[torch.Tensor] = []
 
     def add(self, batch: Batch, logits: torch.Tensor, epoch: int) -> None:
         """Keep what a micro-batch has given; logits [B, classes], or [B, classes, members]; epochs count from 0."""
-        if (epoch + 1) % self._every or batch.targets is not None:
+        if (epoch + 1) % self._every:
             return
-        self._held.append((batch, logits.detach().clone()))  # a recorded graph writes there again
+        is_mixed = batch.targets is not None  # on this rank: every rank has as many rows
+        weights = torch.zeros_like(batch.weights) if is_mixed else batch.weights
+        # A recorded graph writes its logits there again.
+        self._held.append((weights, batch.indices, batch.labels, logits.detach().clone()))
         if len(self._held) * logits.numel() > HELD_NUMBERS:
             self._reduce()
 
@@ -57,28 +61,24 @@ class SampleHistory:
         if not rows:
             return
         found = rows_of_all(rows, self._world).numpy()
-        if not self._world.is_main:
-            return
         found = found[(found[:, 0] > 0) & np.isfinite(found).all(1)]
+        if not (len(found) and self._world.is_main):
+            return
         table = np.empty(len(found), ROW)
         for name, column in zip(ROW.names or (), found[:, 1:].T, strict=True):
             table[name] = column
         path = self._folder / f"{epoch + 1:03}.npy"
-        try:
+        with suppress(OSError):
             self._folder.mkdir(exist_ok=True)
-            before = np.load(path) if path.exists() else table[:0]
             with replacing(path) as new, new.open("wb") as stream:
-                np.save(stream, np.unique(np.concatenate([before, table])))
-        except (OSError, ValueError):
-            path.unlink(missing_ok=True)
+                np.save(stream, np.unique(np.concatenate([_rows_of(path), table])))
 
     def _reduce(self) -> None:
         held, self._held = self._held, []
         if not held:
             return
-        logits = torch.cat([one.float() for _, one in held])
-        labels, weights = (torch.cat([getattr(batch, name) for batch, _ in held]) for name in ("labels", "weights"))
-        images = to_device(torch.cat([batch.indices for batch, _ in held]), logits.device)
+        weights, images, labels, logits = (torch.cat(one) for one in zip(*held, strict=True))
+        logits, images = logits.float(), to_device(images, logits.device)
         of_each = logits.log_softmax(1) if logits.ndim == 2 else log_mean_probability(logits)
         own = of_each.gather(1, labels[:, None])
         others = of_each.scatter(1, labels[:, None], -torch.inf).max(1)
@@ -99,11 +99,10 @@ def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.nd
     """
     sums, counts = np.zeros((len(labels), num_classes)), np.zeros((len(labels), 1))
     for path in sorted((run / HISTORY).glob("*.npy")):
-        rows = np.load(path)
-        if rows.dtype != ROW or not len(rows) or rows["image"].max() >= len(labels):
-            return np.full_like(sums, np.nan)
+        rows = _rows_of(path)
         images, own, other = rows["image"], rows["label"], rows["other"]
-        if (labels[images] != own).any():
+        is_inside = (images >= 0) & (images < len(labels)) & (other >= 0) & (other < num_classes)
+        if not is_inside.all() or (labels[images] != own).any():
             return np.full_like(sums, np.nan)
         of_own, of_other = (np.exp(rows[name].astype(np.float64)) for name in ("own_log", "other_log"))
         rest = np.maximum(1 - of_own - of_other, 0) / max(num_classes - 2, 1)
@@ -113,3 +112,12 @@ def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.nd
         np.add.at(sums, images, found)
         np.add.at(counts, images, 1)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _rows_of(path: Path) -> np.ndarray:
+    """Return the rows of a file; none if it is not there, or damaged."""
+    with suppress(OSError, ValueError, EOFError):
+        rows = np.load(path)
+        if rows.dtype == ROW:
+            return rows
+    return np.empty(0, ROW)
