@@ -17,7 +17,7 @@ FOLDS, NEIGHBOURS, MOST_FEATURES = 5, 10, 96
 ITERATIONS = 30  # of the estimate of how labels are wrong
 UNSURE = 0.005  # no classifier is surer
 TEMPERATURES = (1.0, 0.8, 0.6)  # a mean of two classifiers that were trained on wrong labels too is not sure enough
-TOGETHER, LEAST = 0.7, 1e-9  # see `with_history`
+POWERS, LEAST = (0.85, 0.5), 1e-9  # see `with_history`
 CLEAN_PRIOR = 5.0  # right labels of each class, seen before the first image
 SUSPECTED = 0.5  # from which probability on a label is suspected
 OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # how many times as far as 99 of 100 images are from their 5th nearest
@@ -94,17 +94,16 @@ def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.
 
 
 def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    """Return what both together say, float64 [N, K], where both are known: their product to the power of `TOGETHER`.
+    """Return what both together say, float64 [N, K], where both are known: the product of their `POWERS`.
 
     A network learns a wrong label later than right ones (Pleiss et al. 2020, https://arxiv.org/abs/2001.10528), and
-    errs elsewhere than classifiers that did not see the image. The power would be 1 if their errors were independent,
-    and 1/2 if they were the same.
+    errs elsewhere than classifiers that did not see the image. Powers of 1 would take their errors for independent.
 
     Args:
         out_of_sample: float64 [N, K], see `out_of_sample_probabilities`.
         learned: float64 [N, K], see `doubt_labels`.
     """
-    both = (np.maximum(out_of_sample, LEAST) * np.maximum(learned, LEAST)) ** TOGETHER
+    both = np.maximum(out_of_sample, LEAST) ** POWERS[0] * np.maximum(learned, LEAST) ** POWERS[1]
     return np.where(np.isnan(learned), out_of_sample, both / both.sum(1, keepdims=True))
 
 

@@ -244,16 +244,18 @@ def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path,
         found = json.loads((tmp_path / "audit/audit.json").read_text())["findings"]
         return {one["image"] for one in found if one["kind"] == "label"}
 
-    # What it said of the images while it learned from them counts, too: of one of them, always another class.
+    # What it said of the images while it learned from them counts, too: of ten of them, always another class.
     before, labels = suspected(), data.train.source.labels
     history = SampleHistory(run, World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu")), 1)
     said = labels.clone()
-    said[10] = (labels[10] + 1) % 10
+    chosen = torch.nonzero(labels == 3)[:10, 0]
+    said[chosen] = 5
     batch = Batch(torch.empty(0), labels, torch.ones(len(labels)), torch.arange(len(labels)))
     history.add(batch, 30.0 * torch.nn.functional.one_hot(said, 10), 0)
     history.write(0)
     audit("digits", run=str(run), output=str(tmp_path / "audit"))
-    assert suspected() - before == {f"train {data.train.source.name(10)}"}
+    wrong = {f"train {data.train.source.name(index)}" for index in chosen.tolist()}
+    assert set() < suspected() - before <= wrong  # not all, as classifiers that did not see them are sure
     with pytest.raises(UserError, match="is neither a file"):
         audit("digits", run=str(tmp_path / "none"), output=str(tmp_path / "audit"))
 
