@@ -45,10 +45,9 @@ from training.data.label_sets import SEPARATOR
 from training.data.settings import MULTILABEL
 from training.data.values import values_of
 from training.observe.neighbours import MOST_COMPARED, votes
-from training.observe.sample_history import mean_probabilities
+from training.observe.sample_history import MOST_IMAGES, mean_probabilities
 
 SMALL_CLASS = 10  # training images
-MOST_JUDGED = 100_000  # images, whose neighbours are looked for among all
 LEAST_ACCURACY = 0.8  # of a classifier that may doubt labels
 TIMM, QUERIES_AT_ONCE = "timm:", 256
 
@@ -94,11 +93,7 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
         raise UserError("--fixes: these images are no files, so no table can name them: change the arrays instead.")
     if fixes:
         return _fix(folder, read_fixes(Path(os.path.expanduser(fixes)), catalogue), catalogue)
-    own = catalogue.parts == "train"
-    learned = np.full((len(catalogue), catalogue.num_classes), np.nan)
-    if model and model.run and not catalogue.has_several:
-        learned[own] = mean_probabilities(model.run, catalogue.labels[own], catalogue.num_classes)
-    findings, found_fixes, notes = _examine(catalogue, trained, learned)
+    findings, found_fixes, notes = _examine(catalogue, trained, model.run if model else None)
     order = list(KINDS)
     findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
     facts = {
@@ -153,7 +148,7 @@ def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.nd
 
 
 def _examine(
-    catalogue: Catalogue, trained: tuple[nn.Module, dict[str, Any]] | None, learned: np.ndarray
+    catalogue: Catalogue, trained: tuple[nn.Module, dict[str, Any]] | None, run: Path | None
 ) -> tuple[list[Finding], list[tuple[int, Fix]], list[str]]:
     """Return what is found in the images, what to do about it, and notes for the user."""
     pictures, colours, digests = catalogue.pictures()
@@ -165,15 +160,18 @@ def _examine(
     features = embeddings(*trained, catalogue) if trained else picture_features(pictures, colours)
     numbers = np.setdiff1d(np.arange(len(catalogue)), [*catalogue.unreadable])
     label_fixes: dict[int, Fix] = {}
-    many = "images have several" if catalogue.has_several else f"there are more than {MOST_JUDGED} images"
+    many = "images have several" if catalogue.has_several else f"there are more than {MOST_IMAGES} images"
     note = f"labels are not judged: {many}"
-    if len(numbers) <= MOST_JUDGED:
+    if len(numbers) <= MOST_IMAGES:
         far, times = outliers(features[numbers])
         findings += [
             Finding("outlier", int(numbers[place]), "far from all others", float(1 - 0.5 / time))
             for place, time in zip(far, times, strict=True)
         ]
-    if len(numbers) <= MOST_JUDGED and not catalogue.has_several:
+    if len(numbers) <= MOST_IMAGES and not catalogue.has_several:
+        learned, own = np.full((len(catalogue), catalogue.num_classes), np.nan), catalogue.parts == "train"
+        if run is not None:
+            learned[own] = mean_probabilities(run, catalogue.labels[own], catalogue.num_classes)
         doubts = doubt_labels(features[numbers], catalogue.labels[numbers], catalogue.num_classes, learned[numbers])
         accuracy = doubts.accuracy if doubts else 0.0
         by = "what the model sees" if trained else "the pictures alone"

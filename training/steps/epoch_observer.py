@@ -110,9 +110,10 @@ class EpochObserver:
             RunEnded: on all ranks, if the run cannot go on.
         """
         self._settle()
-        if self._context.history is not None:
-            self._context.history.write(self._state.progress.epoch)
         seconds = self._metrics.elapsed_seconds()
+        if self._context.history is not None:
+            with self._clock.logging:
+                self._context.history.write(self._state.progress.epoch)
         images = (self._state.progress.step - self._first_step) * self._context.plan.global_batch
         return EpochResult(seconds, images / seconds, self._metrics.data_wait_share, self._stop_signal)
 
