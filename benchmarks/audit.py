@@ -41,7 +41,8 @@ CONFUSED_WITH = {  # the wrong label of each class, where it depends on the clas
     "cifar10": [8, 9, 0, 5, 7, 3, 3, 4, 0, 1],  # such as airplane and ship, cat and dog, deer and horse
 }
 TABLE = "| flips | seed | predicted | flagged | flipped ones | of | new label right |\n|---|---|---|---|---|---|---|"
-RECIPE = "--batch-size 128 --learning-rate 0.004 --tensorboard false --report false --progress off --workers 0"
+RECIPE = "--batch-size 128 --learning-rate 0.004"
+QUIET = "--tensorboard false --report false --progress off --workers 0"
 
 
 def flipped(labels: np.ndarray, rate: float, kind: str, seed: int, task: str = "digits") -> np.ndarray:
@@ -112,14 +113,14 @@ def write(folder: str, train: Arrays, test: Arrays) -> None:
     np.savez(Path(folder) / DATA, x_train=train[0], y_train=train[1], x_test=test[0], y_test=test[1])
 
 
-def train(folder: str, train: Arrays, test: Arrays, model: str, epochs: int, seed: int) -> Path:
-    """Train a model on images and labels; return the folder of its run."""
+def train(folder: str, train: Arrays, test: Arrays, model: str, epochs: int, seed: int, recipe: str = RECIPE) -> Path:
+    """Train a model on images and labels, by the flags of a recipe; return the folder of its run."""
     from training.config.command_line import parse_args
     from training.run import run
 
     write(folder, train, test)
-    given = [*RECIPE.split(), "--data", f"npz:{folder}/{DATA}", "--model-type", model, "--epochs", str(epochs)]
-    given += ["--seed", str(seed), "--log-dir", folder, "--run-name", "run"]
+    given = f"{recipe} {QUIET} --model-type {model} --epochs {epochs} --seed {seed} --run-name run".split()
+    given += ["--data", f"npz:{folder}/{DATA}", "--log-dir", folder]
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         code = run(parse_args(given)[0])
     if code:
@@ -128,7 +129,7 @@ def train(folder: str, train: Arrays, test: Arrays, model: str, epochs: int, see
 
 
 def measure_trained(
-    path: str, data: str, images: int, models: list[str], epochs: int, only: list[tuple[float, str, int]]
+    path: str, data: str, images: int, models: list[str], epochs: int, recipe: str, only: list[tuple[float, str, int]]
 ) -> None:
     """Train each model on flipped labels of the first images, a fifth of them held out; print what is found by it.
 
@@ -152,7 +153,7 @@ def measure_trained(
         learned = np.full((len(labels), 10), np.nan)
         with tempfile.TemporaryDirectory() as folder:
             if model != "pictures":
-                run = train(folder, parts[0], parts[1], model, epochs, seed)
+                run = train(folder, parts[0], parts[1], model, epochs, seed, recipe)
                 trained = load_model(run / "model.safetensors")
                 learned[held_out:] = mean_probabilities(run, parts[0][1], 10)
                 features = embeddings(*trained, Catalogue(load_data(DataOptions(data=f"npz:{folder}/{DATA}"))))
@@ -341,6 +342,7 @@ def main() -> None:
     parser.add_argument("--data", default="fashion-mnist.npz")
     parser.add_argument("--models", nargs="+", default=["airbench_small"])
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--recipe", default=RECIPE, help="flags of `trained`, such as --recipe='--preset cifar10'")
     parser.add_argument("--probabilities", default="cifar10_test_set_pyx.npy")
     parser.add_argument("--labels", default="cifar10_test_set_original_labels.npy")
     given = parser.parse_args()
@@ -352,7 +354,7 @@ def main() -> None:
     elif given.what == "labels":
         measure_labels(given.file, only)
     elif given.what == "trained":
-        measure_trained(given.file, given.data, given.images, given.models, given.epochs, only)
+        measure_trained(given.file, given.data, given.images, given.models, given.epochs, given.recipe, only)
     elif given.what == "published":
         measure_published(given.file, given.probabilities, given.labels, only)
     elif given.what == "fixes":

@@ -97,21 +97,23 @@ def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.nd
         labels: int64 [N], of the training images.
         num_classes: C.
     """
-    sums, counts = np.zeros((len(labels), num_classes)), np.zeros((len(labels), 1))
+    means, rests, counts = np.zeros((len(labels), num_classes)), np.zeros(len(labels)), np.zeros(len(labels))
     for path in sorted((run / HISTORY).glob("*.npy")):
         rows = _rows_of(path)
         images, own, other = rows["image"], rows["label"], rows["other"]
         is_inside = (images >= 0) & (images < len(labels)) & (other >= 0) & (other < num_classes)
         if not is_inside.all() or (labels[images] != own).any():
-            return np.full_like(sums, np.nan)
+            return np.full_like(means, np.nan)
         of_own, of_other = (np.exp(rows[name].astype(np.float64)) for name in ("own_log", "other_log"))
         rest = np.maximum(1 - of_own - of_other, 0) / max(num_classes - 2, 1)
-        found = np.repeat(rest[:, None], num_classes, 1)
-        places = np.arange(len(rows))
-        found[places, own], found[places, other] = of_own, of_other
-        np.add.at(sums, images, found)
+        np.add.at(means, (images, own), of_own - rest)
+        np.add.at(means, (images, other), of_other - rest)
+        np.add.at(rests, images, rest)
         np.add.at(counts, images, 1)
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    means += rests[:, None]
+    means /= np.maximum(counts, 1)[:, None]
+    means[counts == 0] = np.nan
+    return means
 
 
 def _rows_of(path: Path) -> np.ndarray:
