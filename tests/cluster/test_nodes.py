@@ -306,7 +306,7 @@ def test_islands_go_on_without_one_until_it_is_back(hosts: Hosts, shared: Path, 
         training.wait_for_step(BREAK_AT, after=again)
         broken = time.time()
         damage(hosts)
-        noticed = training.wait_for_text(f"restart {number} of")
+        noticed = training.wait_for_text(rf"(?s)(restart \d of.*){{{number}}}")  # the count begins anew after a save
         again = training.wait_for_step(1, after=noticed)
     mend(hosts)
     mended = time.time()
