@@ -241,8 +241,11 @@ def compare(path: str) -> None:
         print(f"| {name} | {len(rows)} | {' | '.join(cells)} |")
 
 
-def measure_copies(count: int, each: int) -> None:
-    """Print how many of `each` copies of every change are found among `count` images, and false alarms."""
+def measure_copies(count: int, each: int, kept: str) -> None:
+    """Print how many of `each` copies of every change are found among `count` images, and false alarms.
+
+    All images are left in a folder, for `copy_finders.py`, if one is named.
+    """
     from PIL import Image, ImageEnhance, ImageOps
     from sklearn.datasets import load_digits
 
@@ -271,7 +274,7 @@ def measure_copies(count: int, each: int) -> None:
         "30 % brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.3),
         "30 % flatter": lambda image: ImageEnhance.Contrast(image).enhance(0.7),
         **{f"cropped to {share:.0%}": lambda image, share=share: crop(image, share) for share in (0.9, 0.8, 0.7)},
-        "mirrored, cropped to 90%": lambda image: crop(ImageOps.mirror(image), 0.9),
+        "mirrored and cropped to 90%": lambda image: crop(ImageOps.mirror(image), 0.9),
     }
     digits = [Image.fromarray((image * 15.9).astype(np.uint8)).resize((32, 32)) for image in load_digits().images]
     sets = {"digits": [image.convert("RGB") for image in digits[:count]], "scenes": scenes(count)}
@@ -283,6 +286,12 @@ def measure_copies(count: int, each: int) -> None:
             for number in [order.pop() for _ in range(each)]:
                 put_in[number, len(every)] = change
                 every.append(function(images[number]))
+        if kept:
+            (Path(kept) / name).mkdir(parents=True)
+            for number, image in enumerate(every):
+                image.save(Path(kept) / name / f"{number}.png")
+            lines = [f"{one},{other},{change}\n" for (one, other), change in put_in.items()]
+            (Path(kept) / f"{name}.csv").write_text("".join(lines))
         pictures = [np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR)) for image in every]
         pairs = {copy[:2] for copy in find_copies(np.stack(pictures))}
         found = Counter(put_in[pair] for pair in pairs & put_in.keys())
@@ -335,6 +344,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", default="labels.npz")
     parser.add_argument("--images", type=int, default=600)
     parser.add_argument("--each", type=int, default=10)
+    parser.add_argument("--pictures", default="", help="folder for the images of `copies`")
     parser.add_argument("--listed", default="duplicates_cifar10.csv")
     parser.add_argument("--drawing", default="others.png")
     parser.add_argument("--seeds", type=int, default=3)
@@ -348,7 +358,7 @@ def main() -> None:
     given = parser.parse_args()
     only = cases(given.rates, given.seeds)
     if given.what == "copies":
-        measure_copies(given.images, given.each)
+        measure_copies(given.images, given.each, given.pictures)
     elif given.what == "cifair":
         measure_cifair(given.file, given.listed, given.drawing)
     elif given.what == "labels":
