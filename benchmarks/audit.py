@@ -34,6 +34,7 @@ import numpy as np
 
 DATA = "data.npz"
 Arrays = tuple[np.ndarray, np.ndarray]  # images and labels
+Pairs = set[tuple[int, int]]  # numbers of images, the smaller one first
 RATES, KINDS, SUSPECTED = (0.0, 0.01, 0.05, 0.1), ("uniform", "class"), 0.5
 CONFUSED_WITH = {  # the wrong label of each class, where it depends on the class
     "digits": [8, 7, 3, 8, 9, 6, 0, 1, 3, 4],
@@ -241,7 +242,7 @@ def compare(path: str) -> None:
         print(f"| {name} | {len(rows)} | {' | '.join(cells)} |")
 
 
-def measure_copies(count: int, each: int, kept: str) -> None:
+def measure_copies(count: int, each: int, folder: str) -> None:
     """Print how many of `each` copies of every change are found among `count` images, and false alarms.
 
     All images are left in a folder, for `copy_finders.py`, if one is named.
@@ -286,19 +287,30 @@ def measure_copies(count: int, each: int, kept: str) -> None:
             for number in [order.pop() for _ in range(each)]:
                 put_in[number, len(every)] = change
                 every.append(function(images[number]))
-        if kept:
-            (Path(kept) / name).mkdir(parents=True)
+        if folder:
+            (Path(folder) / name).mkdir(parents=True)
             for number, image in enumerate(every):
-                image.save(Path(kept) / name / f"{number}.png")
+                image.save(Path(folder) / name / f"{number}.png")
             lines = [f"{one},{other},{change}\n" for (one, other), change in put_in.items()]
-            (Path(kept) / f"{name}.csv").write_text("".join(lines))
+            (Path(folder) / f"{name}.csv").write_text("".join(lines))
         pictures = [np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR)) for image in every]
-        pairs = {copy[:2] for copy in find_copies(np.stack(pictures))}
-        found = Counter(put_in[pair] for pair in pairs & put_in.keys())
-        for change in changes:
-            print(f"| {name} | {change} | {found[change]} of {each} |")
-        of_originals = sum(other < len(images) for _, other in pairs)
-        print(f"| {name} | none: false alarms | {of_originals} of {len(images)} |", flush=True)
+        print_found(name, {copy[:2] for copy in find_copies(np.stack(pictures))}, put_in, len(images))
+
+
+def print_found(name: str, pairs: Pairs, put_in: dict[tuple[int, int], str], originals: int) -> None:
+    """Print how many of the copies that were put in are among the pairs, by change, and how many pairs of originals."""
+    found = Counter(put_in[pair] for pair in pairs & put_in.keys())
+    for change, many in Counter(put_in.values()).items():
+        print(f"| {name} | {change} | {found[change]} of {many} |")
+    print(
+        f"| {name} | none: false alarms | {sum(other < originals for _, other in pairs)} of {originals} |", flush=True
+    )
+
+
+def listed_pairs(listed: str, trained: int) -> dict[tuple[int, int], int]:
+    """Return ciFAIR's pairs and how each was judged; test images are numbered after so many training images."""
+    rows = np.loadtxt(listed, delimiter=",", skiprows=1)
+    return {(int(one), trained + int(other)): int(judged) for other, one, _, judged in rows}
 
 
 def peak_bytes() -> int:
@@ -321,8 +333,7 @@ def measure_cifair(path: str, listed: str, drawing: str) -> None:
     found = {copy[:2] for copy in find_copies(pictures)}
     took = f"{time.perf_counter() - begin:.0f} s, {time.process_time() - cpu:.0f} s of CPUs"
     print(f"{len(found)} pairs in {took}; peak {peak_bytes() / 1e9:.2f} GB, before {before / 1e9:.2f} GB\n")
-    rows = np.loadtxt(listed, delimiter=",", skiprows=1)
-    pairs = {(int(one), len(train) + int(other)): int(judged) for other, one, _, judged in rows}
+    pairs = listed_pairs(listed, len(train))
     print("| listed as | pairs | found |\n|---|---|---|")
     for name, kind in (("near-duplicate", 1), ("very similar", 2)):
         those = {pair for pair, judged in pairs.items() if judged == kind}

@@ -1,8 +1,8 @@
 """What imagededup and CleanVision find of the copies that benchmarks/audit.py puts in, and of ciFAIR's list.
 
     .venv/bin/python -m benchmarks.audit copies --pictures FOLDER       # leaves the images there, as files
-    PEERS/bin/python benchmarks/copy_finders.py copies FOLDER           # in an environment with both
-    PEERS/bin/python benchmarks/copy_finders.py cifair cifar10.npz duplicates_cifar10.csv
+    PEERS/bin/python -m benchmarks.copy_finders copies FOLDER           # in an environment with both
+    PEERS/bin/python -m benchmarks.copy_finders cifair cifar10.npz duplicates_cifar10.csv
 
 Prints rows of Markdown: pairs found of those put in or listed, and of others. imagededup compares perceptual hashes of
 64 bits; its default are pairs that differ in at most 10 of them. Its networks need published weights, which are not
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import csv
 import os
-import resource
 import sys
 import tempfile
-from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.audit import Pairs, listed_pairs, print_found
+
 DISTANCES = (0, 2, 4, 6, 8, 10)  # bits
-Pairs = set[tuple[int, int]]  # numbers of images, the smaller one first
 
 
 def found_by_hashes(folder: Path) -> dict[str, Pairs]:
@@ -35,14 +34,12 @@ def found_by_hashes(folder: Path) -> dict[str, Pairs]:
 
     by_name = PHash(verbose=False).encode_images(str(folder), num_enc_workers=0)
     hashes = np.array([int(by_name[f"{number}.png"], 16) for number in range(len(by_name))], dtype=np.uint64)
-    found: dict[str, Pairs] = {f"imagededup, {most} bits": set() for most in DISTANCES}
+    like: dict[tuple[int, int], int] = {}
     for number, one in enumerate(hashes):
         distances = np.bitwise_count(hashes[number + 1 :] ^ one)
-        for place in np.flatnonzero(distances <= max(DISTANCES)):
-            for most in DISTANCES:
-                if distances[place] <= most:
-                    found[f"imagededup, {most} bits"].add((number, number + 1 + int(place)))
-    return found
+        for place in np.flatnonzero(distances <= max(DISTANCES)).tolist():
+            like[number, number + 1 + place] = distances[place]
+    return {f"imagededup, {most} bits": {pair for pair in like if like[pair] <= most} for most in DISTANCES}
 
 
 def found_by_cleanvision(folder: Path) -> dict[str, Pairs]:
@@ -61,14 +58,6 @@ def finders(folder: Path) -> dict[str, Pairs]:
     return found_by_hashes(folder) | found_by_cleanvision(folder)
 
 
-def cpu_seconds() -> float:
-    """Return what this process and its ended children have taken."""
-    return sum(
-        usage.ru_utime + usage.ru_stime
-        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
-
-
 def measure_copies(root: Path) -> None:
     """Print what is found of each change, and the pairs of originals."""
     print("| images | finder | change | found |\n|---|---|---|---|")
@@ -77,11 +66,7 @@ def measure_copies(root: Path) -> None:
             put_in = {(int(one), int(other)): change for one, other, change in csv.reader(stream)}
         originals = len(list(folder.iterdir())) - len(put_in)
         for name, pairs in finders(folder).items():
-            found = Counter(put_in[pair] for pair in pairs & put_in.keys())
-            for change, many in Counter(put_in.values()).items():
-                print(f"| {folder.name} | {name} | {change} | {found[change]} of {many} |")
-            alarms = sum(other < originals for _, other in pairs)
-            print(f"| {folder.name} | {name} | none: false alarms | {alarms} of {originals} |", flush=True)
+            print_found(f"{folder.name} | {name}", pairs, put_in, originals)
 
 
 def measure_cifair(path: str, listed: str) -> None:
@@ -89,8 +74,7 @@ def measure_cifair(path: str, listed: str) -> None:
     from PIL import Image
 
     train, test = (np.load(path)[key] for key in ("x_train", "x_test"))
-    rows = np.loadtxt(listed, delimiter=",", skiprows=1)
-    pairs = {(int(one), len(train) + int(other)): int(judged) for other, one, _, judged in rows}
+    pairs = listed_pairs(listed, len(train))
     near = {pair for pair, judged in pairs.items() if judged == 1}
     print("| finder | near-duplicates | their test images, with any copy | very similar | other pairs |")
     print("|---|---|---|---|---|")
@@ -111,4 +95,3 @@ if __name__ == "__main__":
         measure_copies(Path(sys.argv[2]))
     else:
         measure_cifair(sys.argv[2], sys.argv[3])
-    print(f"{cpu_seconds():.0f} s of CPUs", file=sys.stderr)
