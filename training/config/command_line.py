@@ -129,8 +129,9 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return what this parser knows, and the other words; the errors are those of `parse`."""
         for name, equals, value in (word.partition("=") for word in words):
-            if equals and value == "--" and name in self.expected:  # of which argparse makes an empty list
-                raise wrong_value(name, value, self.expected[name], ())
+            action = self._option_string_actions.get(name)
+            if equals and value == "--" and action and action.nargs != 0:  # of which argparse makes an empty list
+                raise wrong_value(name, value, self.expected.get(name, "text"), ())
         try:
             return self.parse_known_args(words)
         except argparse.ArgumentError as error:
