@@ -71,16 +71,20 @@ def make_shards(root: Path, images: int, kind: Kind, first: Path) -> Path:
     """Link one file under many names, and write an index of each."""
     entries, place = kind.scan(first).entries, root / kind.suffix[1:]
     place.mkdir()
-    status = first.stat()
-    for shard, start in enumerate(range(0, images, PER_SHARD)):
-        file = place / f"{'val' if shard % 10 == 9 else 'train'}-{shard:06}{kind.suffix}"
+    starts = {
+        place / f"{'val' if shard % 10 == 9 else 'train'}-{shard:06}{kind.suffix}": start
+        for shard, start in enumerate(range(0, images, PER_SHARD))
+    }
+    for file in starts:
         os.link(first, file)
+    status = first.stat()  # every link changes the time of its inode's change
+    state, inode = (status.st_size, status.st_mtime_ns), (status.st_ino, status.st_ctime_ns)
+    for file, start in starts.items():
         own = [
-            entries[number % len(entries)]._replace(path=named(number), label=str(number % CLASSES))
+            entries[number % len(entries)]._replace(path=named(number), label=number % CLASSES)
             for number in range(start, min(start + PER_SHARD, images))
         ]
-        state = status.st_size, status.st_mtime_ns
-        write_index(Index(own, columns=kind.columns, state=state), index_of(file))
+        write_index(Index(own, columns=kind.columns, state=state, file=inode), index_of(file))
     return place
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,9 @@ from training.base.errors import UserError, unknown_name
 from training.base.run_folder import ENVIRONMENT, IMAGES
 from training.config import TrainConfig
 from training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
+from training.data.class_names import clean
 from training.data.datasets import DatasetPair, ImageDataset
+from training.data.folder_parts import Layout
 from training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
 from training.data.reading.image_numbers import takes_numbers
 from training.data.settings import MULTILABEL
@@ -137,8 +138,12 @@ def load_evaluation_data(
         raise UserError(_no_data(data, known, divided))
     if not is_own:  # which may have parts, that are not divided
         options = dataclasses.replace(options, folds=0)
-    split = _resolve_split(choice.split, options, is_own=is_own)
-    datasets = load_whole(options) if split == "all" else divided()
+    layout = layout_of(options)
+    split = _resolve_split(choice.split, options, layout, is_own=is_own)
+    if layout and not layout.train:
+        datasets = load_whole(options, split)
+    else:
+        datasets = load_whole(options) if split == "all" else divided()
     is_changed = is_own and known.fingerprint not in ("", divided().fingerprint)
     notes = []
     if is_changed:
@@ -149,7 +154,8 @@ def load_evaluation_data(
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
     part = datasets.parts.get(split, datasets.val)
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
-    label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
+    allow_missing = choice.allow_missing_classes or is_own  # earlier versions gave numbers that no image has a class
+    label_map = _label_map(datasets.class_names, metadata["class_names"], allow_missing)
     label_sets = None
     if datasets.label_sets is not None:
         targets = datasets.label_sets.targets
@@ -187,7 +193,7 @@ def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], Da
         return False
 
 
-def _resolve_split(split: str, options: DataOptions, *, is_own: bool) -> str:
+def _resolve_split(split: str, options: DataOptions, layout: Layout | None, *, is_own: bool) -> str:
     """Return what "auto" means: what was held out; of a folder that was not trained on all images, if it has no parts.
 
     If that has no validation part, but a test part, the test part.
@@ -195,12 +201,15 @@ def _resolve_split(split: str, options: DataOptions, *, is_own: bool) -> str:
     Raises:
         UserError: if the data has no such part.
     """
-    layout = layout_of(options)
     is_undivided = layout is not None and not layout.is_divided
     if split == "all" and not is_undivided:
         raise UserError(f"--split all is for data without parts; '{options.data}' has some: give val or train.")
     if split == "test" and not (layout and layout.test):
         raise UserError(f"--split test: '{options.data}' has no test part: give val or train.")
+    if layout and not layout.train and split in ("train", "val") and not getattr(layout, split):
+        raise UserError(
+            f"--split {split}: '{options.data}' has no {split} part: give {'test' if layout.test else 'val'}."
+        )
     if split != "auto" or is_own or layout is None:
         return "val" if split == "auto" else split
     if layout.val:
@@ -211,7 +220,7 @@ def _resolve_split(split: str, options: DataOptions, *, is_own: bool) -> str:
 def _data_options(
     preprocessing: dict[str, Any], config: TrainConfig, choice: EvaluationChoice, data: str
 ) -> DataOptions:
-    of_run = ("val_fraction", "split_seed", "folds", "fold", "val_part", "links", "seed")
+    of_run = ("label_separator", "val_fraction", "split_seed", "folds", "fold", "val_part", "links", "seed")
     of_user = ("path_column", "label_column", "bad_images", "data_root")
     return DataOptions(
         **{name: getattr(config, name) for name in of_run},
@@ -242,13 +251,13 @@ def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: dict[s
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:
-    """Return the model's number of each class of the data.
+    """Return the model's number of each class of the data; 007 is 7 to weights of earlier versions, which know it so.
 
     Raises:
         UserError: if the data has a class that the model does not know, or lacks one (unless allowed).
     """
-    keys = {unicodedata.normalize("NFC", name): number for number, name in enumerate(model_classes)}
-    of_data = {unicodedata.normalize("NFC", name): name for name in data_classes}
+    keys = {clean(name): number for number, name in enumerate(model_classes)}
+    of_data = {name if name in keys else str(int(name)) if name.isdecimal() else name: name for name in data_classes}
     unknown = [name for key, name in of_data.items() if key not in keys]
     missing = [model_classes[number] for key, number in keys.items() if key not in of_data]
     if unknown:

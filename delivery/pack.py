@@ -19,12 +19,13 @@ from training.base.atomic_write import replacing_folder
 from training.base.errors import UserError
 from training.data import DataOptions, archives, load_data
 from training.data.archives import CLASS_NAMES, Entry, index_of, write_index
+from training.data.class_names import read_class_names
 from training.data.datasets import ImageDataset
 from training.data.folder_parts import TRAIN
 from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.remote_files import page_checksums
 from training.data.reading.sources import FileSource, Source, digest_of
-from training.data.tar_shards import FACTS, LABEL, TAR, scan
+from training.data.tar_shards import FACTS, LABEL, TAR
 from training.data.values import BYTES
 from training.observe.console import open_console
 
@@ -57,10 +58,10 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
     done = Packed(0, 0, 0)
     try:
         with replacing_folder(output) as folder:
-            names = "".join(f"{name}\n" for name in data.class_names)
-            if names.count("\n") != len(data.class_names) or names.splitlines() != data.class_names:
+            names = "".join(f"{name}\n" for name in data.class_names).encode("utf-8", "surrogateescape")
+            if read_class_names(names, CLASS_NAMES) != data.class_names:
                 raise UserError(f"a class of '{options.data}' has a line break in its name: rename it.")
-            (folder / CLASS_NAMES).write_text(names, encoding="utf-8", errors="surrogateescape")
+            (folder / CLASS_NAMES).write_bytes(names)
             for part, dataset in data.parts.items():
                 for file, count in _write_part(folder, part, dataset, shard_bytes):
                     done = Packed(done.images + count, done.shards + 1, done.bytes + file.stat().st_size)
@@ -92,7 +93,7 @@ def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int
                 entry, suffix, content = _sample(source, index)
                 facts = {"path": entry.path, "box": entry.box, "weight": entry.weight}
                 for kind, data in (
-                    (LABEL, entry.label.encode()),
+                    (LABEL, str(entry.label).encode()),
                     (suffix, content),
                     (FACTS, json.dumps(facts).encode()),
                 ):
@@ -107,7 +108,7 @@ def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int
 
 def _sample(source: Source, index: int) -> tuple[Entry, str, bytes]:
     """Return an image of a set as an entry, with the suffix of its format and its bytes."""
-    label = str(int(source.labels[index]))
+    label = int(source.labels[index])
     if isinstance(source, FileSource):
         content, path = source.content(index), source.path(index)
         weight = 1.0 if source.loss_weights is None else float(source.loss_weights[index])
@@ -125,9 +126,9 @@ def _sample(source: Source, index: int) -> tuple[Entry, str, bytes]:
 
 def _check(file: Path, digests: list[int]) -> None:
     """Read a tar file and compare its images with the digests of what was packed; write its index."""
-    index = scan(file)
-    status = file.stat()
-    index = index._replace(state=(status.st_size, status.st_mtime_ns), checksums=page_checksums(file))
+    index, status = TAR.scan(file), file.stat()
+    state, inode = (status.st_size, status.st_mtime_ns), (status.st_ino, status.st_ctime_ns)
+    index = index._replace(columns=TAR.columns, state=state, file=inode, checksums=page_checksums(file))
     reader = TAR.open([file], [index.state])
     found = [digest_of(reader.read(0, entry.place, entry.size)) for entry in index.entries]
     if found != digests:

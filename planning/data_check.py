@@ -25,7 +25,6 @@ from training.data.workers import end_with_parent, worker_context
 
 IMAGES_PER_MESSAGE = 64
 IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded before a worker has started
-CLASSES_SHOWN = 20
 TITLES = {"train": "train", "val": "validation", "test": "test"}
 Size = tuple[int, int]  # width, height in pixels
 
@@ -76,19 +75,19 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
 def print_report(data: str, report: DataReport) -> None:
     """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
     console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
-    parts, names = datasets.parts, datasets.label_names
+    parts, names, sets = datasets.parts, datasets.class_names, datasets.label_sets
     table = Table("class", *(TITLES[name] for name in parts), title=cell(f"{data}: {len(names)} classes"))
-    columns = [torch.bincount(part.source.labels, minlength=len(names)).tolist() for part in parts.values()]
-    rows = list(zip(names, *columns, strict=True))
-    for name, *counts in rows[:CLASSES_SHOWN]:
+    every = [part.source.labels for part in parts.values()]
+    columns = [
+        sets.images_of_each(own) if sets else torch.bincount(own, minlength=len(names)).tolist() for own in every
+    ]
+    for name, *counts in sorted(zip(names, *columns, strict=True), key=lambda row: sum(row[1:])):
         table.add_row(cell(name), *map(str, counts))
-    if len(rows) > CLASSES_SHOWN:
-        table.add_row(f"and {len(rows) - CLASSES_SHOWN} more", *[""] * len(columns))
-    table.add_row("all", *(str(sum(column)) for column in columns))
+    table.add_row("all", *(str(len(own)) for own in every))
     console.print(table)
     lines = [f"note: {printable(note)}" for note in datasets.notes]
     lines += find_duplicates(datasets, report.digests).lines()
-    labels = torch.cat([part.source.labels for part in parts.values()])
+    labels = torch.cat(every)
     lines.append(f"labels {int(labels.min())} to {int(labels.max())}")
     if report.sizes:
         smallest, largest = (f"{width}x{height}" for width, height in report.sizes)

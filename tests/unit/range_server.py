@@ -18,12 +18,13 @@ class RangeServer:
         delay_s: Before each answer.
         change: Makes the body that is sent of a range's bytes, whose length the headers still promise.
         has_ranges: Whether it gives parts of files.
+        has_marks: Whether it tells by an ETag that a file has changed.
         status: Of every answer, 0 for the right one.
         requests: Path and range of what was asked for, in order.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.delay_s, self.status, self.has_ranges = root, 0.0, 0, True
+        self.root, self.delay_s, self.status, self.has_ranges, self.has_marks = root, 0.0, 0, True, True
         self.change: Callable[[bytes], bytes] = bytes
         self.requests: list[tuple[str, str]] = []
         self.port = 0
@@ -71,7 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, page.encode(), {"Content-Type": "text/html"}, with_body=with_body)
             return
         status = path.stat()
-        headers = {"ETag": f'"{status.st_size}-{status.st_mtime_ns}"', "Content-Type": "application/octet-stream"}
+        headers = {"Content-Type": "application/octet-stream"}
+        headers |= {"ETag": f'"{status.st_size}-{status.st_mtime_ns}"'} if self._of.has_marks else {}
         if bounds and self._of.has_ranges:
             start, end = (int(number) for number in bounds.removeprefix("bytes=").split("-"))
             headers["Content-Range"] = f"bytes {start}-{end}/{status.st_size}"

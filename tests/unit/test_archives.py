@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -23,8 +24,9 @@ from training.base.errors import UserError
 from training.config import TrainConfig
 from training.data import DataOptions, archives, load_data, load_whole
 from training.data.archives import index_of
+from training.data.reading.remote_files import page_checksums
 from training.data.sampler import build_plan
-from training.data.tar_shards import TAR, scan
+from training.data.tar_shards import TAR
 
 
 def png(colour: str = "red", size: tuple[int, int] = (8, 8)) -> bytes:
@@ -33,10 +35,10 @@ def png(colour: str = "red", size: tuple[int, int] = (8, 8)) -> bytes:
     return stream.getvalue()
 
 
-def write_tar(file: Path, members: dict[str, bytes], **options) -> Path:
+def write_tar(file: Path, members: dict[str, bytes] | list[tuple[str, bytes]], **options) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file, "w", **options) as tar:
-        for name, content in members.items():
+        for name, content in members.items() if isinstance(members, dict) else members:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
@@ -64,13 +66,17 @@ def test_foreign_shards_of_parts_numbers_and_names_of_classes(tmp_path):
     assert pair.class_names == ["0", "1", "2"]
     assert named(pair.val) == {f"./val0/{number:06}.JPG": number % 3 for number in range(4)}
     assert len(pair.train) == 8
-    assert pair.notes == ["passed over 6 samples without an image or label"]
+    assert pair.notes == [
+        "passed over 6 samples without an image or label",
+        "passed over 12 images such as './train0/000000.a.seg.png', because a key ends at the first dot of a name: "
+        "take the other dots out of the names",
+    ]
     assert pair.train.source.name(0) == f"{tmp_path}/set/train-00000-of-00002.tar/./train0/000000.JPG"
     torch.testing.assert_close(pair.train.source.read(0)[:, 0, 0], torch.tensor([255, 0, 0], dtype=torch.uint8))
     (tmp_path / "set" / "classnames.txt").write_text("cat\ndog\nfish\n")
     assert load(tmp_path / "set").class_names == ["cat", "dog", "fish"]
     (tmp_path / "set" / "classnames.txt").write_text("cat\ndog\n")
-    with pytest.raises(UserError, match="has the label '2'; expected a number below 2"):
+    with pytest.raises(UserError, match="has 2 names of classes and the label 2; expected a number below 2"):
         load(tmp_path / "set")
 
 
@@ -156,7 +162,10 @@ CRAFTED = {
     "long label": (header("1.cls", 2**21) + block(bytes(2**21)) + IMAGE + END, "is no label"),
     "no label": (IMAGE + END, "the sample '1' has no label"),
     "deep label": (header("1.json", 99999) + block(b"[" * 99999) + IMAGE + END, "no label"),
-    "label of a list": (header("1.json", 13) + block(b'{"label":[1]}') + IMAGE + END, "no label"),
+    "label of a list": (
+        header("1.json", 13) + block(b'{"label":[1]}') + IMAGE + END,
+        "sample '1': the label is a list",
+    ),
     "nothing": (END, "there is no image in 1 .tar file"),
     "links": (header("1.png", 0, tarfile.SYMTYPE) + header("1.cls", 0, tarfile.LNKTYPE) + END, "there is no image"),
 }
@@ -177,7 +186,7 @@ def test_a_crafted_tar_file_gets_one_line_and_writes_nothing_but_its_index(tmp_p
 def test_names_that_lead_out_are_names_alone(tmp_path):
     """They are shown, and never opened."""
     members = {"../../1.cls": b"x", "../../1.png": png(), "/etc/2.cls": b"y", "/etc/2.png": png("lime")}
-    index = scan(write_tar(tmp_path / "all.tar", members))
+    index = TAR.scan(write_tar(tmp_path / "all.tar", members))
     assert [entry.path for entry in index.entries] == ["../../1.png", "/etc/2.png"]
     whole = load_whole(DataOptions(data=str(tmp_path / "all.tar"), image_size=16)).train.source
     assert [whole.read(index)[:, 0, 0].tolist() for index in range(2)] == [[255, 0, 0], [0, 255, 0]]
@@ -292,7 +301,7 @@ def test_a_crafted_parquet_file_gets_one_line(tmp_path, write_parquet):
             load(file)
     with pytest.raises(UserError, match="column label has numbers with a fraction"):
         load(write_parquet(file, {"image": [png()] * 2, "label": [0.5, 1.0]}))
-    with pytest.raises(UserError, match="has the label '7'; expected a number below 2"):
+    with pytest.raises(UserError, match="has 2 names of classes and the label 7; expected a number below 2"):
         load(write_parquet(file, {"image": [png()] * 2, "label": [0, 7]}, ["no", "yes"]))
 
 
@@ -301,3 +310,107 @@ def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match="Parquet files are read by pyarrow: pip install pyarrow"):
         load(tmp_path / "a.parquet")
+
+
+def labelled(key: str, label: str = "a", suffix: str = ".png", colour: str = "red") -> dict[str, bytes]:
+    return {f"{key}.cls": label.encode(), f"{key}{suffix}": png(colour)}
+
+
+def joined(file: Path, parts: list[dict[str, bytes]]) -> Path:
+    """Write files of these members one behind the other, as `cat a.tar b.tar` does."""
+    contents = [write_tar(file, part).read_bytes() for part in parts]
+    file.write_bytes(b"".join(contents))
+    return file
+
+
+WRONG_SAMPLES = {
+    "a photo and a mask": (
+        [labelled("1") | {"1.jpg": png()}],
+        r"the sample '1' has several images, \.png and \.jpg: choose one by --path-column png",
+    ),
+    "one key twice in a row": ([[*labelled("1").items()] * 2], r"the key '1' is there twice: a key is one sample"),
+    "one key appended": (
+        [[*labelled("1").items(), *labelled("2").items(), *labelled("1").items()]],
+        r"the key '1' is there twice.*tar --sort=name",
+    ),
+    "files by kind": (
+        [{"1.png": png(), "2.png": png(), "1.cls": b"a", "2.cls": b"b"}],
+        r"the sample '1' has no label.*tar --sort=name",
+    ),
+    "two archives": ([labelled("1"), labelled("2")], r"goes on behind its end.*tar --concatenate"),
+    "names with dots": (
+        [labelled("IMG.1.a") | labelled("IMG.2.b")],
+        r"no image in 1 \.tar file\(s\) \(passed over 2 images such as 'IMG.1.a.png', because a key ends at the first",
+    ),
+    "an empty label": ([{"1.cls": b"\n", "1.png": png()}], r"the sample '1': the label is empty"),
+    "a label of another encoding": (
+        [{"1.cls": b"caf\xe9", "1.png": png()}],
+        r"the sample '1': .* not encoded as UTF-8",
+    ),
+    "a weight that is none": (
+        [{"1.json": b'{"label": "a", "weight": "heavy"}', "1.png": png()}],
+        r"the sample '1': weight is 'heavy'; expected a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SAMPLES)
+def test_a_sample_that_is_not_one_image_and_one_label_is_refused_by_name(tmp_path, name):
+    parts, words = WRONG_SAMPLES[name]
+    with pytest.raises(UserError, match=words):
+        load(joined(tmp_path / "all.tar", parts))
+
+
+def test_one_of_several_images_is_chosen_by_its_extension_and_files_of_macos_are_passed_over(tmp_path):
+    members = []
+    for n in range(8):
+        sample = labelled(f"{n}", "ab"[n % 2], ".jpg") | {f"{n}.mask.png": png("blue"), f"{n}.webp": png("lime")}
+        for name, content in sample.items():
+            members += [(f"./._{name}", b"Mac OS X"), (f"./{name}", content)]
+    file = write_tar(tmp_path / "all.tar", members)
+    for extension, colour in (("jpg", [255, 0, 0]), (".WebP", [0, 255, 0]), ("mask.png", [0, 0, 255])):
+        pair = load(file, path_column=extension)
+        assert len(pair.train) + len(pair.val) == 8
+        assert pair.train.source.read(0)[:, 0, 0].tolist() == colour
+        assert pair.notes == []
+    with pytest.raises(UserError, match=r"has several images, \.jpg and \.webp"):
+        load(file)
+
+
+def test_an_index_is_of_this_file_alone(tmp_path):
+    """Of equal size and time, but another file, or the same one written anew: `cp -p`, `tar --mtime`, `mv`."""
+    file, other = (tmp_path / name for name in ("all.tar", "other.tar"))
+    for place, labels in ((file, "ab"), (other, "xy")):
+        write_tar(place, [one for n in range(8) for one in labelled(str(n), labels[n % 2]).items()])
+        os.utime(place, ns=(10**18, 10**18))
+    assert load(file).class_names == ["a", "b"]
+    shutil.copy2(other, file)
+    assert load(file).class_names == ["x", "y"]
+    shutil.copy2(
+        write_tar(other, [one for n in range(8) for one in labelled(str(n), "pq"[n % 2]).items()]), tmp_path / "c"
+    )
+    os.utime(tmp_path / "c", ns=(10**18, 10**18))
+    (tmp_path / "c").replace(file)
+    assert load(file).class_names == ["p", "q"]
+
+
+def test_each_row_of_parquet_and_each_sample_of_a_tar_is_an_image_whatever_it_is_called(tmp_path, write_parquet):
+    """60 ants and 10 bees of one base name, as the hub's writer leaves it, and shards that count from 0 each."""
+    labels = ["ant"] * 60 + ["bee"] * 10
+    images = [{"bytes": png(), "path": "image.jpg"} for _ in labels]
+    pair = load(write_parquet(tmp_path / "a.parquet", {"image": images, "label": labels}))
+    assert [a + b for a, b in zip(pair.train_counts, pair.val_counts, strict=True)] == [60, 10]
+    assert min(*pair.train_counts, *pair.val_counts) > 0
+    for shard, label in enumerate("ab"):
+        write_tar(tmp_path / f"set/{shard}.tar", [one for n in range(5) for one in labelled(str(n), label).items()])
+    pair = load(tmp_path / "set")
+    assert (pair.train_counts, pair.val_counts) == ([4, 4], [1, 1])
+
+
+def test_a_copy_of_packed_files_keeps_the_checksums_of_its_index(tmp_path):
+    shutil.copytree(KINDS["tar"](make_photos(tmp_path / "photos"), tmp_path / "packed"), tmp_path / "copy")
+    load(tmp_path / "copy")
+    for file in (tmp_path / "copy").glob("*.tar"):
+        index = archives.index_from(index_of(file).read_bytes)
+        assert index.file == (file.stat().st_ino, file.stat().st_ctime_ns), "made anew"
+        assert index.checksums == page_checksums(file)

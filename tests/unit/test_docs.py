@@ -52,6 +52,7 @@ PROGRAMS_OF_OTHERS = (
         "torchrun",
         "accelerate",
         "mpirun",
+        "tar",
         "sbatch",
         "srun",
         "scancel",

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import sys
+import tarfile
 import threading
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from made_data import KINDS, SPLIT, make_photos
+from PIL import Image, ImageColor
 from range_server import RangeServer
 
 from delivery.end_of_run import leave_files
@@ -258,12 +260,33 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
         load_data(options("gs://bucket/set", tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["tar", "list"])
+def test_content_decides_where_a_server_tells_no_change(server, kinds, tmp_path, kind):
+    """Of two files of a size, without ETag and Last-Modified, labels and pixels are those of the one that is there."""
+    server.root, server.has_marks = tmp_path / "set", False
+    server.root.mkdir()
+    for first, second in (("ab", "red"), ("xy", "blue")):
+        for n in range(8):
+            Image.new("RGB", (8, 8), second).save(server.root / f"{n}.bmp")
+        rows = [f"{n}.bmp,{first[n % 2]}\n" for n in range(8)]
+        (server.root / "list.csv").write_text("".join(["path,label\n", *rows]))
+        if kind == "tar":
+            with tarfile.open(server.root / "data.tar", "w") as tar:
+                for n in range(8):
+                    (server.root / f"{n}.cls").write_text(first[n % 2])
+                    tar.add(server.root / f"{n}.cls", f"{n}.cls")
+                    tar.add(server.root / f"{n}.bmp", f"{n}.bmp")
+        pair = load_data(options(server.url("data.tar" if kind == "tar" else "list.csv"), tmp_path))
+        assert pair.class_names == [*first]
+        image = pair.train.source.read(0)
+        assert image[:, 0, 0].tolist() == [*ImageColor.getrgb(second)]
+
+
 def test_a_table_behind_a_url_names_images_below_its_folder(server, kinds, tmp_path):
     server.root = tmp_path / "set"
     server.root.mkdir()
     for row, words in {
         "../secret.png,a": "1 of 2 images lie outside of 'http://",
-        "x.png?y,a": "1 of 2 images lie outside of",
         "/x.png,a": "1 of 2 images lie outside of",
         "none.png,a": "2 of 2 images are missing below 'http://",
     }.items():
@@ -271,6 +294,14 @@ def test_a_table_behind_a_url_names_images_below_its_folder(server, kinds, tmp_p
         with pytest.raises(UserError) as problem:
             load_data(options(server.url("list.csv"), tmp_path))
         assert words in str(problem.value)
+    for name in ("100%.png", "a#1.png", "b?x=1.png", "50%20off.png", "blank .png"):
+        shutil.copyfile(next((kinds / "photos").rglob("*.png")), server.root / name)
+    names = ["100%.png", "a#1.png", "b?x=1.png", "50%20off.png", " blank .png "]
+    (server.root / "list.csv").write_text(
+        "path,label\n" + "".join(f"{name},{'ab'[n % 2]}\n" for n, name in enumerate(names))
+    )
+    pair = load_data(options(server.url("list.csv"), tmp_path))
+    assert {row[0] for row in seen(pair.train) + seen(pair.val)} == {name.strip() for name in names}
     for name, words in {
         "": "no tar or Parquet file is listed there",
         "/none": "there is no such file",

@@ -80,7 +80,10 @@ def test_paths_are_those_of_the_table_absolute_or_of_the_data_root(photos, tmp_p
     assert write_predictions(predictions, "csv", str(absolute), 2) == 0
     assert load(absolute, data_root=str(photos)).fingerprint == folder.fingerprint
     pair = load(absolute)
-    assert pair.notes[0] == f"36 of 36 images lie outside of '{tmp_path}', such as '{rows[0]['image']}'"
+    assert pair.notes[:2] == [
+        "columns that are not used: 'probability', 'label_2', 'probability_2'",
+        f"36 of 36 images lie outside of '{tmp_path}', such as '{rows[0]['image']}'",
+    ]
     with pytest.raises(UserError, match="which --links refuse forbids"):
         load(absolute, links="refuse")
     relative = [{"image": os.path.relpath(row["image"], photos), "label": row["label"]} for row in rows]
@@ -232,11 +235,12 @@ CRAFTED = {
     "path,label,path\na.png,x,b": "the column path is there twice",
     "path,label,x0,y0\na.png,x,1,1": "a box needs the columns x0, y0, x1, y1; it has x0, y0",
     "path,label\na.png,\n": "line 2: the cell of label is empty",
+    "path,label,is_valid\na.png,x,maybe\n": "line 2: is_valid is 'maybe'; expected true or false",
+    "Path,PATH,label\na.png,a.png,x\n": "there are the columns 'Path', 'PATH': keep one of them",
     "path,label\na.png,x,y\n": "line 2: 3 cells, the header has 2",
     'path,label\n"a\n.png",x\n': "1 of 1 images are missing below",
     "path,label\na.png,x\n../../../../../../nowhere.png,y\n": "1 of 2 images are missing below",
     "path,label\na.png,x\n\0,y\n": "1 of 2 images are missing below",
-    "path,label\na.png,0.5\nb.png,1.5\n": "column label has numbers such as 0.5; expected names of classes",
     "path,label,weight\na.png,x,heavy\n": "line 2: weight is 'heavy'; expected a number",
     "path,label,weight\na.png,x,-1\n": "line 2: weight is -1; expected 0 or more",
     "path,label,weight,split\na.png,x,0,train\nb.png,y,0,val\n": "all training images have weight 0",

@@ -37,6 +37,7 @@ CASES = {  # a value, and what gives it an effect
     "random_erasing_mode": ("const", {"random_erasing": 0.5}),
     "shift_padding": ("reflect", {"shift_pixels": 2}),
     "fold": (2, {"folds": 5}),
+    "label_separator": (",", {"task": "multilabel"}),
     "shuffle_window": (100, {"order": "shards"}),
     "eval_crop": (0.9, {"fit": "crop"}),
     "temperature": (0.2, {"loss": "supcon"}),

@@ -355,6 +355,7 @@ def _has_momentum(config: TrainConfig) -> bool:
 
 # When each flag has an effect.
 USED: dict[str, Callable[[TrainConfig], bool]] = {
+    "label_separator": lambda config: config.task == MULTILABEL,
     "fold": lambda config: config.folds > 0,
     "shuffle_window": lambda config: config.order == "shards",
     "val_fraction": lambda config: not config.folds,

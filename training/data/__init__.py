@@ -90,13 +90,17 @@ def load_data(options: DataOptions) -> DatasetPair:
             gc.enable()
 
 
-def load_whole(options: DataOptions) -> DatasetPair:
+def load_whole(options: DataOptions, part: str = "") -> DatasetPair:
     """Load data of `DatasetEntry.has_parts` without dividing it: both sets of the pair are all images, uncached.
+
+    Args:
+        options: Of the data.
+        part: "val" or "test" for the images of that part alone, of data without training images.
 
     Raises:
         UserError: As `load_data`.
     """
-    return _function("load_whole", options)
+    return _function("load_whole", options, part)
 
 
 def layout_of(options: DataOptions) -> Layout | None:
@@ -108,14 +112,14 @@ def layout_of(options: DataOptions) -> Layout | None:
     return _function("layout_of", options) if find_dataset(options.data).has_parts else None
 
 
-def _function(name: str, options: DataOptions) -> Any:
+def _function(name: str, options: DataOptions, *more: str) -> Any:
     """Return what a function of a data set's module gives; of `records` for one that makes a `Listing`."""
     entry = find_dataset(options.data)
     is_linked = options.task == MULTILABEL and entry is DATASETS["folder"]
     module = importlib.import_module("training.data.folder_labels" if is_linked else entry.module)
     if hasattr(module, "listing"):
-        return getattr(importlib.import_module("training.data.records"), name)(module.listing(options), options)
-    return getattr(module, name)(options)
+        return getattr(importlib.import_module("training.data.records"), name)(module.listing(options), options, *more)
+    return getattr(module, name)(options, *more)
 
 
 def bad_image_share(value: str) -> Fraction:

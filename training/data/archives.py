@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -21,19 +22,21 @@ from typing import Any, NamedTuple, TypeVar
 from training.base.atomic_write import replacing
 from training.base.errors import UserError, shown
 from training.data import DataOptions
+from training.data.class_names import Label, number_classes, read_class_names
+from training.data.columns import unused_notes
 from training.data.folder_parts import part_kind
 from training.data.reading.boxes import Edges
-from training.data.reading.remote_files import RemoteFiles
+from training.data.reading.remote_files import RemoteFiles, page_checksums
 from training.data.reading.retry import entries_of, is_folder, patiently
 from training.data.reading.sources import Archive
 from training.data.records import Listing, Record
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".index.json"
 CACHE = "indexes"  # below --data-root
 CLASS_NAMES = "classnames.txt"  # the name of each label of a whole number, one a line, as CLIP's data sets have it
-MOST_CLASSES = 1_000_000
 NO_CHECKSUMS = array("I")
+LABEL_TYPES = (str, int)
 _NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of "train-00000-of-00002-a1b2c3d4e5f60718"
 
 
@@ -45,21 +48,23 @@ class Entry(NamedTuple):
 
     Attributes:
         path: Its name, see `ImageFile`.
-        label: Name or number of its class.
+        label: Name or number of its class, see `label_of`.
         place: See `ImageFile`.
         size: In bytes.
         box: See `ImageFile`.
         weight: Of its loss.
         group: See `Record`.
+        part: As of `Record`, if the archive says it of each image.
     """
 
     path: str
-    label: str
+    label: Label
     place: int
     size: int
     box: Edges = ()
     weight: float = 1.0
     group: str = ""
+    part: str = ""
 
 
 class Index(NamedTuple):
@@ -70,7 +75,10 @@ class Index(NamedTuple):
         class_names: Of the labels, if the archive says them.
         left_out: Samples without an image, or without a label where files may have such.
         columns: As of `Kind`.
+        unused: Names of the columns, or keys of JSON, that are not used.
+        dotted: Number of images whose names have more than one dot, and the first of them.
         state: Size of the archive in bytes, and time of its last change in ns.
+        file: Inode of a local archive, and time of the last change of its inode in ns.
         checksums: See `RemoteFiles`.
     """
 
@@ -78,7 +86,10 @@ class Index(NamedTuple):
     class_names: Sequence[str] = ()
     left_out: int = 0
     columns: Sequence[str] = ()
+    unused: Sequence[str] = ()
+    dotted: tuple[int, str] = (0, "")
     state: tuple[int, int] = (0, 0)
+    file: tuple[int, int] = (0, 0)
     checksums: array[int] = NO_CHECKSUMS
 
 
@@ -140,15 +151,14 @@ def listing_of(
     parts = [_part_of(file, root) for file in files]
     if not (options.val_part or any(part_kind(part)[0] for part in parts)):
         parts = [""] * len(parts)
-    class_names = _class_names(root, indexes, read_names)
+    class_names, numbers = _classes(root, indexes, options, read_names)
     records: list[Record] = []
     for number, (part, index) in enumerate(zip(parts, indexes, strict=True)):
-        named = {label: _named(label, class_names, files[number]) for label in {entry.label for entry in index.entries}}
         records += [
             Record(
                 entry.path,
-                named[entry.label],
-                part,
+                class_names[numbers[entry.label]],
+                entry.part or part,
                 entry.group,
                 size=entry.size,
                 changed_ns=index.state[1],
@@ -160,11 +170,23 @@ def listing_of(
             for entry in index.entries
         ]
         index.entries.clear()  # of millions of images there is room for one list of them
+    notes = list(_notes(indexes))
     if not records:
-        raise UserError(f"--data {options.data}: there is no image in {len(files)} {files[0].suffix} file(s).")
-    left_out = sum(index.left_out for index in indexes)
-    notes = [f"passed over {left_out} samples without an image or label"] if left_out else []
+        more = f" ({notes[-1]})" if notes else ""
+        raise UserError(f"--data {options.data}: there is no image in {len(files)} {files[0].suffix} file(s){more}.")
     return Listing(root, records, class_names, archive, notes)
+
+
+def _notes(indexes: Sequence[Index]) -> Iterator[str]:
+    if left_out := sum(index.left_out for index in indexes):
+        yield f"passed over {left_out} samples without an image or label"
+    yield from unused_notes(name for index in indexes for name in index.unused)
+    if dotted := sum(index.dotted[0] for index in indexes):
+        first = next(index.dotted[1] for index in indexes if index.dotted[0])
+        yield (
+            f"passed over {dotted} images such as {shown(first)}, because a key ends at the first dot of a name: "
+            "take the other dots out of the names"
+        )
 
 
 def _find(root: Path, suffix: str) -> list[Path]:
@@ -184,38 +206,34 @@ def _part_of(file: PurePath, root: PurePath) -> str:
     return own if file.parent == root or part_kind(own)[0] else file.parent.name
 
 
-def _class_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[[], bytes]) -> list[str]:
-    """Return the names of labels that are numbers, in their order; none if labels are names."""
-    if names := {tuple(index.class_names) for index in indexes} - {()}:
-        if len(names) > 1:
-            raise UserError(f"the files in '{root}' have different names of classes: make them alike.")
-        return list(names.pop())
+def _classes(
+    root: PurePath, indexes: Sequence[Index], options: DataOptions, read_names: Callable[[], bytes]
+) -> tuple[list[str], dict[Label, int]]:
+    """Return the names of the classes, and the number of each label; see `number_classes`."""
+    named = {tuple(index.class_names) for index in indexes} - {()}
+    if len(named) > 1:
+        raise UserError(f"the files in '{root}' have different names of classes: make them alike.")
+    given = list(named.pop()) if named else []
+    if not given:
+        with contextlib.suppress(OSError):
+            given = read_class_names(read_names(), str(root / CLASS_NAMES))
     labels = {entry.label for index in indexes for entry in index.entries}
-    if not all(label.isascii() and label.isdigit() and int(label[:8]) < MOST_CLASSES for label in labels):
-        return []
-    with contextlib.suppress(OSError):
-        return read_names().decode("utf-8", "surrogateescape").splitlines()
-    return [str(number) for number in range(max(map(int, labels), default=-1) + 1)]
-
-
-def _named(label: str, class_names: Sequence[str], file: PurePath) -> str:
-    if not class_names:
-        return label
-    if not (label.isascii() and label.isdigit() and int(label[:8]) < len(class_names)):
-        raise UserError(f"'{file}' has the label {shown(label)}; expected a number below {len(class_names)}.")
-    return class_names[int(label)]
+    return number_classes(labels, given, f"--data {options.data}")
 
 
 def open_index(kind: Kind, file: Path, cache: Path) -> Index:
     """Return the index of an archive; make it if there is none, or the archive has changed."""
     status = patiently(partial(os.stat, file), file)
-    state = status.st_size, status.st_mtime_ns
+    state, inode = (status.st_size, status.st_mtime_ns), (status.st_ino, status.st_ctime_ns)
     places = index_of(file), kept_index_of(file, cache)
+    has_checksums = False
     for place in places:
         index = index_from(place.read_bytes)
-        if index and (index.state, index.columns) == (state, kind.columns):
+        if index and (index.state, index.file, index.columns) == (state, inode, kind.columns):
             return index
-    index = kind.scan(file)._replace(state=state, columns=kind.columns)
+        has_checksums |= bool(index and index.checksums)
+    checksums = page_checksums(file) if has_checksums else NO_CHECKSUMS  # which the file needs to be read behind a URL
+    index = kind.scan(file)._replace(state=state, file=inode, columns=kind.columns, checksums=checksums)
     for place in places[file.is_symlink() :]:  # beside what a link leads to it would be another's
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -252,28 +270,42 @@ def _parsed(content: Any) -> Index:
     """Return an index from its JSON; raise one of several errors if it is none."""
     if content["format"] != FORMAT:
         raise ValueError
-    size, changed_ns = content["state"]
+    (size, changed_ns), (inode, inode_ns) = content["state"], content["file"]
+    labels: dict[Label, Label] = {}
 
     def entries() -> Iterator[Entry]:
-        for path, label, place, length, box, weight, group in content["entries"]:
+        for path, label, place, length, box, weight, group, part in content["entries"]:
             if not (type(place) is type(length) is int and 0 <= place < 2**62 and 0 <= length < 2**62):
                 raise ValueError
-            entry = Entry(path, sys.intern(label), place, length, tuple(box), weight, group)
+            same = labels.setdefault(label, label)
+            entry = Entry(path, same, place, length, tuple(box), weight, group, sys.intern(part))
             is_plain = not box and type(weight) is float and weight == 1 and type(path) is type(group) is str
-            yield entry if is_plain else checked(entry)
+            yield entry if is_plain and type(label) in LABEL_TYPES else checked(entry)
 
-    names = content["class_names"]
-    if not all(type(name) is str for name in names):
+    texts = [(*content[name],) for name in ("class_names", "columns", "unused")]
+    dotted, example = content["dotted"]
+    if not all(type(text) is str for text in (*itertools.chain(*texts), example)):
         raise ValueError
-    columns = tuple(content["columns"])
+    names, columns, unused = texts
     checksums = array("I", content.get("checksums", ()))
-    return Index([*entries()], tuple(names), int(content["left_out"]), columns, (size, changed_ns), checksums)
+    return Index(
+        [*entries()],
+        names,
+        int(content["left_out"]),
+        columns,
+        unused,
+        (int(dotted), example),
+        (size, changed_ns),
+        (inode, inode_ns),
+        checksums,
+    )
 
 
 def checked(entry: Entry) -> Entry:
     """Return an entry with numbers as floats; raise ValueError or TypeError if a value is none that it may have."""
     box, weight = tuple(float(value) for value in entry.box), float(entry.weight)
     is_sound = (not box or (len(box) == 4 and box[0] < box[2] and box[1] < box[3])) and 0 <= weight < float("inf")
-    if not is_sound or not all(type(text) is str for text in (entry.path, entry.label, entry.group)):
+    is_sound &= type(entry.label) in LABEL_TYPES
+    if not is_sound or not all(type(text) is str for text in (entry.path, entry.group, entry.part)):
         raise ValueError
     return entry._replace(box=box, weight=weight if weight != 1 else 1.0)  # one object for most of them

@@ -24,6 +24,7 @@ from training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, r
 from training.data.augmentations import AUGMENTATIONS, Augmentation, augmentation_of
 from training.data.bad_images import bad_image_budget
 from training.data.batch_transforms import BatchTransforms
+from training.data.class_names import notes_on_names
 from training.data.image_sizes import SizeRamp, size_ramp
 from training.data.label_sets import LabelSets
 from training.data.mixing import Mixing
@@ -331,6 +332,7 @@ def make_dataset_pair(
         fingerprint=fingerprint,
         notes=[
             *notes,
+            *notes_on_names(class_names),
             *_size_notes(size, eval_size, ramp),
             *without,
             *(_balance_notes(counts["training"], class_names, options) if label_sets is None else ()),

@@ -5,23 +5,23 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
-import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from models.names_elsewhere import ours
-from training.base.errors import UserError, nearest
+from training.base.errors import UserError, nearest, shown
 from training.data import DATASETS, DataOptions
+from training.data.class_names import label_of, number_classes
 from training.data.datasets import DatasetPair, first_names, make_file_datasets
 from training.data.folder_listing import FolderListing, FoundFile
-from training.data.folder_parts import Layout, find_layout
+from training.data.folder_parts import CLASSES_ANYWAY, Layout, find_layout
 from training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from training.data.reading.retry import is_folder
 from training.data.reading.sources import ImageFile
 from training.data.settings import NUMBERS
 
-Classes = dict[str, list[FoundFile]]  # the name in Unicode's form NFC, the images
+Classes = dict[str, list[FoundFile]]  # the name, see `label_of`, and the images
 TOLERANCE = 0.1  # of the expected number of held-out images, and one image
 
 
@@ -34,6 +34,8 @@ def load(options: DataOptions) -> DatasetPair:
     """
     listing = open_listing(options)
     layout = find_layout(listing, options.val_part)
+    if not layout.train:
+        raise UserError(f"'{listing.root}' has parts, but no train/ beside: add one; {CLASSES_ANYWAY}.")
     names = ClassNames()
     if layout.is_divided:
         listing.count_loose(listing.entries(str(listing.root)))
@@ -53,16 +55,17 @@ def load(options: DataOptions) -> DatasetPair:
     return _make_datasets(listing, [train, val], test, names, options, layout.notes)
 
 
-def load_whole(options: DataOptions) -> DatasetPair:
+def load_whole(options: DataOptions, part: str = "") -> DatasetPair:
     """Load one folder of classes without splitting it: to evaluate a model on images that it was not trained on.
 
-    Both sets of the pair are the whole folder; nothing is cached.
+    Both sets of the pair are the whole folder, or its part "val" or "test"; nothing is cached.
 
     Raises:
         UserError: As `load`.
     """
     listing, names = open_listing(options), ClassNames()
-    classes = read_classes(listing, str(listing.root), names)
+    top = getattr(find_layout(listing, options.val_part), part) if part else str(listing.root)
+    classes = read_classes(listing, top, names)
     return _make_datasets(listing, [classes], None, names, replace(options, cache="off"))
 
 
@@ -76,29 +79,27 @@ def layout_of(options: DataOptions) -> Layout:
 
 
 class ClassNames:
-    """Names of classes as their folders have them, by the form NFC, in which equal ones have the same bytes."""
+    """Names of classes by their folders; those that differ in Unicode form, or in blanks at the ends, are one class."""
 
     def __init__(self) -> None:
-        self._forms: dict[str, list[str]] = {}
+        self._folders: dict[str, dict[str, None]] = {}
 
-    def key(self, folder: str) -> str:
-        """Return the NFC form of a folder's name."""
-        name = unicodedata.normalize("NFC", folder)
-        forms = self._forms.setdefault(name, [])
-        if folder not in forms:
-            forms.append(folder)
+    def of(self, folder: str) -> str:
+        """Return the name of the class of a folder; raise UserError if the folder's name is no label."""
+        try:
+            name = str(label_of(folder))
+        except ValueError as error:
+            raise UserError(f"the class folder {shown(folder)}: {error}: rename it.") from None
+        self._folders.setdefault(name, {})[folder] = None
         return name
-
-    def shown(self, key: str) -> str:
-        """Return the name as the first folder of it has it."""
-        return self._forms[key][0]
 
     def notes(self) -> list[str]:
         """Return a note if one name was met in several forms."""
-        several = [name for name, forms in self._forms.items() if len(forms) > 1]
+        several = [name for name, folders in self._folders.items() if len(folders) > 1]
         if not several:
             return []
-        return [f"{len(several)} class names are written in two Unicode forms, taken as one: {first_names(several)}"]
+        ways = "in two Unicode forms, or with blanks at an end"
+        return [f"{len(several)} class names are written {ways}, taken as one: {first_names(several)}"]
 
 
 def _make_datasets(
@@ -109,19 +110,19 @@ def _make_datasets(
     options: DataOptions,
     notes: Iterable[str] = (),
 ) -> DatasetPair:
-    keys = sorted(parts[0], key=names.shown)
+    class_names, numbers = number_classes(parts[0], (), f"--data {options.data}")
 
     def files(part: Classes) -> list[ImageFile]:
         return [
-            ImageFile(path, size, label, changed_ns)
-            for label, key in enumerate(keys)
-            for path, size, changed_ns in sorted(part.get(key, []))
+            ImageFile(path, size, numbers[name], changed_ns)
+            for name in class_names
+            for path, size, changed_ns in sorted(part.get(name, []))
         ]
 
     return make_file_datasets(
         listing.root,
         [files(part) for part in parts],
-        [names.shown(key) for key in keys],
+        class_names,
         options,
         [*notes, *listing.notes(), *names.notes()],
         test=None if test is None else files(test),
@@ -157,7 +158,7 @@ def read_classes(listing: FolderListing, top: str, names: ClassNames, *, may_lac
     classes: Classes = {}
     folders = [entry for entry in entries if entry.is_dir()]
     for folder in folders:
-        classes.setdefault(names.key(folder.name), []).extend(listing.images(folder.path))
+        classes.setdefault(names.of(folder.name), []).extend(listing.images(folder.path))
     if not any(classes.values()):
         raise UserError(
             f"no image in a class folder below {top!r}: expected {os.path.basename(top)}/CLASS/IMAGE "

@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     """The parts of a data folder; below each, one folder per class.
 
     Attributes:
-        train: Folders of the training images.
+        train: Folders of the training images; none of data that a model can be evaluated on alone.
         val: Folder of the validation images; None if they are held out from the training images.
         test: Folder of the images that are judged once after training; None without.
         is_divided: Whether there are parts: without them the data folder itself is the training part.
@@ -80,13 +80,14 @@ def find_layout(listing: FolderListing, val_part: str = "") -> Layout:
     if parts:
         return _named(listing, folders, parts)
     flat = [folder for folder in folders if folder.kind]
-    if TRAIN in {folder.kind for folder in flat} and len({folder.kind for folder in flat}) > 1 and flat == folders:
+    if len({folder.kind for folder in flat}) > 1:
         raise UserError(
             f"{root!r} has the parts {_names(flat)}, but there are no class folders in them: expected "
             f"{flat[0].name}/CLASS/IMAGE; {CLASSES_ANYWAY}."
         )
     _refuse_alike(root, folders)
-    return Layout([root], is_divided=False)
+    notes = [f"{_names(flat)} is taken for a class, because no other folder has the name of a part"] if flat else []
+    return Layout([root], is_divided=False, notes=notes)
 
 
 def part_kind(name: str) -> tuple[str, str]:
@@ -159,9 +160,13 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
     others = [one for one in folders if one not in parts]
     with_images = [one for one in others if one.subfolders or listing.starts_with_images(one.path)]
     train, val, test = (next(iter(by_kind[kind]), None) for kind in (TRAIN, VAL, TEST))
+    if train is None and with_images:
+        raise UserError(
+            f"{root!r} has {_names(parts)}, but no train/ beside: put the class folders {_names(with_images)} into "
+            f"{root}/train; {CLASSES_ANYWAY}."
+        )
     if train is None:
-        beside = f"put the class folders {_names(with_images)} into {root}/train" if with_images else "add one"
-        raise UserError(f"{root!r} has {_names(parts)}, but no train/ beside: {beside}; {CLASSES_ANYWAY}.")
+        return Layout([], val.path if val else None, test.path if test else None)
     flat = next((one for one in with_images if one.kind == VAL), None)
     if flat is not None:
         raise UserError(f"'{flat.path}' has no class folders: expected {flat.name}/CLASS/IMAGE.")

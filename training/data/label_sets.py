@@ -7,17 +7,21 @@ images is made; the table of the sets turns it into targets.
 from __future__ import annotations
 
 import re
+from ast import literal_eval
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from training.base.errors import UserError, shown
 from training.base.small_files import as_given
+from training.data.class_names import clean, label_of
 
 SEPARATOR = ";"  # in the name of a set
 SEPARATORS = re.compile(r"[;|]")
+LISTS = re.compile(r"[;|,]|^[\[({]")  # of a cell that is not one plain label
 OF_COLUMNS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False, "": False}
 
 
@@ -43,28 +47,92 @@ def columns_of(label_column: str) -> list[str]:
     return [name.strip() for name in label_column.split(",")]
 
 
-def set_name(cells: Sequence[str], columns: Sequence[str], place: str) -> str:
+def set_name(cells: Sequence[str], columns: Sequence[str]) -> str:
     """Return the name of the set of labels of a row.
 
     Args:
         cells: of the columns.
-        columns: their names; each is a class, with 1 or 0 in its cells, unless there is one alone.
-        place: of the row, for a message.
+        columns: their names; each is a class, with 1 or 0 in its cells.
 
     Raises:
-        UserError: A cell is neither 0 nor 1, or a column has a name that a list could not contain.
+        ValueError: A cell is neither 0 nor 1, or a column has a name that a list could not contain.
     """
-    if len(columns) == 1:
-        names = (as_given(name.strip()) for name in SEPARATORS.split(as_given(cells[0])))
-        return SEPARATOR.join(sorted({name for name in names if name}))
     chosen = []
     for cell, name in zip(cells, columns, strict=True):
         if cell.strip().lower() not in OF_COLUMNS or SEPARATORS.search(name):
-            what = f"{shown(name)} is {shown(cell)}; expected 1 or 0, and no ; or | in the column's name"
-            raise UserError(f"{place}: {what}.")
+            raise ValueError(f"{shown(name)} is {shown(cell)}; expected 1 or 0, and no ; or | in the column's name")
         if OF_COLUMNS[cell.strip().lower()]:
             chosen.append(name)
     return SEPARATOR.join(sorted(chosen))
+
+
+Cell = str | tuple[str, ...]  # text, or the labels of a list
+
+
+def list_in(cell: object) -> Cell:
+    """Return the labels of a cell that is a list, or whose text is one of JSON or Python; of any other cell its text.
+
+    Raises:
+        ValueError: A label of the list is none, or contains ; or |.
+    """
+    if isinstance(cell, str) and re.fullmatch(r"\s*[\[({].*[\])}]\s*", cell, re.DOTALL):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            cell = literal_eval(cell.strip())
+    if not isinstance(cell, list | tuple | set):
+        return clean(str(cell))
+    names = [str(one) for one in map(label_of, cell) if one is not None]
+    if bad := [name for name in names if SEPARATORS.search(name)]:
+        raise ValueError(f"the label {shown(bad[0])} contains ; or |: rename it")
+    return tuple(names)
+
+
+def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell, str]:
+    """Return the name of the set of labels in each cell of a column.
+
+    Labels stand apart by ; or |, or by what the user says. Without either, a comma or blanks divide a cell whose parts
+    are labels of other images, each alone in its cell; if one part is and another is not, nobody knows.
+
+    Args:
+        cells: All that occur, see `list_in`.
+        separator: What the user says that stands between labels, '' for nothing.
+        where: Of the column, for messages.
+
+    Raises:
+        UserError: Whether a cell has several labels cannot be told.
+    """
+    parts = {cell: _certain_parts(cell, separator) for cell in cells}
+    known = {part for found in parts.values() if found is not None for part in found}
+    known |= {cell for cell in cells if isinstance(cell, str) and not LISTS.search(cell)}
+    is_established = any(isinstance(cell, tuple) or SEPARATORS.search(cell) for cell in cells)
+    unclear = [cell for cell, found in parts.items() if found is None and isinstance(cell, str)]
+    for cell in sorted(unclear, key=lambda cell: "," not in cell):
+        inner = cell.strip("[](){} ")
+        divided = [clean(part).strip("'\"") for part in (inner.split(",") if "," in inner else inner.split())]
+        are_known = [part in known for part in divided if part]
+        if all(are_known):
+            parts[cell], is_established = divided, is_established or "," in cell
+        elif any(are_known) or not is_established:
+            missing = next(part for part in divided if part and part not in known)
+            raise UserError(
+                f"{where}: {shown(cell)} may be one label or several, and {shown(missing)} is the label of no other "
+                "image: give --label-separator ',' (or ' ', or ';' if it is one label)."
+            )
+        else:
+            parts[cell] = [cell]
+    return {cell: SEPARATOR.join(sorted({part for part in found or () if part})) for cell, found in parts.items()}
+
+
+def _certain_parts(cell: Cell, separator: str) -> list[str] | None:
+    """Return the labels of a cell, None if it has a comma or blanks and nothing says what they mean."""
+    if isinstance(cell, tuple):
+        return list(cell)
+    if separator:
+        found = cell.split(separator) if separator.strip() else cell.split()
+    elif SEPARATORS.search(cell):
+        found = SEPARATORS.split(cell)
+    else:
+        return None if LISTS.search(cell) or " " in cell else [cell]
+    return [clean(as_given(clean(part))) for part in found]
 
 
 def classes_of(name: str) -> list[str]:

@@ -7,6 +7,7 @@ needs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import OrderedDict
@@ -19,6 +20,8 @@ from typing import Any
 from training.base.errors import FileServerError, UserError, one_line
 from training.data import DataOptions, archives
 from training.data.archives import Entry, Index, Kind
+from training.data.class_names import clean, label_of
+from training.data.columns import FactColumns, find_column
 from training.data.reading.remote_files import RemoteFiles
 from training.data.reading.retry import patiently
 from training.data.reading.sources import ROW_BITS
@@ -35,7 +38,7 @@ MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 def listing(options: DataOptions) -> Listing:
     """Return the images of Parquet files; see `archives.read`, and `table.listing` for files without images."""
     path = Path(os.path.expanduser(options.data))
-    if path.is_file() and not _image_columns(schema := _opened(path).schema_arrow):
+    if path.is_file() and not _image_columns(schema := _opened(path).schema_arrow, options.label_column):
         return listing_of(schema.names, _rows(path), options)
     return archives.read(kind_of(options), options)
 
@@ -43,8 +46,9 @@ def listing(options: DataOptions) -> Listing:
 def kind_of(options: DataOptions) -> Kind:
     """Return the kind of Parquet files whose columns are those of the options."""
     columns = options.path_column or IMAGE_COLUMN, options.label_column
-    over = partial(RemoteParquet, columns[0])
-    return Kind(SUFFIX, partial(scan, *columns), partial(ParquetArchive, columns[0]), columns, over)
+    return Kind(
+        SUFFIX, partial(scan, columns), partial(ParquetArchive, columns), columns, partial(RemoteParquet, columns)
+    )
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -53,7 +57,7 @@ def _rows(path: Path) -> Iterator[Row]:
     for batch in _opened(path).iter_batches():
         for row in batch.to_pylist():
             number += 1
-            yield number, {name: "" if cell is None else str(cell) for name, cell in row.items()}
+            yield number, row
 
 
 def _opened(path: PurePath, stream: Any = None) -> Any:
@@ -74,8 +78,8 @@ def _opened(path: PurePath, stream: Any = None) -> Any:
         raise UserError(f"'{path}' is no readable Parquet file ({one_line(error)}).") from None
 
 
-def _image_columns(schema: Any) -> list[str]:
-    """Return the columns of encoded images: structs with bytes, or bytes."""
+def _image_columns(schema: Any, label_column: str) -> list[str]:
+    """Return the columns of encoded images: structs with bytes, or bytes that are no labels."""
     from pyarrow import types
 
     def is_bytes(kind: Any) -> bool:
@@ -84,13 +88,14 @@ def _image_columns(schema: Any) -> list[str]:
     def has_bytes(kind: Any) -> bool:
         return types.is_struct(kind) and any(field.name == "bytes" and is_bytes(field.type) for field in kind)
 
-    return [field.name for field in schema if has_bytes(field.type) or is_bytes(field.type)]
+    label = find_column(schema.names, label_column)
+    return [f.name for f in schema if has_bytes(f.type) or (is_bytes(f.type) and f.name != label)]
 
 
-def _chosen(schema: Any, wanted: str) -> str:
+def _chosen(schema: Any, columns: tuple[str, str]) -> str:
     """Return the column of images that is wanted, or else the only one; '' if there is none, or several."""
-    found = _image_columns(schema)
-    return wanted if wanted in found else found[0] if len(found) == 1 else ""
+    found = _image_columns(schema, columns[1])
+    return find_column(found, columns[0]) or (found[0] if len(found) == 1 else "")
 
 
 def _group(file: PurePath, opened: Any, group: int, columns: Sequence[str]) -> list[Any]:
@@ -115,39 +120,63 @@ def _field(images: Any, name: str) -> Any:
     return compute.struct_field(images, name) if has_field else pyarrow.nulls(len(images))
 
 
-def scan(image_column: str, label_column: str, file: Path) -> Index:
+def scan(columns: tuple[str, str], file: Path) -> Index:
     """Return what a Parquet file contains; reads all of it once.
 
+    Args:
+        columns: That of the images and that of the labels, as they are wanted.
+        file: The file.
+
     Raises:
-        UserError: It cannot be read, or has no such columns, or an image has no label.
+        UserError: It cannot be read, or has no such columns; a label is empty or none, or another cell means nothing.
     """
     opened = _opened(file)
     schema = opened.schema_arrow
-    column = _chosen(schema, image_column)
-    if not column or label_column not in schema.names:
+    images, labels = _chosen(schema, columns), find_column(schema.names, columns[1])
+    if not images or not labels:
         raise UserError(
             f"'{file}' has the columns {one_line(', '.join(schema.names))}: give --label-column NAME, and as "
             "--path-column the one with the images."
         )
-    if str(schema.field(label_column).type) in ("halffloat", "float", "double"):
-        raise UserError(f"'{file}': column {label_column} has numbers with a fraction: give --label-column NAME.")
-    names, entries, left_out, first = _label_names(schema, label_column), [], 0, 0
+    if str(schema.field(labels).type) in ("halffloat", "float", "double"):
+        raise UserError(f"'{file}': column {labels} has numbers with a fraction: give --label-column NAME.")
+    facts = FactColumns(schema.names, [images, labels])
+    entries, left_out, first = list[Entry](), 0, 0
     for group in range(opened.num_row_groups):
         size = opened.metadata.row_group(group).total_byte_size
         if size > MOST_GROUP_BYTES:
             raise UserError(
                 f"'{file}' has a row group of {size / 1e9:.1f} GB, which is read as a whole: write it in smaller ones."
             )
-        images, labels = _group(file, opened, group, (column, label_column))
-        columns = _lengths(_field(images, "bytes")), _field(images, "path").to_pylist(), labels.to_pylist()
-        for row, (length, path, label) in enumerate(zip(*columns, strict=True)):
-            if length is None or label is None or label == "" or (type(label) is int and label < 0):
-                left_out += 1  # -1 is how test parts without labels are given
-                continue
-            name = str(path) if path else f"{file.stem}-{first + row:09}"
-            entries.append(Entry(name, str(label), group << ROW_BITS | row, length))
+        read = _group(file, opened, group, (images, labels, *facts.of_facts.values()))
+        for row, found in enumerate(_rows_of_images(read, facts)):
+            try:
+                entry = _entry(found, group << ROW_BITS | row, facts, f"{file.stem}-{first + row:09}")
+            except ValueError as error:
+                raise UserError(f"'{file}', row {first + row + 1}: {error}: give --label-column NAME.") from None
+            left_out += entry is None
+            entries += [entry] if entry else []
         first += opened.metadata.row_group(group).num_rows
-    return Index(entries, names, left_out)
+    return Index(entries, _label_names(schema, labels), left_out, unused=tuple(facts.unused))
+
+
+def _rows_of_images(read: Sequence[Any], facts: FactColumns) -> Iterator[tuple[int | None, Any, Any, tuple[Any, ...]]]:
+    """Yield of each row the bytes of its image, its path, its label, and the cells of the columns of facts."""
+    cells = zip(*(column.to_pylist() for column in read[2:]), strict=True) if facts.of_facts else itertools.repeat(())
+    paths, labels = _field(read[0], "path").to_pylist(), read[1].to_pylist()
+    return zip(_lengths(_field(read[0], "bytes")), paths, labels, cells, strict=False)
+
+
+def _entry(
+    found: tuple[int | None, Any, Any, tuple[Any, ...]], place: int, facts: FactColumns, name: str
+) -> Entry | None:
+    """Return the entry of a row, None without an image or a label; `name` is that of an image without a path."""
+    size, path, value, cells = found
+    label = label_of(value)
+    if size is None or label is None:
+        return None
+    known = facts.facts(dict(zip(facts.of_facts.values(), cells, strict=True)))
+    return Entry(clean(str(path or "")) or name, label, place, size, (), known.weight, known.group, known.part)
 
 
 def _lengths(contents: Any) -> list[int | None]:
@@ -168,13 +197,13 @@ class ParquetArchive:
     """Reads images of Parquet files, and keeps the row groups that were read last.
 
     Args:
-        column: Of the images, as it is wanted.
+        columns: As of `scan`.
         files: The files.
         states: Of each, its size in bytes and the time of its last change in ns.
     """
 
-    def __init__(self, column: str, files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
-        self.files, self._column, self._states = files, column, states
+    def __init__(self, columns: tuple[str, str], files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
+        self.files, self._columns, self._states = files, columns, states
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
     def read(self, archive: int, place: int, size: int) -> bytes:
@@ -194,7 +223,7 @@ class ParquetArchive:
 
     def _group(self, archive: int, group: int) -> Any:
         file, opened = self.files[archive], self._open(archive)
-        (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._column)])
+        (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._columns)])
         return _field(images, "bytes")
 
     def _open(self, archive: int) -> Any:
@@ -212,8 +241,8 @@ class ParquetArchive:
 class RemoteParquet(ParquetArchive):
     """The same of files behind URLs."""
 
-    def __init__(self, column: str, remote: RemoteFiles) -> None:
-        super().__init__(column, remote.files, ())
+    def __init__(self, columns: tuple[str, str], remote: RemoteFiles) -> None:
+        super().__init__(columns, remote.files, ())
         self._remote = remote
         self._bounds: dict[int, list[tuple[int, int]]] = {}
 
@@ -228,7 +257,7 @@ class RemoteParquet(ParquetArchive):
     def _bounds_of(self, archive: int) -> list[tuple[int, int]]:
         """Return where each row group's images begin in a file, and their bytes."""
         opened, bounds = self._open(archive), []
-        column = _chosen(opened.schema_arrow, self._column)
+        column = _chosen(opened.schema_arrow, self._columns)
         for number in range(opened.num_row_groups):
             group = opened.metadata.row_group(number)
             parts = [group.column(place) for place in range(group.num_columns)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -92,16 +91,17 @@ def load(listing: Listing, options: DataOptions) -> DatasetPair:
     return _datasets(listing, [parts[TRAIN], parts[VAL]], parts[TEST], options)
 
 
-def load_whole(listing: Listing, options: DataOptions) -> DatasetPair:
-    """Return all images of a list as both sets of a pair, uncached, as `folder.load_whole`."""
-    return _datasets(listing, [[*listing.records]], [], replace(options, cache="off"))
+def load_whole(listing: Listing, options: DataOptions, part: str = "") -> DatasetPair:
+    """Return all images of a list, or of a part, as both sets of a pair, uncached, as `folder.load_whole`."""
+    chosen = _parts(listing.records, options)[part] if part else [*listing.records]
+    return _datasets(listing, [chosen], [], replace(options, cache="off"))
 
 
 def layout_of(listing: Listing, options: DataOptions) -> Layout:
     """Return which parts a list has; raise UserError as `load`."""
     parts, root = _parts(listing.records, options), str(listing.root)
     val, test = (root if parts[name] else None for name in (VAL, TEST))
-    return Layout([root], val, test, is_divided=bool(val or test))
+    return Layout([root] if parts[TRAIN] else [], val, test, is_divided=bool(val or test))
 
 
 def _parts(records: Sequence[Record], options: DataOptions) -> dict[str, list[Record]]:
@@ -138,12 +138,17 @@ def _kinds(given: set[str], options: DataOptions) -> Mapping[str, str]:
 def _held_out(records: Sequence[Record], options: DataOptions) -> tuple[list[Record], list[Record]]:
     """Return what is trained and what is validated on: a share of each class's groups, see `folder.hold_out`.
 
-    An image without a group is one with all other lines of its path. A group of several classes counts for that of
-    most of its images.
+    An image without a group is one with all other lines of its path, and boxes of an image are one; images of archives
+    that are called alike are not. A group of several classes counts for that of most of its images.
     """
     units: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         units[record.group or record.path].append(record)
+    for unit, members in [(unit, members) for unit, members in units.items() if len(members) > 1]:
+        apart = {(member.archive, member.place) for member in members if not (member.group or member.box)}
+        if len(apart) > 1:
+            del units[unit]
+            units |= {f"{unit}\0{member.archive}\0{member.place}": [member] for member in members}
     by_class: dict[str, list[str]] = defaultdict(list)
     strata = rarest_class(record.label for record in records) if options.task == MULTILABEL else {}
     for unit, members in units.items():
@@ -159,13 +164,10 @@ def _held_out(records: Sequence[Record], options: DataOptions) -> tuple[list[Rec
 
 def _datasets(listing: Listing, parts: Sequence[list[Record]], test: list[Record], options: DataOptions) -> DatasetPair:
     """Return the sets of records, which are taken out of their lists, and out of the listing's."""
-    names: dict[str, str] = {}  # by the form NFC, in which equal ones have the same bytes
     is_multilabel = options.task == MULTILABEL and listing.archive is None
     of_records = sorted({record.label for record in listing.records})
-    for name in of_records if is_multilabel else listing.class_names or of_records:
-        names.setdefault(unicodedata.normalize("NFC", name), name)
-    order = {name: number for number, name in enumerate(names)}
-    numbers = {name: order[unicodedata.normalize("NFC", name)] for name in of_records}
+    names = of_records if is_multilabel else listing.class_names or of_records
+    numbers = {name: number for number, name in enumerate(names)}
     mean = sum(record.weight for record in parts[0]) / len(parts[0])
     listing.records.clear()
     if not mean:
@@ -190,10 +192,9 @@ def _datasets(listing: Listing, parts: Sequence[list[Record]], test: list[Record
         found.sort()
         return sorted(found, key=lambda file: file.label)
 
-    label_sets, class_names = None, [*names.values()]
+    label_sets, class_names = None, [*names]
     if is_multilabel:
-        columns = [unicodedata.normalize("NFC", name) for name in listing.class_names]
-        label_sets, class_names = make_label_sets(names, columns)
+        label_sets, class_names = make_label_sets(names, listing.class_names)
     return make_file_datasets(
         listing.root,
         [files(part) for part in parts],

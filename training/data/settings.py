@@ -126,11 +126,20 @@ class DataFields:
     data_root: str = option(
         DATA_ROOT, "Folder of torchvision's data sets and of caches; another one also of the paths of a table."
     )
-    path_column: str = option("", "Column of a table with the images' paths; none: path, or image as predict has it.")
+    path_column: str = option(
+        "",
+        "Column of a table with the images' paths; none: path, or image as predict has it. Of Parquet files the column "
+        "with the images, of tar files their extension, such as jpg, if a sample has several.",
+    )
     label_column: str = option(
         "label",
         "Column of a table with the names of the classes. --task multilabel: with lists of them, such as cat;dog, or "
         "A,B,...: columns of 1 and 0, one for each class.",
+    )
+    label_separator: str = option(
+        "",
+        "--task multilabel: what stands between the labels of a cell, such as ','; none: ; or |, and a comma or blanks "
+        "if each part is the label of another image.",
     )
     task: Literal["multiclass", "multilabel"] = option(
         "multiclass", "multilabel: an image of a table has any number of classes, each a yes or no of its own."

@@ -1,22 +1,23 @@
-"""`LIST.csv` or `.tsv`: a table of image files with the columns path and label, and if there are any, `OPTIONAL`."""
+"""`LIST.csv` or `.tsv`: a table of image files with the columns path and label, and if wanted those of other facts."""
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 import os
-import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from training.base.errors import UserError, nearest, one_line, shown
 from training.base.small_files import as_given
 from training.data import DataOptions
-from training.data.label_sets import columns_of, set_name
+from training.data.class_names import clean, label_of, number_classes
+from training.data.columns import FactColumns, find_column, number_in
+from training.data.label_sets import columns_of, list_in, set_name, set_names
 from training.data.reading.boxes import Edges
 from training.data.reading.images import ImageError, read_file
 from training.data.reading.retry import patiently
@@ -25,12 +26,10 @@ from training.data.settings import DATA_ROOT, MULTILABEL
 
 PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
 EDGES = ("x0", "y0", "x1", "y1")
-OPTIONAL = ("split", "weight", "group", *EDGES)
 SEPARATORS = (",", ";", "\t", "|")
 MAX_BYTES = 4 * 10**9
 
-Row = tuple[int, dict[str, str]]  # number of its last line, cells by column
-_WITH_FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+)(e[+-]?\d+)?|nan|inf", re.IGNORECASE)
+Row = tuple[int, Mapping[str, Any]]  # number of its last line, cells by column
 
 
 def listing(options: DataOptions) -> Listing:
@@ -47,75 +46,85 @@ def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions)
     """Return the images of a table; the errors are those of `listing`."""
     beside = Path(os.path.expanduser(options.data)).parent
     root = (options.root if options.data_root != DATA_ROOT else beside).resolve()
-    return _with_files(root, records_of(header, rows, options), options)
+    return _with_files(root, lines_of(header, rows, options), options)
 
 
-def records_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> list[Record]:
+def lines_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Listing:
     """Return the lines of a table, whose files may be missing; the errors are those of `listing`."""
-    records = list(_records(header, rows, options))
+    columns = _TableColumns(header, options)
+    if columns.edges and len(columns.edges) < len(EDGES):
+        raise UserError(
+            f"--data {options.data}: a box needs the columns {', '.join(EDGES)}; it has {', '.join(columns.edges)}."
+        )
+    records, labels, left_out = list[Record](), dict[Any, Any](), 0
+    for line, row in rows:
+        try:
+            path = str(row.get(columns.path) or "")
+            if not clean(path):
+                raise ValueError(f"the cell of {columns.path} is empty")
+            label, known = columns.label(row), columns.facts(row)
+            box = _box(columns.edges, row) if columns.edges else ()
+        except ValueError as error:
+            raise UserError(f"--data {options.data}, line {line}: {error}.") from None
+        if label is None:
+            left_out += 1
+            continue
+        label = labels.setdefault(label, label)  # one object of equal ones
+        records.append(Record(path, label, sys.intern(known.part), known.group, box=box, weight=known.weight))
     if not records:
         raise UserError(f"--data {options.data}: there is no line below the header.")
-    if all(_WITH_FRACTION.fullmatch(record.label) for record in records):
-        raise UserError(
-            f"--data {options.data}: column {options.label_column} has numbers such as {records[0].label}; expected "
-            "names of classes, or whole numbers: give --label-column NAME."
-        )
-    return records
+    class_names, names = columns.names_of(labels, options)
+    if names:
+        records = [record._replace(label=names[record.label]) for record in records]
+    notes = [f"passed over {left_out} lines without a label"] if left_out else []
+    return Listing(Path(), records, class_names, notes=[*notes, *columns.notes()])
 
 
-def _records(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Iterator[Record]:
-    is_multilabel = options.task == MULTILABEL
-    label_columns = columns_of(options.label_column) if is_multilabel else [options.label_column]
-    wanted = [options.path_column] if options.path_column else [*PATH_COLUMNS]
-    path_column = next((name for name in wanted if name in header), None)
-    for found, name, flag in (
-        (path_column is not None, wanted[0], "--path-column"),
-        *((name in header, name, "--label-column") for name in label_columns),
-    ):
-        if not found:
-            columns = ", ".join(map(one_line, header[:20]))
-            raise UserError(
-                f"--data {options.data}: there is no column {name}.{nearest(name, header)} It has {columns}: "
-                f"give {flag} NAME."
-            )
-    edges = [name for name in EDGES if name in header]
-    if edges and len(edges) < len(EDGES):
-        raise UserError(
-            f"--data {options.data}: a box needs the columns {', '.join(EDGES)}; it has {', '.join(edges)}."
-        )
-    for line, row in rows:
-        place = f"--data {options.data}, line {line}"
-        path, label = (as_given(row.get(name) or "") for name in (path_column or "", label_columns[0]))
-        for name, cell in ((path_column or "", path), (options.label_column, label)):
-            if not cell and (name == path_column or not is_multilabel):
-                raise UserError(f"{place}: the cell of {name} is empty.")
-        if is_multilabel:
-            label = set_name([row.get(name) or "" for name in label_columns], label_columns, place)
-        weight = _number(row.get("weight") or "1", "weight", place)
-        if weight < 0:
-            raise UserError(f"{place}: weight is {weight:g}; expected 0 or more.")
-        part, group = (as_given(row.get(name) or "").strip() for name in ("split", "group"))
-        yield Record(path, sys.intern(label), sys.intern(part), group, box=_box(row, place), weight=weight)
+class _TableColumns(FactColumns):
+    """The columns of a table: that of the paths, those of the labels, and those of facts."""
 
+    def __init__(self, header: Sequence[str], options: DataOptions) -> None:
+        self._is_multilabel = options.task == MULTILABEL
+        self._classes = columns_of(options.label_column) if self._is_multilabel else [options.label_column]
+        wanted = [options.path_column] if options.path_column else [*PATH_COLUMNS]
+        paths, labels = ([find_column(header, name) or "" for name in names] for names in (wanted, self._classes))
+        self.path, self._labels = next(filter(None, paths), ""), labels
+        for column, name, flag in (
+            (self.path, wanted[0], "--path-column"),
+            *((one, name, "--label-column") for one, name in zip(labels, self._classes, strict=True)),
+        ):
+            if not column:
+                columns = ", ".join(map(one_line, header[:20]))
+                raise UserError(
+                    f"--data {options.data}: there is no column {name}.{nearest(name, header)} It has {columns}: "
+                    f"give {flag} NAME."
+                )
+        edges = {edge: find_column(header, edge) for edge in EDGES}
+        self.edges = {edge: found for edge, found in edges.items() if found}
+        super().__init__(header, [self.path, *self._labels, *self.edges.values()])
 
-def _number(cell: str, name: str, place: str) -> float:
-    try:
-        number = float(cell)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise UserError(f"{place}: {name} is {shown(cell)}; expected a number.")
-    return number
+    def label(self, row: Mapping[str, Any]) -> Any:
+        """Return the label in a row, None if it says that it has none; of a cell of several labels, its content.
 
+        Raises:
+            ValueError: The label is empty or none.
+        """
+        cells = [row.get(name) for name in self._labels]
+        if self._is_multilabel:
+            texts = ["" if cell is None else cell for cell in cells]
+            return set_name([str(text) for text in texts], self._classes) if len(texts) > 1 else list_in(texts[0])
+        if cells[0] is None or not clean(str(cells[0])):
+            raise ValueError(f"the cell of {self._labels[0]} is empty")
+        return label_of(cells[0])
 
-def _box(row: dict[str, str], place: str) -> Edges:
-    cells = [row.get(name) or "" for name in EDGES]
-    if not any(cells):
-        return ()
-    left, top, right, bottom = (_number(cell, name, place) for cell, name in zip(cells, EDGES, strict=True))
-    if not (left < right and top < bottom):
-        raise UserError(f"{place}: the box {left:g}, {top:g}, {right:g}, {bottom:g} is empty; x1 > x0 and y1 > y0.")
-    return left, top, right, bottom
+    def names_of(self, labels: Collection[Any], options: DataOptions) -> tuple[Sequence[str], Mapping[Any, str]]:
+        """Return the class names in their order, none if they are the sorted labels, and the name of each label."""
+        if self._is_multilabel and len(self._classes) > 1:
+            return self._classes, {}
+        if self._is_multilabel:
+            return (), set_names(labels, options.label_separator, f"--data {options.data}, column {self._labels[0]}")
+        names, numbers = number_classes(labels, (), f"--data {options.data}")
+        return names, {label: names[number] for label, number in numbers.items()}
 
 
 def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
@@ -128,7 +137,10 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
     except UnicodeDecodeError:
         raise UserError(f"--data {options.data}: the table is not encoded as UTF-8: save it as CSV UTF-8.") from None
     known = {*PATH_COLUMNS, options.path_column, options.label_column, *columns_of(options.label_column)}
-    likeness = {mark: sum(name.strip(' "\r') in known for name in first.split(mark)) for mark in SEPARATORS}
+    known = {name.casefold() for name in known}
+    likeness = {
+        mark: sum(clean(name).strip('" ').casefold() in known for name in first.split(mark)) for mark in SEPARATORS
+    }
     separator = max(SEPARATORS, key=likeness.__getitem__)
     reader = csv.reader(
         io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline=""), delimiter=separator, strict=True
@@ -141,7 +153,7 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
             raise UserError(f"--data {options.data}, line {reader.line_num}: {one_line(error)}.") from None
 
     every = rows()
-    header = [name.strip() for name in next(every, [])]
+    header = [clean(name) for name in next(every, [])]
     if not any(header):
         raise UserError(f"--data {options.data}: the table is empty: expected a header with path and label.")
     twice = [name for name in header if name and header.count(name) > 1]
@@ -155,21 +167,34 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
                     f"--data {options.data}, line {reader.line_num}: {len(row)} cells, the header has {len(header)}."
                 )
             if row:
-                yield reader.line_num, dict(zip(header, row, strict=False))
+                yield reader.line_num, dict(zip(header, map(as_given, row), strict=False))
 
     return header, cells()
 
 
-def _with_files(root: Path, records: list[Record], options: DataOptions) -> Listing:
-    """Return the records with paths relative to `root`, sizes and times; changes the list.
+def _box(edges: Mapping[str, str], row: Mapping[str, Any]) -> Edges:
+    cells = ["" if row.get(name) is None else str(row[name]).strip() for name in edges.values()]
+    if not any(cells):
+        return ()
+    left, top, right, bottom = (number_in(cell, name) for cell, name in zip(cells, edges, strict=True))
+    if not (left < right and top < bottom):
+        raise ValueError(f"the box {left:g}, {top:g}, {right:g}, {bottom:g} is empty; x1 > x0 and y1 > y0")
+    return left, top, right, bottom
 
-    A path may lead anywhere, as a link in a folder may, unless --links refuse forbids that: what it leads to is read as
-    an image, or is an error.
+
+def _with_files(root: Path, listing: Listing, options: DataOptions) -> Listing:
+    """Return the lines with paths relative to `root`, sizes and times; changes their list.
+
+    Blanks at the ends of a path are not part of it, unless there is such a file. A path may lead anywhere, as a link in
+    a folder may, unless --links refuse forbids that: what it leads to is read as an image, or is an error.
     """
     real_folder = cache(lambda folder: f"{os.path.realpath(folder)}/")
     missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})
+    records = listing.records
     for number, record in enumerate(records):
         path = record.path
+        if path != clean(path) and not os.path.lexists(os.path.join(root, path)):
+            path = clean(path)
         if path.startswith(roots):
             path = path[len(next(place for place in roots if path.startswith(place))) :]
         path = path if ".." in path.split("/") else os.path.normpath(path)
@@ -190,12 +215,10 @@ def _with_files(root: Path, records: list[Record], options: DataOptions) -> List
             f"--data {options.data}: {len(missing)} of {len(records)} images are missing below '{root}', such as "
             f"{shown(missing[0])}: paths are relative to the table, or give --data-root DIR."
         )
-    notes = []
+    notes = [*listing.notes]
     if outside:
         line = f"{len(outside)} of {len(records)} images lie outside of '{root}', such as {shown(outside[0])}"
         if options.links == "refuse":
             raise UserError(f"--data {options.data}: {line}, which --links refuse forbids.")
         notes.append(line)
-    columns = columns_of(options.label_column)
-    class_names = columns if options.task == MULTILABEL and len(columns) > 1 else ()
-    return Listing(root, records, class_names, notes=notes)
+    return listing._replace(root=root, notes=notes)

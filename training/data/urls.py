@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from filelock import FileLock
 
 from training.base.errors import UserError, shown
 from training.data import ARCHIVES, TABLE_EXTENSIONS, DataOptions, archives, parquet, table
 from training.data.archives import CACHE, CLASS_NAMES, Index, Kind, index_from, index_of, kept_index_of, write_index
-from training.data.reading.remote import RemotePath, State, ask, files_below, state_of
+from training.data.class_names import clean
+from training.data.reading.remote import UNMARKED, RemotePath, State, ask, files_below, state_of
 from training.data.reading.remote_files import (
     BLOCK_BYTES,
     CONNECTIONS,
@@ -24,8 +26,8 @@ from training.data.reading.remote_files import (
     RemoteImages,
     page_checksums,
 )
-from training.data.records import Listing, Record
-from training.data.tar_shards import TAR
+from training.data.records import Listing
+from training.data.tar_shards import kind_of as kind_of_tar
 
 PIECES = "remote"  # below --data-root
 WINDOWS_KEPT = 3  # of --order shards: at the start of an epoch its first, its last, and what a block has around them
@@ -45,8 +47,8 @@ def listing(options: DataOptions) -> Listing:
         raise UserError(f"'{cache.folder}' cannot be made ({error.strerror}): give --data-root DIR.") from None
     if root.suffix.lower() in TABLE_EXTENSIONS:
         with _copied(root, _state(root), cache) as copy:
-            records = table.records_of(*table.csv_rows(copy, options), options)
-        return _images(root.parent, records, options, cache)
+            lines = table.lines_of(*table.csv_rows(copy, options), options)
+        return _images(root.parent, lines, options, cache)
     try:
         files = [root] if root.suffix in ARCHIVES else files_below(root)
     except OSError as error:
@@ -57,7 +59,8 @@ def listing(options: DataOptions) -> Listing:
             f"--data {options.data}: no tar or Parquet file is listed there; of folders of images make tar files: "
             "python scripts/pack.py DIR OUT."
         )
-    kind, files = TAR if suffix == TAR.suffix else parquet.kind_of(options), [f for f in files if f.suffix == suffix]
+    kind = (parquet.kind_of if suffix == parquet.SUFFIX else kind_of_tar)(options)
+    files = [file for file in files if file.suffix == suffix]
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         indexes = [*pool.map(partial(_index, kind, options.root / CACHE, cache), files)]
     images, share = max(1, sum(len(index.entries) for index in indexes)), 1.0
@@ -82,16 +85,25 @@ def _note(remote: RemoteFiles, cache: PieceCache) -> str:
 
 
 def _index(kind: Kind, kept_in: Path, cache: PieceCache, file: RemotePath) -> Index:
-    """Return the index of an archive: the one kept here, or that beside it, or a new one, for which all is fetched."""
+    """Return the index of an archive: the one kept here, or that beside it, or a new one, for which all is fetched.
+
+    All is fetched at each start if the server tells no change of the file: the content decides whether an index is its.
+    """
     state, kept = _state(file), kept_index_of(file, kept_in)
     kept_in.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{kept}.lock"):  # the ranks of a machine
-        if (index := index_from(kept.read_bytes)) and (index.state, index.columns) == (state, kind.columns):
+        index = index_from(kept.read_bytes)
+        is_kept = index is not None and (index.state, index.columns) == (state, kind.columns)
+        if index and is_kept and state[1] != UNMARKED:
             return index
-        index = index_from(partial(ask, index_of(file), "cat_file"))
-        if index is None or (index.state[0], index.columns) != (state[0], kind.columns) or not index.checksums:
+        if not is_kept:
+            index = index_from(partial(ask, index_of(file), "cat_file"))
+        fits = index is not None and (index.state[0], index.columns) == (state[0], kind.columns) and index.checksums
+        if index is None or not fits or state[1] == UNMARKED:
             with _copied(file, state, cache) as copy:
-                index = kind.scan(copy)._replace(columns=kind.columns, checksums=page_checksums(copy))
+                checksums = page_checksums(copy)
+                if index is None or not fits or index.checksums != checksums:
+                    index = kind.scan(copy)._replace(columns=kind.columns, checksums=checksums)
         index = index._replace(state=state)
         with suppress(OSError):
             write_index(index, kept)
@@ -102,6 +114,7 @@ def _index(kind: Kind, kept_in: Path, cache: PieceCache, file: RemotePath) -> In
 def _copied(file: RemotePath, state: State, cache: PieceCache) -> Iterator[Path]:
     """Yield a copy of a file, which is removed afterwards; what it consists of stays in the cache."""
     remote, step = RemoteFiles([file], [state], [archives.NO_CHECKSUMS], cache), CONNECTIONS * BLOCK_BYTES
+    remote.forget_unmarked()
     with tempfile.TemporaryDirectory(dir=cache.folder.parent) as folder:  # in the cache it might be removed
         copy = Path(folder) / file.name
         with copy.open("wb") as stream:
@@ -114,15 +127,16 @@ def _copied(file: RemotePath, state: State, cache: PieceCache) -> Iterator[Path]
             raise UserError(str(error).replace(str(copy), str(file))) from None
 
 
-def _images(root: RemotePath, records: Sequence[Record], options: DataOptions, cache: PieceCache) -> Listing:
+def _images(root: RemotePath, lines: Listing, options: DataOptions, cache: PieceCache) -> Listing:
     """Return the lines of a table with the sizes of their files, which are below its folder."""
-    paths = [os.path.normpath(record.path.removeprefix(f"{root}/")) for record in records]
-    if outside := [path for path in paths if path.startswith(("/", "..")) or "?" in path]:
+    records, is_quoted = lines.records, str(root).startswith("http")
+    paths = [os.path.normpath(clean(record.path).removeprefix(f"{root}/")) for record in records]
+    if outside := [path for path in paths if path.startswith(("/", ".."))]:
         raise UserError(
             f"--data {options.data}: {len(outside)} of {len(records)} images lie outside of '{root}', such as "
             f"{shown(outside[0])}: a table behind a URL names images below its folder."
         )
-    files = {path: root / path for path in dict.fromkeys(paths)}
+    files = {path: root / (quote(path) if is_quoted else path) for path in dict.fromkeys(paths)}
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         states = dict(zip(files, pool.map(_state_if_there, files.values()), strict=True))
     if missing := [path for path in paths if not states[path]]:
@@ -138,7 +152,9 @@ def _images(root: RemotePath, records: Sequence[Record], options: DataOptions, c
         for record, path in zip(records, paths, strict=True)
     ]
     remote = RemoteFiles([*files.values()], known, [archives.NO_CHECKSUMS] * len(files), cache)
-    return Listing(root, found, archive=RemoteImages(root, remote), notes=[_note(remote, cache)])
+    remote.forget_unmarked()
+    notes = [*lines.notes, _note(remote, cache)]
+    return lines._replace(root=root, records=found, archive=RemoteImages(root, remote), notes=notes)
 
 
 def _state_if_there(file: RemotePath) -> State | None:

@@ -21,6 +21,7 @@ PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", 
 REQUEST_SECONDS = 30.0
 # What changes with the content, by the names that servers and fsspec's packages have for it.
 MARKS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "md5Hash", "generation", "blob_id", "lfs")
+UNMARKED = 0
 _MAY_PASS = (408, 429)  # of the codes of HTTP below 500
 _SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#][^\s'\"]+")
 
@@ -104,12 +105,13 @@ def _as_os_error(error: BaseException) -> OSError:
 
 
 def state_of(file: PurePath) -> State:
-    """Return the state of a file; raise OSError if it has none."""
+    """Return the state of a file, `UNMARKED` if its server tells no change; raise OSError if it has none."""
     facts = ask(file, "info")
     if type(facts.get("size")) is not int:
         raise OSError(errno.EINVAL, "its size is not known")
-    marks = repr([(name, facts[name]) for name in MARKS if name in facts])
-    return facts["size"], int.from_bytes(hashlib.sha256(marks.encode()).digest()[:6], "big")
+    marks = [(name, facts[name]) for name in MARKS if facts.get(name)]
+    number = int.from_bytes(hashlib.sha256(repr(marks).encode()).digest()[:6], "big")
+    return facts["size"], number if marks else UNMARKED
 
 
 def files_below(folder: RemotePath) -> list[RemotePath]:

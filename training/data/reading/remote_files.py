@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from training.base.atomic_write import replacing
 from training.base.errors import FileServerError, UserError
-from training.data.reading.remote import State, ask_once, state_of
+from training.data.reading.remote import UNMARKED, State, ask_once, state_of
 from training.data.reading.retry import patiently
 
 PAGE_BYTES = 2**16  # of which each has a checksum
@@ -134,6 +134,11 @@ class RemoteFiles:
     def forget(self) -> None:
         """Remove what is kept of the files, so that it is fetched again."""
         for key in self._keys:
+            shutil.rmtree(self._cache.folder / key, ignore_errors=True)
+
+    def forget_unmarked(self) -> None:
+        """Remove what is kept of files of which their servers tell no change: it may be of an earlier one."""
+        for key in (key for key, state in zip(self._keys, self._states, strict=True) if state[1] == UNMARKED):
             shutil.rmtree(self._cache.folder / key, ignore_errors=True)
 
     def stream(self, archive: int) -> Any:

@@ -1,0 +1,225 @@
+"""A column, a part or a group is used, or said not to be, by every source; a part alone can be evaluated."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from made_data import write_csv
+from PIL import Image
+
+from training.base.errors import UserError
+from training.data import DataOptions, layout_of, load_data, load_whole
+from training.data.columns import FactColumns, find_column
+
+pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+
+def png(number: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8), (number, 9, 9)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def make_table(root: Path, rows: Sequence[dict]) -> Path:
+    root.mkdir()
+    for row in rows:
+        (root / row["path"]).write_bytes(png(0))
+    return write_csv(root / "list.csv", [*rows])
+
+
+def make_table_of_parquet(root: Path, rows: Sequence[dict]) -> Path:
+    make_table(root, rows)
+    parquet.write_table(pyarrow.Table.from_pylist([*rows]), root / "list.parquet")
+    return root / "list.parquet"
+
+
+def make_parquet(root: Path, rows: Sequence[dict]) -> Path:
+    root.mkdir()
+    images = [
+        {"image": {"bytes": png(n), "path": row["path"]}} | {k: v for k, v in row.items() if k != "path"}
+        for n, row in enumerate(rows)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(images), root / "all.parquet")
+    return root
+
+
+def make_json(root: Path, rows: Sequence[dict]) -> Path:
+    root.mkdir()
+    with tarfile.open(root / "all.tar", "w") as tar:
+        for n, row in enumerate(rows):
+            for name, content in ((f"{n:03}.png", png(n)), (f"{n:03}.json", json.dumps(row).encode())):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return root
+
+
+SOURCES: dict[str, Callable] = {
+    "table": make_table,
+    "table in Parquet": make_table_of_parquet,
+    "Parquet with images": make_parquet,
+    "tar with JSON": make_json,
+}
+
+
+def rows(**more: Sequence) -> list[dict]:
+    """Return 24 images of two classes, with more columns whose values are repeated."""
+    return [
+        {"path": f"{n:03}.png", "label": "ab"[n % 2]} | {name: values[n % len(values)] for name, values in more.items()}
+        for n in range(24)
+    ]
+
+
+def load(data: Path, **options):
+    return load_data(DataOptions(data=str(data), image_size=16, **options))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("split", ["train", "train", "val", "val", "test", "test"]),
+        ("Split", ["train", "train", "Validation", "Validation", "holdout", "holdout"]),
+        ("SUBSET ", ["training", "training", "valid", "dev", "test", "test"]),
+    ],
+)
+def test_parts_are_those_of_the_column_in_any_case(source, column, values, tmp_path):
+    pair = load(SOURCES[source](tmp_path / "set", rows(**{column: values})))
+    assert {name: len(part) for name, part in pair.parts.items()} == {"train": 8, "val": 8, "test": 8}
+    assert pair.notes == []
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "values", [[False, False, True, True], ["0", "0", "1", "1"], ["False", "false", "TRUE", "true"]]
+)
+def test_is_valid_tells_what_is_validated_on(source, values, tmp_path):
+    pair = load(SOURCES[source](tmp_path / "set", rows(Is_Valid=values)))
+    assert (pair.train_counts, pair.val_counts) == ([6, 6], [6, 6])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_groups_stay_together_and_weights_weigh(source, tmp_path):
+    data = rows(GROUP=[*(["p1"] * 8), *(["p2"] * 8), *(["p3"] * 8)], Weight=[1, 1, 3, 3])
+    pair = load(SOURCES[source](tmp_path / "set", data))
+    assert sorted((len(pair.train), len(pair.val))) == [8, 16], "one of three patients is held out"
+    weights = pair.train.source.loss_weights
+    assert sorted(set(weights.tolist())) == [0.5, 1.5]
+    assert pair.notes == []
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_columns_that_are_not_used_are_named_in_one_note(source, tmp_path):
+    data = rows(patient=["p1"], is_valid=[True, True, False, False], split=["train", "train", "val", "val"], url=["x"])
+    pair = load(SOURCES[source](tmp_path / "set", data))
+    assert pair.notes == ["columns that are not used: 'patient', 'is_valid', 'url'"]
+    assert (pair.train_counts, pair.val_counts) == ([6, 6], [6, 6]), "split goes before is_valid"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_class_that_validation_lacks_is_named(source, tmp_path):
+    data = [
+        row | {"label": "c" if n < 2 else row["label"]} for n, row in enumerate(rows(split=["train"] * 4 + ["val"] * 2))
+    ]
+    assert "no validation image for 'c'" in load(SOURCES[source](tmp_path / "set", data)).notes
+
+
+def make_parts(root: Path, parts: Sequence[str]) -> Path:
+    for part in parts:
+        for label in "ab":
+            (root / part / label).mkdir(parents=True)
+            for n in range(3):
+                (root / part / label / f"{n}.png").write_bytes(png(n))
+    return root
+
+
+@pytest.mark.parametrize("source", [*SOURCES, "folder", "test-000.tar"])
+def test_a_test_part_alone_can_be_loaded_as_a_whole_and_is_no_training(source, tmp_path):
+    if source == "folder":
+        data = make_parts(tmp_path / "set", ["test"])
+    elif source == "test-000.tar":
+        data = make_json(tmp_path / "set", rows())
+        (data / "all.tar").rename(data / "test-000.tar")
+    else:
+        data = SOURCES[source](tmp_path / "set", rows(split=["test"]))
+    options = DataOptions(data=str(data), image_size=16)
+    layout = layout_of(options)
+    assert (layout.train, bool(layout.val), bool(layout.test)) == ([], False, True)
+    assert len(load_whole(options, "test").val) == (6 if source == "folder" else 24)
+    with pytest.raises(UserError, match=r"no training image|no train/ beside"):
+        load_data(options)
+
+
+def make_flat(root: Path, names: Sequence[str]) -> Path:
+    for name in names:
+        (root / name).mkdir(parents=True)
+        for n in range(4):
+            (root / name / f"{n}.png").write_bytes(png(n))
+    return root
+
+
+@pytest.mark.parametrize("names", [["train", "test", "unlabeled"], ["train", "test"], ["val", "testing", "cat", "dog"]])
+def test_flat_folders_named_as_parts_are_no_classes(names, tmp_path):
+    with pytest.raises(UserError, match=r"has the parts .*, but there are no class folders in them.*--val-part none"):
+        load(make_flat(tmp_path / "set", names))
+    assert load(tmp_path / "set", val_part="none").class_names == sorted(names)
+
+
+def test_one_folder_named_as_a_part_is_a_class_and_said_to_be(tmp_path):
+    pair = load(make_flat(tmp_path / "set", ["train", "bus", "car"]))
+    assert pair.class_names == ["bus", "car", "train"]
+    assert pair.notes == ["'train' is taken for a class, because no other folder has the name of a part"]
+
+
+LISTS = {
+    "semicolons": ["a;b", "b | c", "c", ""],
+    "commas": ["a, b", "b,c", "c", "a", "b", ""],
+    "blanks": ["a b", "b  c", "c", "a", "b", ""],
+    "Python": ["['a', 'b']", "['b', 'c']", "('c',)", "[]"],
+    "JSON": ['["a", "b"]', '["c", "b"]', '["c"]', "[]"],
+    "without quotes": ["[a, b]", "[b c]", "a", "b", "c", ""],
+}
+
+
+@pytest.mark.parametrize("spelling", LISTS)
+def test_several_labels_in_a_cell_are_those_that_others_have_alone(spelling, tmp_path):
+    data = make_table(tmp_path / "set", rows(labels=LISTS[spelling]))
+    pair = load(data, task="multilabel", label_column="labels")
+    assert pair.class_names == ["a", "b", "c"]
+    assert {"a;b", "b;c", "c", ""} <= {*pair.label_sets.names}
+
+
+def test_names_with_blanks_are_names_where_lists_are_written_otherwise(tmp_path):
+    data = make_table(tmp_path / "set", rows(labels=["New York;Rome", "Rome", "New York", ""]))
+    assert load(data, task="multilabel", label_column="labels").class_names == ["New York", "Rome"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "separator", "names"),
+    [
+        (["a, b", "c, d"], ",", ["a", "b", "c", "d"]),
+        (["a b", "c"], " ", ["a", "b", "c"]),
+        (["a b", "c"], ";", ["a b", "c"]),
+    ],
+)
+def test_what_cannot_be_told_is_refused_until_the_separator_is_said(cells, separator, names, tmp_path):
+    options = {"task": "multilabel", "label_column": "labels"}
+    data = make_table(tmp_path / "set", rows(labels=cells))
+    with pytest.raises(UserError, match=r"column labels: '.*' may be one label or several, .*give --label-separator"):
+        load(data, **options)
+    assert load(data, **options, label_separator=separator).class_names == names
+
+
+def test_the_column_of_a_name():
+    assert find_column(["Label", "label"], "label") == "label"
+    assert find_column(["x", " LABEL"], "label") == " LABEL"
+    assert find_column(["x"], "label") is None
+    with pytest.raises(UserError, match="there are the columns 'Label', 'LABEL': keep one of them"):
+        find_column(["Label", "LABEL"], "label")
+    columns = FactColumns(["path", "Set", "weight"], ["path"])
+    assert (columns.of_facts, columns.unused) == ({"weight": "weight"}, ["Set"])
