@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from ranks import Ranks
 
@@ -10,17 +9,6 @@ LONGEST = ("test_matrix", "test_run", "test_stopping")  # few tests, and a minut
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that at the end no worker waits for another that has one of them."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)
-
-
-@pytest.fixture(scope="session")
-def largest_difference():
-    """The largest absolute difference between two {name: nested list}; the names must be the same."""
-
-    def difference(first: dict, second: dict) -> float:
-        assert first.keys() == second.keys()
-        return max(float(np.abs(np.array(first[name]) - np.array(second[name])).max()) for name in first)
-
-    return difference
 
 
 @pytest.fixture(scope="session")

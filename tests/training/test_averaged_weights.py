@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from itertools import product
 
-import numpy as np
 import pytest
 
+from tests.rounding import ROUNDING, assert_same_but_rounding
 from training.engines.build_engine import ENGINES
 from training.engines.strategies import STRATEGIES
 
@@ -30,8 +30,8 @@ def test_timms_ema_is_evaluated_and_exported_and_training_goes_on_as_without_it(
     for report in (first, second):
         assert report["is_timms"]
         assert report["is_undisturbed"]
-        assert report["difference"] < 1e-5
-    np.testing.assert_allclose(first["logits"], second["logits"], atol=1e-6)
+        assert report["difference"] < ROUNDING
+    assert_same_but_rounding(first["logits"], second["logits"])
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

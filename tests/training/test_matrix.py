@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from launch.node_launcher import local_ranks_command
 from models import MODELS
 from models.build import build_model
+from tests.rounding import ROUNDING, assert_same_but_rounding
 from tests.unit.exports import run_export
 from training.checkpoint.weights import load_model, save_weights
 from training.data import DataOptions, load_data
@@ -112,7 +113,7 @@ def test_the_strategies_agree_on_the_losses(model, strategy, run_folder):
     expected, found = (
         [entry["loss"] for entry in read_metrics(run_folder(name, model), "step")][:3] for name in ("ddp", strategy)
     )
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert_same_but_rounding(found, expected)
 
 
 @pytest.mark.slow
@@ -164,7 +165,7 @@ def test_accelerate_which_starts_torchrun(tmp_path):
 
 STARTS = {"torchrun": ("--nproc-per-node=4", "--master-port"), "deepspeed": ("--num_gpus=4", "--master_port")}
 # What divides the ranks, and how far from one rank the weights may be.
-MESHES = {"--pipeline-parallel": 0.0, "--tensor-parallel": 1e-5}
+MESHES = {"--pipeline-parallel": 0.0, "--tensor-parallel": ROUNDING}
 OF_MESHES = (
     *("--model-type", "timm:test_vit", "--image-size", "32", "--data", "fake", "--batch-size", "50", "--workers", "0"),
     *("--epochs", "1", "--optimizer", "momentum", "--learning-rate", "0.02", "--run-name", "r"),
@@ -190,8 +191,7 @@ def test_meshes_under_other_launchers(launcher, flag, one_rank, tmp_path):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "global batch 200 = 50 per group of 2 CPU ranks x 2 groups x 2 accumulation steps" in result.stdout
     found = load_file(tmp_path / "runs" / "r" / "model.safetensors")
-    for name, tensor in one_rank.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=MESHES[flag], msg=name)
+    assert_same_but_rounding(found, one_rank, MESHES[flag])
 
 
 @pytest.mark.slow

@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from models.tensor_plan import TENSOR_PLANS, tensor_plan
-from tests.training.tensor_ranks import CLASSES, NETWORKS, make_network
+from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.training.tensor_ranks import CLASSES, CLIPPING, NETWORKS, RATE, STEPS, make_network
 from training.base.errors import UserError
 from training.base.run_folder import RunFolder
 from training.engines.tensor_parallel import split_model
 from training.world.world import World
 
-STEPS = "tests.training.tensor_ranks:divided_steps"
+DIVIDED = "tests.training.tensor_ranks:divided_steps"
 RUN = "tests.training.tensor_ranks:whole_run"
 LARGE = ("vit_tiny", "vit_small")
 
@@ -23,15 +24,16 @@ def assert_trains_like_one_rank(reports: list) -> None:
     """Weights after steps of SGD are gradients: the rate and the clipping are the oracle's."""
     expected = reports[0]["expected"]
     assert min(expected["norms"]) > 0.1, "the run must mean something"
-    assert reports[0]["difference"] < 1e-6
+    # No step is longer than the rate times the clipped norm; biases that only steps have made are as short as these.
+    assert reports[0]["difference"] < ROUNDING * STEPS * RATE * CLIPPING
     for report in reports:
         for key in ("losses", "norms", "logits"):
-            np.testing.assert_allclose(report[key], expected[key], rtol=1e-5, atol=1e-5, err_msg=key)
+            assert_same_but_rounding(report[key], expected[key], msg=key)
 
 
 def test_every_family_trains_like_one_rank(run_on_ranks):
     cases = [{"name": name, "tensor": 2, "strategy": "ddp"} for name in NETWORKS if name not in LARGE]
-    found = run_on_ranks(STEPS, 2, cases)
+    found = run_on_ranks(DIVIDED, 2, cases)
     for number in range(len(cases)):
         assert_trains_like_one_rank([reports[number] for reports in found])
 
@@ -45,7 +47,7 @@ def test_variants_of_one_network(run_on_ranks):
         {"strategy": "ddp", "wide_head": 1},
         {"strategy": "ddp", "precision": "bf16"},
     ]
-    found = run_on_ranks(STEPS, 2, [{"name": "vit", "tensor": 2} | variant for variant in variants])
+    found = run_on_ranks(DIVIDED, 2, [{"name": "vit", "tensor": 2} | variant for variant in variants])
     for number in (2, 3, 4):
         assert_trains_like_one_rank([reports[number] for reports in found])
     for adamw, again, sharded, *_, half in found:
@@ -69,7 +71,7 @@ STAGED = [
 def test_stages_of_tensor_groups_train_the_bytes_of_the_groups_alone(run_on_ranks):
     """And so the losses and gradients of one rank."""
     cases = [recipe | {"tensor": 2, "strategy": "ddp", "pipeline": stages} for recipe in STAGED for stages in (1, 2)]
-    found = run_on_ranks(STEPS, 4, cases)
+    found = run_on_ranks(DIVIDED, 4, cases)
     for number, recipe in enumerate(STAGED):
         whole, staged = ([ranks[2 * number + more] for ranks in found] for more in (0, 1))
         assert len({report["sha256"] for report in (*whole, *staged)}) == 1, recipe
@@ -83,7 +85,7 @@ def test_stages_of_tensor_groups_train_the_bytes_of_the_groups_alone(run_on_rank
 @pytest.mark.parametrize("name", LARGE)
 def test_four_ranks_train_like_one(name, strategy, run_on_ranks):
     case = {"name": name, "tensor": 2, "strategy": strategy}
-    found = run_on_ranks(STEPS, 4, [case, case])
+    found = run_on_ranks(DIVIDED, 4, [case, case])
     assert_trains_like_one_rank([reports[0] for reports in found])
     assert {report["sha256"] for reports in found for report in reports} == {found[0][0]["sha256"]}
 
@@ -152,7 +154,5 @@ def test_a_checkpoint_of_a_mesh_goes_on_on_any_other(run_on_ranks, tmp_path, pai
     whole = {mesh: run(name_of(mesh), mesh) for mesh in sorted({saved for saved, _ in pairs})}
     for saved, resumed in pairs:
         found = run(f"from-{name_of(saved)}-to-{name_of(resumed)}", resumed, checkpoint(name_of(saved)))
-        for key, tensor in whole[saved].items():
-            exact = saved[0] == resumed[0] and saved[3:] == resumed[3:]  # stages do not count
-            atol = 0.0 if exact else 1e-5
-            torch.testing.assert_close(found[key], tensor, rtol=0, atol=atol, msg=f"{saved} to {resumed}: {key}")
+        exact = saved[0] == resumed[0] and saved[3:] == resumed[3:]  # stages do not count
+        assert_same_but_rounding(found, whole[saved], 0.0 if exact else ROUNDING, f"{saved} to {resumed}")

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from models.build import BuiltModel
+from tests.rounding import ROUNDING
 from training.base.errors import UserError
 from training.config import TrainConfig
 from training.engines import compilation
@@ -276,7 +277,7 @@ def test_the_gradient_norm_keeps_its_digits_whatever_the_number_of_values(count)
     blocks = len(padded) // BLOCK
     square_sum = SumOfSquares(torch.arange(blocks), blocks, ALONE)
     exact = (values.double() ** 2).sum().item()
-    assert square_sum(squares_of_rows(padded.view(-1, BLOCK))).item() == pytest.approx(exact, rel=1e-6)
+    assert square_sum(squares_of_rows(padded.view(-1, BLOCK))).item() == pytest.approx(exact, rel=ROUNDING)
     padded[count - 1] = math.inf
     assert square_sum(squares_of_rows(padded.view(-1, BLOCK))).item() == math.inf
 

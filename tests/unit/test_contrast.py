@@ -13,6 +13,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
 from models.build import build_model
+from tests.rounding import assert_same_but_rounding
 from tests.training.engine_ranks import configuration, make_engine
 from training.base.errors import UserError
 from training.base.timing import SpanClock
@@ -67,8 +68,8 @@ def test_losses_and_gradient_are_the_papers(temperature, rows):
     exact = embeddings[:10].double().requires_grad_()
     expected = formula(exact, labels[:10], temperature)
     expected.sum().backward()
-    torch.testing.assert_close(found.losses[:10], expected.float(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.gradient[:10], exact.grad.float(), atol=1e-5, rtol=1e-5)
+    assert_same_but_rounding(found.losses[:10], expected)
+    assert_same_but_rounding(found.gradient[:10], exact.grad)
     assert not found.gradient[10:].any()
     torch.testing.assert_close(found.shares[:10].sum(1), torch.ones(10))
 
@@ -81,8 +82,8 @@ def test_losses_and_gradient_are_another_librarys(temperature):
     other = embeddings.clone().requires_grad_()
     mean = losses.SupConLoss(temperature)(other, labels)
     mean.backward()
-    torch.testing.assert_close(found.losses.mean(), mean.detach(), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(found.gradient / 64, other.grad, atol=1e-6, rtol=1e-5)
+    assert_same_but_rounding(found.losses.mean(), mean)
+    assert_same_but_rounding(found.gradient / 64, other.grad)
 
 
 def test_an_image_that_is_compared_with_none_has_neither_loss_nor_gradient():
@@ -174,7 +175,7 @@ def test_the_gradient_is_that_of_one_graph_over_the_same_leaves(leaves):
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-2
     assert engine.gradients.keys() == gradients.keys()
     for name, gradient in engine.gradients.items():
-        torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=0, msg=name)
+        assert_same_but_rounding(gradient, gradients[name], msg=name)
 
 
 def test_batchnorm_counts_each_micro_batch_once():

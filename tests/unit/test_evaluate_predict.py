@@ -27,6 +27,7 @@ from delivery.trained_model import read_run_config
 from launch.node_launcher import local_ranks_command
 from models.build import build_model
 from scripts import evaluate, predict
+from tests.rounding import ROUNDING, assert_same_but_rounding
 from training.base.atomic_write import write_json
 from training.base.errors import UserError
 from training.checkpoint.weights import load_model, save_weights
@@ -329,7 +330,7 @@ def test_predict_gives_the_probabilities_of_plain_pytorch(call, run, pictures, l
     for path, one in found.items():
         probabilities = logits[int(Path(path).stem)].softmax(0)
         told = {top["label"]: top["probability"] for top in one["top"]}
-        np.testing.assert_allclose([told[name] for name in CLASSES], probabilities, atol=1e-6)
+        assert_same_but_rounding([told[name] for name in CLASSES], probabilities)
         assert (one["label"], one["probability"]) == (CLASSES[int(probabilities.argmax())], max(told.values()))
 
 
@@ -359,7 +360,7 @@ def test_predictions_average_the_views(call, run, pictures, data, flip, shift):
     _, out, _ = call(predict, run, pictures / "class 0" / "00.png", *words)
     model, _ = load_model(run / "model.safetensors")
     mean = mean_of_views(model, data.val[0, 0][0][None], flip, shift)
-    assert json.loads(out)["probability"] == pytest.approx(mean.max(), abs=1e-6)
+    assert json.loads(out)["probability"] == pytest.approx(mean.max(), rel=ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +462,7 @@ def test_standard_input_holds_paths_or_an_image(call, run, pictures):
     assert one["image"] == "standard input"
     alone, with_others = one["top"], named[str(files[4])]["top"]
     assert [top["label"] for top in alone] == [top["label"] for top in with_others]
-    assert alone[0]["probability"] == pytest.approx(with_others[0]["probability"], abs=1e-6)
+    assert alone[0]["probability"] == pytest.approx(with_others[0]["probability"], rel=ROUNDING)
 
 
 def test_paths_on_standard_input_end_with_the_line_alone(call, run, pictures, tmp_path):

@@ -23,6 +23,7 @@ from delivery.export.onnx_format import export_graph
 from delivery.export.pictures import FromPictures
 from delivery.predict import predict
 from models.build import build_model
+from tests.rounding import ELEMENTWISE, assert_same_but_rounding
 from training.base.errors import UserError
 from training.base.small_files import sha256_of
 from training.data import DataOptions, load_data
@@ -65,7 +66,7 @@ def test_the_pixels_are_those_of_the_evaluation(fit, filter_name, shape):
         differing, values = differing + int((off > 0).sum()), values + off.numel()
         if off.max() == 0:
             found, prepared = module.prepared(pictures), torch.stack([transform(each) for each in channels_first])
-            torch.testing.assert_close(found, prepared, rtol=0, atol=2e-6)
+            assert_same_but_rounding(found, prepared, ELEMENTWISE)
     assert differing <= values * (1e-4 if RESIZES_BYTES else 0.5)
 
 
@@ -82,8 +83,8 @@ def test_a_wrong_pixel_and_a_wrong_answer_are_refused():
     assert agreement.difference < 1e-3
     assert agreement.file_top1 == 1
     assert compare_pictures(lambda batch: module(batch)[0].flip(1), job).difference > 1e-2
-    module.mean += 2 / 255
-    with pytest.raises(ExportRefused, match=r"off by 2\.?\d* of 255 levels"):
+    module.mean += 2 / 255  # beside the level that some processors' resizing is off by, which is allowed
+    with pytest.raises(ExportRefused, match=r"off by [23]\.?\d* of 255 levels"):
         compare_pictures(lambda batch: module(batch)[0], job)
 
 

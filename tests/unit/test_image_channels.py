@@ -22,6 +22,7 @@ from models import MODELS
 from models.build import build_model, channels_of, rebuild_model
 from planning.plan_command import parse
 from planning.run_workload import workload_of
+from tests.rounding import ROUNDING, assert_same_but_rounding
 from training.base.errors import UserError
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
@@ -247,7 +248,7 @@ def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
     loss.backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     for name, tensor in load_file(folder / "model.safetensors").items():
-        torch.testing.assert_close(tensor, module.state_dict()[name], atol=1e-5, rtol=1e-4)
+        assert_same_but_rounding(tensor, module.state_dict()[name], 10 * ROUNDING, name)
     facts = json.loads((folder / "environment.json").read_text())
     assert channels_of(facts["model"]) == 5
     with pytest.raises(UserError, match=r"read as 1 .* not as 5"):
@@ -278,14 +279,14 @@ def test_grey_digits_are_evaluated_predicted_and_exported(tmp_path, monkeypatch)
         Image.fromarray(pixels).convert(mode).save(tmp_path / f"{name}.png")
     for found in predict(folder, [tmp_path / f"{name}.png" for name in MODES], top_k=10):
         told = dict(zip(found.labels, found.probabilities, strict=True))
-        np.testing.assert_allclose([told[str(n)] for n in range(10)], logits[3].softmax(0), atol=1e-6)
+        assert_same_but_rounding([told[str(n)] for n in range(10)], logits[3].softmax(0))
     assert run_export(monkeypatch, folder, "--output", tmp_path / "export", "--format", "onnx") == 0
     use = json.loads((tmp_path / "export" / "preprocessing.json").read_text())
     assert use["input"]["shape"] == ["batch", 1, 16, 16]
     assert "8-bit grey" in use["steps"][1]
     session = onnxruntime.InferenceSession(tmp_path / "export" / "basic_cnn-fp32.onnx")
     images = ((pixels / 255 - use["mean"][0]) / use["std"][0]).astype(np.float32)[None, None]
-    np.testing.assert_allclose(session.run(["logits"], {"images": images})[0][0], logits[3], atol=1e-4)
+    assert_same_but_rounding(session.run(["logits"], {"images": images})[0][0], logits[3], 10 * ROUNDING)
 
 
 FILES_OF_MORE = {
@@ -316,11 +317,11 @@ def test_files_with_alpha_and_of_16_bits_are_trained_on_evaluated_and_predicted(
         logits = module(torch.stack(images))
     labels = torch.tensor([path.parent.name == "b" for path in files]).long()
     scores = evaluate(folder, output=tmp_path / "scores")
-    assert scores["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
+    assert scores["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=ROUNDING)
     assert scores["top1"] == pytest.approx((logits.argmax(1) == labels).double().mean().item())
     for found, row in zip(predict(folder, files, top_k=2), logits.softmax(1), strict=True):
         told = dict(zip(found.labels, found.probabilities, strict=True))
-        np.testing.assert_allclose([told["a"], told["b"]], row, atol=1e-5)
+        assert_same_but_rounding([told["a"], told["b"]], row)
 
 
 # --- planning ----------------------------------------------------------------------------------------------------

