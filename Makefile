@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-cases test-cluster chaos pictures bench record check-memory lint size check clean
+.PHONY: help setup setup-dev train test test-slow test-processors test-cases test-cluster chaos pictures bench record check-memory lint size check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -17,7 +17,7 @@ BIN := .venv/bin
 export PYTHON
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: ## Make .venv with what training needs (does nothing if it is there)
 	@bash scripts/setup_env.sh requirements.txt
@@ -35,6 +35,9 @@ test: setup-dev ## Run the tests: those of units side by side, then those that s
 
 test-slow: setup-dev ## Run the tests that take minutes each, and more variants of the others
 	$(BIN)/python -m pytest -m slow
+
+test-processors: setup-dev ## Run the tests that compute floats as other processors compute, 1 and 2 threads (half an hour)
+	$(BIN)/python -m tests.processors
 
 test-cases: setup-dev ## Run the cases from public reports (tests/cases), half an hour
 	$(BIN)/python -m pytest -m cases -n 2 tests/cases

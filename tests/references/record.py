@@ -7,6 +7,7 @@ PyTorch or DeepSpeed. `make test-slow` compares.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -22,11 +23,14 @@ MODELS = ("basic_cnn", "mobilenet", "ensemble")
 ENGINES = {"torch": "ddp", "deepspeed": "fsdp_stage2"}  # and its strategy
 RANKS, BATCH_SIZE_PER_RANK, EPOCHS = 2, 16, 1
 FLAGS = ["--ensemble-members", "mobilenet,efficientnet", "--val-fraction", "0.5", "--log-every-steps", "15"]
+# What leaves a processor with fewer instructions (`make test-processors`), beside what PyTorch counts as capability.
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
 SILENT = ["--tensorboard", "false", "--report", "false", "--progress", "off"]
 
 
 def train(model: str, engine: str, **variables: str) -> dict[str, Any]:
     """Train a reference run of digits, and return its losses and what they depend on."""
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
     words = [model, ENGINES[engine], *map(str, (RANKS, BATCH_SIZE_PER_RANK, EPOCHS)), "--engine", engine, *FLAGS]
     with tempfile.TemporaryDirectory() as logs:
         place = ["--log-dir", logs, "--run-name", "reference"]
@@ -36,7 +40,7 @@ def train(model: str, engine: str, **variables: str) -> dict[str, Any]:
         steps, (epoch,) = read_metrics(run, "step"), read_metrics(run, "epoch")
     return {
         "command": " ".join(words),
-        "machine": f"{machine_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": ", ".join([machine_name(), torch.backends.cpu.get_cpu_capability(), *limits]),
         "versions": versions(),
         "step_losses": {str(point["step"]): point["loss"] for point in steps},
         "epoch": {name: epoch[name] for name in ("train_loss", "train_top1", "val_loss", "val_top1")},
