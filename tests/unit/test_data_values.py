@@ -21,7 +21,7 @@ from delivery.evaluate import evaluate
 from delivery.model_card import write_model_card
 from delivery.predict import predict
 from models.weights_metadata import SMALLEST_STD
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.rounding import ELEMENTWISE, ROUNDING, assert_same_but_rounding
 from training.base.errors import UserError
 from training.checkpoint.weights import load_model, preprocess
 from training.config import TrainConfig
@@ -111,7 +111,7 @@ def test_numbers_become_pixels_as_torchvision_scales_them(tmp_path, kind, channe
         np.testing.assert_allclose(image, np.broadcast_to(expected, image.shape), atol=2e-3)
         if asked == 0:
             raw = torch.from_numpy(numbers[index].astype(name)).permute(2, 0, 1).expand(image.shape[0], -1, -1)
-            torch.testing.assert_close(transform(raw), image, atol=1e-4, rtol=1e-4)
+            assert_same_but_rounding(transform(raw), image, ELEMENTWISE)
             assert torch.equal(larger(raw), larger(to_dtype(raw, torch.float32, scale=True)))
 
 

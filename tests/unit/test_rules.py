@@ -176,6 +176,7 @@ def test_a_run_in_fp32_has_muons_products_in_fp32(name, precision):
     in_bf16 = muon.zeropower_via_newtonschulz
     (module, rule), (theirs, _) = make(name, precision=precision), make(name)
     given, muon_rule = [theirs[0].weight, theirs[2].weight], rules_of(rule)[0]
+    before = [weight.detach().clone() for weight in given]
     timms = create_optimizer_v2(given, opt=name, lr=0.01, weight_decay=0.05, momentum=CONFIG.momentum)
     set_gradients(module, 0)
     set_gradients(theirs, 0)
@@ -184,11 +185,11 @@ def test_a_run_in_fp32_has_muons_products_in_fp32(name, precision):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "zeropower_via_newtonschulz", functools.partial(in_bf16, dtype=torch.float64))
         timms.step()
-    apart = max(
-        (ours - other).abs().max().item()
-        for ours, other in zip((module[0].weight, module[2].weight), given, strict=True)
-    )
-    assert apart < 1e-6 if precision == "fp32" else apart > 1e-5
+    ours = [module[0].weight, module[2].weight]
+    apart = max((own - other).abs().max().item() for own, other in zip(ours, given, strict=True))
+    step = max((other - old).abs().max().item() for other, old in zip(given, before, strict=True))
+    # Of the step: adamuon divides its elements by their size, so that the rounding of small ones weighs as much.
+    assert apart < 1e-3 * step if precision == "fp32" else apart > 1e-3 * step
 
 
 @pytest.mark.parametrize("name", [name for name in ALLOWED if name not in SHIFTED_RATE])
