@@ -1,7 +1,8 @@
 # Sourced by each case: bash CASE PROJECT EMPTY_FOLDER. A case ends with one line, "ok: ..." or "WRONG (exit N): ...".
 # shellcheck shell=bash disable=SC2034,SC2154
 set -u
-P=$(cd "$1" && pwd); W=$(cd "$2" && pwd); export P W OMP_NUM_THREADS=1 PYTHONPATH=$P
+# tests/cases is in the path for lib.py, which makes inputs.
+P=$(cd "$1" && pwd); W=$(cd "$2" && pwd); export P W OMP_NUM_THREADS=1 PYTHONPATH=$P:$P/tests/cases
 PY=$P/.venv/bin/python; PATH=$P/.venv/bin:$PATH; L="$P/scripts/launch_distributed.sh"; cd "$W" || exit 9
 mk() { "$PY" - "$@" <<'PYEOF'
 import os, sys, random
@@ -43,3 +44,7 @@ for i, line in enumerate(sys.argv[1:], 1):
 PYEOF
 }
 tbs() { local f; for f in out.*; do grep -q '^Traceback' "$f" && { rc=$(cat "rc.${f#out.}"); bad "traceback in $f: $(grep -v '^ *$' "$f" | tail -1)"; }; done; return 0; }
+doc() { many "$@" >list 2>&1; cat list; tbs; }                       # runs lines, prints one line each
+count() { sed -n 's/.*: \([0-9]*\) classes.*/\1/p' "out.$1" | head -1; }   # classes that doctor found
+one_line() { [ "$(cat "rc.$1")" = 2 ] && [ "$(grep -c '[^ ]' "out.$1")" -le 2 ]; }  # refused in a line
+says() { grep -Eqi "$2" "out.$1"; }
