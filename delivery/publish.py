@@ -101,6 +101,8 @@ def why_not_for_timm(metadata: dict[str, Any]) -> str:
         return "timm would give its first layer the usual stride"
     if values_of(metadata["preprocessing"]) != BYTES:
         return "timm's images are bytes"
+    if _kept_share(metadata["preprocessing"]) is None:
+        return "timm cuts off the same share of height and width"
     return ""
 
 
@@ -113,20 +115,28 @@ def timm_config(metadata: dict[str, Any]) -> bytes:
         options["img_size"] = size
     with torch.device("meta"):
         network = timm.create_model(description["timm_name"], num_classes=description["num_classes"], **options)
-    resized, share, mode = preprocessing["resize_size"], 1.0, "squash"
-    if preprocessing.get("fit") == "pad":
-        mode = "border"
-    elif resized is not None:
-        share, mode = min(height, width) / resized, "center"
-        if math.floor(min(height, width) / share) < resized:  # timm computes the size from the share
-            share = math.nextafter(share, 0)
+    cut = "squash" if preprocessing["resize_size"] is None else "center"
     prepared = {name: preprocessing[name] for name in ("mean", "std", "interpolation")}
-    prepared |= {"input_size": (options["in_chans"], height, width), "crop_pct": share, "crop_mode": mode}
+    prepared |= {
+        "input_size": (options["in_chans"], height, width),
+        "crop_pct": _kept_share(preprocessing),
+        "crop_mode": "border" if preprocessing.get("fit") == "pad" else cut,
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / TIMM_CONFIG
         labels = {"label_names": metadata["class_names"]}
         save_config_for_hf(network, str(path), model_config=labels, data_config=prepared)
         return json.dumps(json.loads(path.read_bytes()), indent=2).encode()
+
+
+def _kept_share(preprocessing: dict[str, Any]) -> float | None:
+    """Return the share from which timm computes the size that images are resized to, None if it computes no such."""
+    if preprocessing["resize_size"] is None:
+        return 1.0
+    kept, resized = sides(preprocessing["image_size"]), sides(preprocessing["resize_size"])
+    share = min(part / whole for part, whole in zip(kept, resized, strict=True))
+    near = (share, math.nextafter(share, 0))
+    return next((one for one in near if tuple(math.floor(side / one) for side in kept) == resized), None)
 
 
 def _size(file: Path | bytes) -> int:

@@ -17,6 +17,7 @@ from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
 from models.build import build_model
+from models.sides import ImageSize, sides
 from scripts.publish import parse, publish
 from training.checkpoint.weights import load_model, preprocess, save_weights
 from training.config.command_line import run_script
@@ -24,7 +25,7 @@ from training.config.command_line import run_script
 TOKEN = "hf_secretsecretsecret"
 
 
-def make_run(folder: Path, model: str, side: int, **preprocessing) -> Path:
+def make_run(folder: Path, model: str, side: ImageSize, **preprocessing) -> Path:
     """What a finished run leaves, of random weights."""
     folder.mkdir()
     torch.manual_seed(0)
@@ -62,6 +63,10 @@ def published(*words: object) -> tuple[int, str, str, mock.Mock]:
         ("timm:resnet10t", 64, {"resize_size": 72}),
         ("timm:vit_tiny_patch16_224", 96, {}),
         ("timm:mobilenetv3_small_050", 64, {"fit": "pad"}),
+        ("timm:mobilenetv3_small_050", "64x96", {"fit": "pad"}),
+        ("timm:mobilenetv3_small_050", "96x64", {"resize_size": "109x73"}),  # both sides by 0.875, rounded down
+        ("timm:resnet10t", "64x160", {"resize_size": "67x168"}),  # by 0.95
+        ("timm:vit_tiny_patch16_224", "32x64", {}),
     ],
 )
 def test_timm_loads_what_is_sent(model, side, preparation, tmp_path):
@@ -83,7 +88,7 @@ def test_timm_loads_what_is_sent(model, side, preparation, tmp_path):
     picture = Image.effect_noise((200, 150), 60).convert("RGB")
     transform = create_transform(**resolve_model_data_config(loaded), is_training=False)
     images = transform(picture)[None]
-    assert images.shape[2:] == (side, side)
+    assert images.shape[2:] == sides(side)
     with torch.no_grad():
         assert torch.equal(loaded(images), ours(images))
     assert loaded.pretrained_cfg["label_names"] == ["cat", "cow", "dog"]
@@ -102,6 +107,13 @@ def test_a_dry_run_sends_nothing_and_says_what_timm_cannot_load(tmp_path):
         *("would send model.safetensors", "would send README.md", "would send class_map.txt"),
     ]
     assert lines[5:] == ["nothing was sent to my-team/photos (--dry-run)"]
+
+
+def test_a_size_that_timm_does_not_compute_is_a_note(tmp_path):
+    run = make_run(tmp_path / "run", "timm:resnet10t", "64x96", resize_size="80x100")
+    code, output, errors, _ = published(run, "my-team/photos", "--dry-run")
+    assert (code, errors) == (0, "")
+    assert output.startswith("note: without config.json: timm cuts off the same share of height and width; ")
 
 
 @pytest.mark.parametrize("name", ["photos", "a/b/c", "my team/photos", "https://huggingface.co/a/b", "a/b..c", "/", ""])
