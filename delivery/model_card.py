@@ -25,7 +25,15 @@ from training.base.points import SCORE_NAMES
 from training.base.run_folder import CARD, WEIGHTS
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
-from training.config.values import OF_ONE_RUN, WORDS_OF_LAUNCH, as_given, launch_command, show_value
+from training.config.values import (
+    OF_ONE_RUN,
+    WORDS_OF_LAUNCH,
+    as_given,
+    launch_command,
+    name_alone,
+    show_value,
+    without_folders,
+)
 from training.data.reading.images import CHANNEL_MODES
 from training.data.settings import DataSettings
 from training.data.values import BYTES, values_of
@@ -68,7 +76,7 @@ def write_model_card(run: Path) -> Path | None:
     card = run / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
         return None
-    config, metadata = read_run_config(run), read_metadata(run / WEIGHTS)
+    config, metadata = without_folders(as_given(read_run_config(run))), read_metadata(run / WEIGHTS)
     if "embedding" in metadata["description"]:
         return None
     values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
@@ -77,7 +85,7 @@ def write_model_card(run: Path) -> Path | None:
     ranks = environment["ranks"]
     epochs = [line for _, line in sorted(files.history.epochs.items())]
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
-    jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval}
+    jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval, "name": name_alone}
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,
@@ -103,9 +111,7 @@ def write_model_card(run: Path) -> Path | None:
         other_run=([{}] + [line for line in epochs if line.get("epochs", config.epochs) != config.epochs])[-1],
         end=files.history.processes[-1].end or {},
         global_batch=count_global_batch(vars(config), environment),
-        recipe={
-            name: show_value(value) for name in recipe_names(config) if (value := getattr(as_given(config), name)) != ""
-        },
+        recipe={name: show_value(value) for name in recipe_names(config) if (value := getattr(config, name)) != ""},
         command=shlex.join(launch_command(config, ranks, environment.get("ranks_per_machine", ranks), OF_ONE_RUN)),
     )
     with replacing(card) as temporary:

@@ -163,7 +163,41 @@ def test_the_command_repeats_the_configuration(run: Path):
     )
     assert (script, ranks) == ("scripts/launch_distributed.sh", "8")
     words = ["--model-type", model, "--strategy", strategy, "--batch-size", batch, "--epochs", epochs, *flags]
-    assert parse_args(words)[0] == dataclasses.replace(CONFIG, run_name="")
+    assert parse_args(words)[0] == dataclasses.replace(CONFIG, run_name="", data="my photos")
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        ("/srv/people/jane/photos", "photos"),
+        ("../people/jane/photos/", "photos"),
+        ("people/jane/photos.csv", "photos.csv"),
+        ("npz:/srv/people/jane/digits.npz", "npz:digits.npz"),
+        ("hf:people/jane:train", "hf:people/jane:train"),
+        ("s3://people/jane/photos", "s3://people/jane/photos"),
+    ],
+)
+def test_no_folder_of_the_machine_is_in_the_card(run: Path, data: str, shown: str):
+    paths = {
+        "data_root": "/srv/people/jane/cache",
+        "weights": "/srv/people/jane/start.safetensors",
+        "teacher": "people/jane/large",
+        "class_weights": "~/people/jane/weights.csv",
+        "deepspeed_config": "./people/jane/zero.json",
+        "log_dir": "/srv/people/jane/logs",
+    }
+    config = dataclasses.replace(CONFIG, data=data, distill="kl:2", **paths)
+    write_json(run / "config.json", dataclasses.asdict(config))
+    about = {"weights_sha256": sha256_of(run / "model.safetensors"), "data": data, "split": "val", "samples": 3}
+    facts = {"temperature": 1.5, "threshold": 0.5, "ece_before": 0.1, "ece": 0.0, "coverage": 0.9, "accuracy": None}
+    write_json(calibration_file(run / "model.safetensors"), facts | {"flip": False, "shift_pixels": 0} | about)
+    text = write_model_card(run).read_text(encoding="utf-8")
+    assert f"trained with zerovision on `{shown}`" in text
+    assert f"(`{shown}`, val)" in text
+    flags = shlex.split(re.search(r"^bash (.*)$", text, re.MULTILINE)[1])
+    assert flags.count(f"--data={shown}") == 1
+    assert {"--teacher=large", "--weights=start.safetensors", "--class-weights=weights.csv"} < {*flags}
+    assert "people/jane" not in text.replace(shown, "")
 
 
 def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):

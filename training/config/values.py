@@ -11,11 +11,15 @@ from typing import Any, get_args, get_type_hints
 from models import hub_name_of
 from models.sides import ImageSize, read_size, sides
 from training.config import FLAG_OF, TrainConfig
+from training.data.settings import URL
 
 WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields that a launcher takes without a flag
 # Where a run's files go and how it is watched, which is no part of what is repeated; and its preset, whose values are
 # given one by one, because those that were overridden may be the defaults, which are left out.
 OF_ONE_RUN = ("preset", "run_name", "log_dir", "progress", "resume", "profile")
+# Fields that may have a path of this machine, and how values begin that are none.
+PATHS = ("data", "data_root", "weights", "teacher", "class_weights", "deepspeed_config")
+NO_PATHS = ("hf:", "torchvision:", "timm:")
 # The words that YAML 1.1 reads as booleans.
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -82,6 +86,22 @@ def as_given(config: TrainConfig) -> TrainConfig:
     """Return a configuration that names the hub's repository in place of its weights in the local cache."""
     name = hub_name_of(config.weights)
     return dataclasses.replace(config, model_type=name, weights="") if name else config
+
+
+def without_folders(config: TrainConfig) -> TrainConfig:
+    """Return a configuration with the names of files and folders alone, for readers who have other folders."""
+    changed = {name: getattr(config, name) for name in PATHS if getattr(config, name) != getattr(TrainConfig(), name)}
+    if not config.class_weights.lower().endswith(".csv"):
+        changed.pop("class_weights", None)
+    return dataclasses.replace(config, **{name: name_alone(value) for name, value in changed.items()})
+
+
+def name_alone(value: str) -> str:
+    """Return what a value of `PATHS` names, without the folder that it is in."""
+    if URL in value or value.startswith(NO_PATHS):
+        return value
+    kind = "npz:" if value.startswith("npz:") else ""
+    return kind + os.path.basename(os.path.abspath(os.path.expanduser(value.removeprefix(kind))))
 
 
 def launch_command(
