@@ -159,7 +159,7 @@ def train(context: Run, stop: StopRequest, start: RunStart = FIRST_START, delive
             loop.saver.finish(stop, is_stop=bool(stop_signal))
         if not stop_signal:
             judge_test(context, loop)
-    images = (context.position - first_position) * context.plan.global_batch
+    images = context.plan.images(first_position, context.position)
     announce_end(context, stop_signal, run_point(context.position, images, loop.timing, world))
     if world.is_main:
         # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.

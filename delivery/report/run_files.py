@@ -92,7 +92,8 @@ class History:
         """Start without lines.
 
         Args:
-            global_batch: images of an optimizer step over all ranks; None if unknown: intervals then take no time.
+            global_batch: images of an optimizer step over all ranks; None if unknown: intervals that were logged
+                without their seconds then take no time.
         """
         self.steps = array("q")
         self.columns = {name: array("d") for name in (*CURVES, *SYSTEM, *CPUS, "interval_steps", "interval_seconds")}
@@ -102,8 +103,8 @@ class History:
         self.pipeline: dict[str, Any] | None = None
         self.rounds: dict[int, dict[str, Any]] = {}
         self.processes = [Process()]
-        self.repeated_steps = self.logged_images = 0
-        self.repeated_seconds = self.logged_seconds = 0.0
+        self.repeated_steps = 0
+        self.repeated_seconds = self.logged_seconds = self.logged_images = 0.0
         self.memory_bytes_per_rank: list[int] = []
         self.first_time: float | None = None
         self.last_time: float | None = None
@@ -181,12 +182,16 @@ class History:
         if went_back:  # restarted without a checkpoint, so no `resume` line gives the step
             self._forget_after((int(line["epoch"]) - 1) * self.steps_per_epoch)
         steps = max(step - self._last_step, 1)
-        seconds = steps * self._global_batch / speed if speed > 0 else 0.0
+        images = steps * self._global_batch
+        seconds = images / speed if speed > 0 else 0.0
+        if "seconds" in line:  # else of a version that counted padding as images
+            seconds = float(line["seconds"])
+            images = speed * seconds
         if went_back and self.last_time is not None:
             self._start_process(max(float(line["time"]) - seconds - self.last_time, 0.0))
         for name, share in line.get("time_shares", {}).items():
             self.processes[-1].logged_seconds[name] += seconds * float(share)
-        self.logged_images += steps * self._global_batch if seconds else 0
+        self.logged_images += images if seconds else 0
         self.logged_seconds += seconds
         self.steps.append(step)
         for name, value in (values | {"interval_steps": steps, "interval_seconds": seconds}).items():
@@ -306,7 +311,7 @@ def read_run(folder: Path) -> RunFiles:
         notes.append("environment.json is missing: command, versions and hardware are unknown.")
     if not metrics.is_file():
         notes.append("metrics.jsonl is missing: there are no curves and no timings.")
-    elif global_batch is None:
+    elif global_batch is None and not history.logged_seconds:
         notes.append("The global batch size is unknown, and so are the times of the logged intervals.")
     if scores is None and history.epochs:
         notes.append(
@@ -324,9 +329,10 @@ def read_run(folder: Path) -> RunFiles:
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
     """Return the number of images of an optimizer step over all ranks, None if a factor of it is unknown."""
     factors = (config.get("batch_size"), config.get("gradient_accumulation_steps", 1), environment.get("ranks"))
-    if not all(isinstance(factor, int) and factor > 0 for factor in factors):
+    shared_by = (config.get("tensor_parallel", 1), config.get("pipeline_parallel", 1))
+    if not all(isinstance(factor, int) and factor > 0 for factor in (*factors, *shared_by)):
         return None
-    return math.prod(factors)
+    return math.prod(factors) // math.prod(shared_by)
 
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:

@@ -92,7 +92,11 @@ def test_says_where_the_time_went(trained, run_folder):
     epochs, steps = read_metrics(run_folder, "epoch"), read_metrics(run_folder, "step")
     in_epochs = sum(entry["seconds"] for entry in epochs)
     assert in_epochs <= end["seconds"] + 0.1, "what lies between the epochs comes on top"
-    assert end["images_per_second"] == pytest.approx(EPOCHS * 45 * 32 / end["seconds"])
+    assert end["images_per_second"] == pytest.approx(EPOCHS * 1437 / end["seconds"])
+    for entry in epochs:
+        assert entry["images_per_second"] == pytest.approx(1437 / entry["seconds"]), "padding is not counted"
+    counted = [point["images_per_second"] * point["seconds"] for point in steps]
+    assert sum(counted) == pytest.approx(EPOCHS * 1437)
     for point in steps:
         assert sum(point["time_shares"].values()) == pytest.approx(1.0)
         assert point["time_shares"].keys() == shares.keys()

@@ -42,6 +42,7 @@ STEP = StepPoint(
     learning_rate=0.001,
     images_per_second=321.0,
     data_wait_share=0.125,
+    seconds=0.5,
     seconds_left=75.0,
     gradient_norm=1.5,
     skipped_steps=0,

@@ -23,7 +23,7 @@ from delivery.report.run_facts import (
     settings,
     time_breakdown,
 )
-from delivery.report.run_files import History, read_run
+from delivery.report.run_files import History, count_global_batch, read_run
 from delivery.report.training_curves import single_run_charts
 
 
@@ -62,6 +62,32 @@ def test_all_lines_count_for_the_time_and_the_latest_for_the_curves():
     assert {row.name: row.text for row in time.rows}["restarting"] == "7 s"
     assert time.total == "14.8 s"
     assert sum(row.share_of_total for row in time.rows) == pytest.approx(1.0)
+
+
+def test_the_logged_seconds_of_an_interval_are_its_time():
+    """In 10 steps of 32 an interval at the end of an epoch may have 300 images, the rest is padding."""
+    lines = [
+        step(10, 2.0) | {"seconds": 2.0},
+        step(20, 1.0) | {"seconds": 1.0, "images_per_second": 300.0},
+        step(30, 4.0),
+    ]
+    history = history_of(lines)
+    assert list(history.columns["interval_seconds"]) == [2.0, 1.0, 4.0], "the last one as older versions log it"
+    assert (history.logged_seconds, history.logged_images) == (7.0, 320 + 300 + 320)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "images"),
+    [
+        ({}, 4, 64),
+        ({"tensor_parallel": 2}, 4, 32),
+        ({"pipeline_parallel": 4, "gradient_accumulation_steps": 8}, 4, 128),
+        ({"tensor_parallel": 2, "pipeline_parallel": 3}, 12, 32),
+        ({"tensor_parallel": "two"}, 4, None),
+    ],
+)
+def test_ranks_that_share_a_batch_count_it_once(config, ranks, images):
+    assert count_global_batch({"batch_size": 16} | config, {"ranks": ranks}) == images
 
 
 @pytest.mark.parametrize(

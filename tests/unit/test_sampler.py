@@ -41,6 +41,7 @@ def test_every_sample_counts_exactly_once(samples, batch, accumulation, world):
     for indices, weights in batches:
         np.add.at(totals, indices, weights)
     np.testing.assert_array_equal(totals, np.ones(samples))
+    assert plan.images(plan.steps_per_epoch, 3 * plan.steps_per_epoch) == 2 * samples, "of two epochs"
     assert len(batches) * batch - samples < plan.global_batch
 
 
@@ -55,7 +56,7 @@ def test_loss_scale_makes_the_average_over_ranks_the_mean_over_samples(samples, 
             if key[0] == step
         ]
         chosen = plan.draw_keys(0)[step * plan.global_batch :][: plan.global_batch]
-        assert plan.real_samples(step) == len(chosen)
+        assert plan.real_samples(step) == plan.images(step, step + 1) == len(chosen)
         assert np.mean(parts) == pytest.approx(losses[chosen].mean())
 
 

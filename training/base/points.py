@@ -73,6 +73,7 @@ class StepPoint:
     learning_rate: float
     images_per_second: float
     data_wait_share: float
+    seconds: float
     seconds_left: float
     gradient_norm: float
     skipped_steps: int

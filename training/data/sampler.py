@@ -90,6 +90,15 @@ class BatchPlan:
         """Optimizer steps of one epoch: N / G, rounded up."""
         return -(-self.num_samples // self.global_batch)
 
+    def images(self, first: int, last: int) -> int:
+        """Return the samples of the run's steps from `first` to before `last`, over all ranks, without padding."""
+
+        def before(step: int) -> int:
+            epochs, step = divmod(step, self.steps_per_epoch)
+            return epochs * self.num_samples + step * self.global_batch
+
+        return before(last) - before(first)
+
     def position(self, progress: Progress) -> int:
         """Return the number of optimizer steps of the run before the next one."""
         return progress.epoch * self.steps_per_epoch + progress.step

@@ -124,7 +124,7 @@ class StepMetrics:
         self._guard.settle()
         now = time.perf_counter()
         seconds = max(now - self._last_time, 1e-9)
-        images_per_second = self._steps * context.plan.global_batch / seconds
+        images_per_second = context.plan.images(position + 1 - self._steps, position + 1) / seconds
         gradient_norm = result.gradient_norm if result else None
         time_shares = _mean_shares(spans)
         self._loggers.steps(
@@ -137,6 +137,7 @@ class StepMetrics:
                 learning_rate=context.schedule.learning_rate(position),
                 images_per_second=images_per_second,
                 data_wait_share=time_shares["data"],
+                seconds=seconds,
                 seconds_left=(context.total_steps - position - 1) * seconds / self._steps,
                 gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
                 skipped_steps=self._guard.skipped - self._last_skipped,

@@ -114,7 +114,7 @@ class EpochObserver:
         if self._context.history is not None:
             with self._clock.logging:
                 self._context.history.write(self._state.progress.epoch)
-        images = (self._state.progress.step - self._first_step) * self._context.plan.global_batch
+        images = self._context.plan.images(self._first_step, self._state.progress.step)
         return EpochResult(seconds, images / seconds, self._metrics.data_wait_share, self._stop_signal)
 
     def _save_if_due(self, position: int, failure: int, *, is_due_by_time: bool) -> None:
