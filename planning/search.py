@@ -349,22 +349,23 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
 def filling_batch(job: PlannedJob, chosen: Option) -> Option:
     """Return an option with as many images in a step, without accumulation, as are predicted to fit; at least its own.
 
-    Memory grows with the images about as a line, never slower the more there are: a line through two sizes says where
-    it reaches `FILL` of the GPU, and what that size needs says it better.
+    What backward takes grows with the images about as a line: that through the latest two sizes says where it reaches
+    `FILL` of the GPU, and what that size needs says it better.
     """
 
-    def with_images(count: int) -> Option:
-        return evaluate(job, dataclasses.replace(chosen.config, batch_size=count, gradient_accumulation_steps=1))
+    def with_images(count: int) -> tuple[Option, int]:
+        option = evaluate(job, dataclasses.replace(chosen.config, batch_size=count, gradient_accumulation_steps=1))
+        return option, dataclasses.replace(option.memory, start=0, step=0).peak
 
     most, room = FIELDS["batch_size"].metadata["high"], FILL * job.machine.gpu.memory_bytes
     own = chosen.config.micro_batch
-    found, least, count = chosen, with_images(own).memory.peak, FIRST_PROBE * own
-    for _ in range(MOST_PROBES):
-        option = with_images(count)
+    found, needs = chosen, {own: with_images(own)[1]}
+    before, count = own, min(FIRST_PROBE * own, most)
+    while count > own and count not in needs and len(needs) <= MOST_PROBES:
+        option, needs[count] = with_images(count)
         if option.memory.peak <= room and count > found.config.micro_batch:
             found = option
-        each = (option.memory.peak - least) / (count - own)
-        before, count = count, min(int(own + (room - least) / each) // FEWEST_IMAGES * FEWEST_IMAGES, most)
-        if count <= own or count == before:
-            break
+        each = (needs[count] - needs[before]) / (count - before)
+        reached = count + (room - needs[count]) / each if each > 0 else most
+        before, count = count, int(min(reached, most)) // FEWEST_IMAGES * FEWEST_IMAGES
     return found

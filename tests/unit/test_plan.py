@@ -140,6 +140,13 @@ def test_the_batch_that_fills_the_gpu():
     assert (filled.config.batch_size % 8, filled.config.gradient_accumulation_steps) == (0, 1)
     more = dataclasses.replace(filled.config, batch_size=filled.config.batch_size + 8)
     assert chosen.memory.peak < filled.memory.peak <= 0.9 * 8e9 < evaluate(job, more).memory.peak
+    flat = with_memory(8 * 10**9, dataclasses.replace(config, batch_size=1, engine="torch"))
+    flat.__dict__["workload"] = dataclasses.replace(JOB.workload, whole_bytes=4 * 10**9)
+    peaks = [evaluate(flat, dataclasses.replace(flat.config, batch_size=size)).memory.peak for size in (1, 4)]
+    assert peaks[0] == peaks[1], "the start of the process needs the most, whatever the images"
+    filled = filling_batch(flat, evaluate(flat, flat.config))
+    more = dataclasses.replace(filled.config, batch_size=filled.config.batch_size + 8)
+    assert filled.memory.peak <= 0.9 * 8e9 < evaluate(flat, more).memory.peak
     full = with_memory(int(chosen.memory.peak / 0.95), config)
     assert filling_batch(full, chosen) is chosen
     assert describe_filling(full, chosen, chosen).startswith("--batch-size 16 does")
