@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import io
+import ipaddress
 import json
+import socket
+import sys
 import threading
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from string import Template
 from typing import Any
+from urllib.parse import urlsplit
 
+import torch
+
+from delivery.activation_map import activation_maps
 from delivery.calibration import NONE_OF_THESE
 from delivery.predict import Predictor, load_predictor, predictions_of
-from training.base.errors import UserError
+from models.sides import sides
+from training.base.errors import UserError, one_line
 
 PAGE = Path(__file__).with_name("serve.html")
 LARGEST_UPLOAD = 32 * 2**20  # bytes
-SECONDS = 30.0  # that a connection may take to send what it has announced
+MOST_PASSED_OVER = 2**30  # bytes of a larger upload that are read: a browser reads no answer before it has sent all
+MOST_CONNECTIONS = 16  # each has a thread, and memory for an upload; further ones wait
+SECONDS = 30.0  # that a connection may be silent
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
@@ -31,10 +43,11 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         predictor: the loaded model.
-        names: what a request's Host may be, so that no page of another site reaches this one by a name of its own.
+        is_local: whether this machine alone reaches it.
     """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, predictor: Predictor, host: str, port: int) -> None:
         """Listen.
@@ -44,30 +57,77 @@ class Server(ThreadingHTTPServer):
         """
         self.predictor = predictor
         self.one_at_a_time = threading.Lock()
+        self.free_connections = threading.Semaphore(MOST_CONNECTIONS)
+        self.given = host
         try:
-            super().__init__((host, port), Handler)
-        except (OSError, OverflowError) as error:
-            raise UserError(f"cannot listen on {host}:{port} ({error}): give another --host or --port.") from None
-        self.names = {host, *(LOOPBACK if host in LOOPBACK else ())}
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            self.address_family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+            super().__init__(where[:2], Handler)  # type: ignore[arg-type]  # IPv6 has two numbers more
+        except (OSError, OverflowError, ValueError) as error:
+            raise UserError(
+                f"cannot listen on {_bracketed(host)}:{port} ({error}): give another --host or --port."
+            ) from None
+        ip = ipaddress.ip_address(self.server_address[0])
+        self.is_local = ip.is_loopback
+        own = socket.gethostname().partition(".")[0]
+        names = LOOPBACK if ip.is_loopback else (socket.gethostname(), own, f"{own}.local", self.server_name)
+        self._names = {name.casefold() for name in (host, str(ip), *names, *(LOOPBACK if ip.is_unspecified else ()))}
+
+    def server_bind(self) -> None:
+        """Take `::` for all addresses, those of IPv4 included."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection; wait while there are `MOST_CONNECTIONS`."""
+        self.free_connections.acquire()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free_connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that have gone."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
         """Where the page is."""
-        host, port = self.socket.getsockname()[:2]
-        return f"http://{host}:{port}/"
+        return f"http://{_bracketed(self.given)}:{self.server_address[1]}/"
+
+    def is_named(self, host: str) -> bool:
+        """Return whether a request's Host is this server, so that no other site's page reaches it by a name of its own.
+
+        A name is known; an address leads nowhere else, also if it is that of a machine that forwards to this one.
+        """
+        with suppress(ValueError):
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+            if name in self._names:
+                return True
+            return not self.is_local and bool(ipaddress.ip_address(name))
+        return False
 
     def page(self) -> bytes:
         """Return the page, with the names of the model and of its classes."""
-        metadata = self.predictor.metadata
+        metadata, largest = self.predictor.metadata, str(LARGEST_UPLOAD)
         names = ", ".join(metadata["class_names"][:20]) + (", ..." if len(metadata["class_names"]) > 20 else "")
         facts = {"model": metadata["description"]["model_type"], "classes": str(len(metadata["class_names"]))}
-        values = {key: html.escape(value) for key, value in (facts | {"names": names}).items()}
+        values = {key: html.escape(value) for key, value in (facts | {"names": names, "largest": largest}).items()}
         return Template(PAGE.read_text(encoding="utf-8")).substitute(values).encode()
 
     def answer(self, content: bytes) -> dict[str, Any]:
         """Return labels with probabilities and the picture of an image, or the reason why it cannot be read."""
-        with self.one_at_a_time:
-            (found,) = predictions_of(self.predictor, iter([("the image", content)]))
+        try:
+            with self.one_at_a_time:
+                (found,) = predictions_of(self.predictor, iter([("the image", content)]))
+        except Exception as error:  # whatever it is, such as a GPU without memory: the page says it
+            return {"error": one_line(error)}
         if found.error:
             return {"error": found.error}
         pairs = zip(found.labels, found.probabilities, strict=True)
@@ -76,7 +136,7 @@ class Server(ThreadingHTTPServer):
             "label": found.label or NONE_OF_THESE,
             "top": top,
             "note": found.note,
-            "picture": _data_url(found.picture),
+            "picture": found.picture and _data_url(found.picture),
         }
 
 
@@ -106,6 +166,7 @@ class Handler(BaseHTTPRequestHandler):
         elif not length.isdecimal() or not 0 < int(length[:20]) <= LARGEST_UPLOAD:
             reason = f"an image of up to {LARGEST_UPLOAD >> 20} MB is expected, with its Content-Length"
             self._send_json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": reason})
+            self._pass_over(min(int(length[:20]), MOST_PASSED_OVER) if length.isdecimal() else MOST_PASSED_OVER)
         else:
             try:
                 content = self.rfile.read(int(length))
@@ -119,11 +180,16 @@ class Handler(BaseHTTPRequestHandler):
         """Print nothing for each request."""
 
     def _is_meant_for_this(self) -> bool:
-        name = self.headers.get("Host", "").rpartition(":")[0].strip("[]") or self.headers.get("Host", "")
-        if name in self.server.names or self.server.server_address[0] in ("0.0.0.0", "::"):
+        if self.server.is_named(self.headers.get("Host", "")):
             return True
-        self._send_json(HTTPStatus.FORBIDDEN, {"error": "this server has another name"})
+        self._send_json(HTTPStatus.FORBIDDEN, {"error": "this server has another name: start it with --host NAME"})
         return False
+
+    def _pass_over(self, length: int) -> None:
+        """Read what is still sent: to close before would reset the connection, and the answer would be lost."""
+        with suppress(OSError):
+            while length > 0 and (read := len(self.rfile.read1(min(length, 2**20)))):
+                length -= read
 
     def _send_json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
         self._send(status, "application/json", json.dumps(value).encode())
@@ -154,7 +220,25 @@ def make_server(model: str | Path, host: str, port: int, *, top_k: int = 5, devi
         UserError: for a mistake in the arguments, weights that cannot be used, a model of arrays, and an address that
             cannot be listened on.
     """
-    return Server(load_predictor(model, top_k=top_k, batch_size=1, device=device, explain=True), host, port)
+    predictor = load_predictor(model, top_k=top_k, batch_size=1, device=device)
+    if predictor.is_of_arrays:
+        raise UserError("the model was trained on arrays, which no page shows: use scripts/predict.py.")
+    return Server(dataclasses.replace(predictor, explain=_can_explain(predictor)), host, port)
+
+
+def _can_explain(predictor: Predictor) -> bool:
+    """Return whether there are maps of what counted in an image."""
+    preprocessing, parameter = predictor.metadata["preprocessing"], next(predictor.module.parameters())
+    image = torch.zeros(1, len(preprocessing["mean"]), *sides(preprocessing["image_size"]), device=parameter.device)
+    try:
+        activation_maps(predictor.module, image, torch.zeros(1, dtype=torch.int64, device=parameter.device))
+    except (UserError, RuntimeError):  # without a map of places, or one that autograd does not reach
+        return False
+    return True
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _data_url(picture: Any) -> str:

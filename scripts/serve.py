@@ -20,10 +20,10 @@ from training.config.command_line import OneLineParser, run_script
 
 def serve(given: argparse.Namespace) -> int:
     """Answer until Ctrl-C."""
-    from delivery.serve import LOOPBACK, make_server
+    from delivery.serve import make_server
 
     with make_server(given.model, given.host, given.port, top_k=given.top_k, device=given.device or "") as server:
-        if given.host not in LOOPBACK:
+        if not server.is_local:
             print("note: whoever reaches this address can use the page: there is no password", file=sys.stderr)
         print(f"page         {server.address}", flush=True)
         server.serve_forever()
@@ -34,7 +34,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = OneLineParser("serve", __doc__)
     parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
-    parser.add_argument("--host", default="127.0.0.1", help="Address to listen on; default: this machine alone.")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="Address or name to listen on; default: this machine alone."
+    )
     parser.add_number("--port", 0, 65535, default=8000, help="Port to listen on; 0: a free one.")
     parser.add_number("--top-k", 1, LARGEST_TOP_K, default=5, help="Labels for each image.")
     parser.add_choice("--device", ("cpu", "cuda"), help="Default: a GPU if there is one.")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -42,14 +45,20 @@ def photo(data, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def server(run):
-    with serve.make_server(run, "127.0.0.1", 0, top_k=3, device="cpu") as server:
+@contextmanager
+def serving(run, host: str) -> Iterator[serve.Server]:
+    with serve.make_server(run, host, 0, top_k=3, device="cpu") as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(run):
+    with serving(run, "127.0.0.1") as server:
+        yield server
 
 
 def ask(server, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
@@ -93,6 +102,71 @@ def test_what_it_does_not_answer(server, method, path, body, headers, status, wo
     found, content = ask(server, method, path, body, **headers)
     assert found == status
     assert words in content.decode()
+
+
+@pytest.mark.parametrize("size", [serve.LARGEST_UPLOAD + 1, 5 * serve.LARGEST_UPLOAD])
+def test_a_large_upload_is_answered_when_it_has_been_sent(server, size):
+    status, content = ask(server, "POST", "/predict", bytes(size))
+    assert (status, [*json.loads(content)]) == (413, ["error"])
+
+
+MACHINE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("host", "names", "others"),
+    [
+        (
+            "127.0.0.1",
+            ("localhost", "LocalHost.", "127.0.0.1", "::1"),
+            (MACHINE, "192.0.2.7", "localhost.evil.example"),
+        ),
+        ("::1", ("localhost", "::1"), (MACHINE, "192.0.2.7")),
+        ("localhost", ("localhost", "127.0.0.1"), ("evil.example", "")),
+        ("0.0.0.0", ("localhost", MACHINE, MACHINE.upper(), "192.0.2.7", "2001:db8::7"), ("evil.example", "a b", "")),
+        ("::", ("::1", MACHINE, "192.0.2.7"), ("evil.example", f"{MACHINE}.evil.example")),
+    ],
+)
+def test_it_answers_by_its_own_names_alone(run, host, names, others):
+    """By what people type: no page of another site reaches it by a name that it lets lead here (DNS rebinding)."""
+    with serving(run, host) as server:
+        shown = f"[{host}]" if ":" in host else host
+        assert server.address == f"http://{shown}:{server.server_address[1]}/"
+        assert server.is_local == (host in serve.LOOPBACK)
+        for name in (*names, *others):
+            typed = f"[{name}]" if ":" in name else name
+            for header in (typed, f"{typed}:8000"):
+                assert ask(server, "GET", "/", Host=header)[0] == (200 if name in names else 403), header
+
+
+def test_a_name_of_the_machine_is_an_address_to_listen_on(run):
+    with serving(run, MACHINE) as server:
+        connection = http.client.HTTPConnection(MACHINE, server.server_address[1], timeout=60)
+        connection.request("GET", "/")
+        assert (connection.getresponse().status, server.address.split(":")[1]) == (200, f"//{MACHINE}")
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.7", "", "a" * 70, "::g"])
+def test_an_address_of_no_machine_is_one_line(run, host):
+    with pytest.raises(UserError, match=r"^cannot listen on .* \(.*\): give another --host or --port\.$"):
+        serve.make_server(run, host, 0)
+
+
+def test_a_network_without_a_map_has_labels(data, photo, tmp_path):
+    built = build_model("timm:xcit_nano_12_p16_224", num_classes=10, image_size=32)
+    with serving(save_run(tmp_path / "run", built, data), "127.0.0.1") as server:
+        status, content = ask(server, "POST", "/predict", photo.read_bytes())
+    answer = json.loads(content)
+    assert (status, len(answer["top"]), answer["picture"]) == (200, 3, None)
+
+
+def test_silent_connections_take_no_more_threads_than_there_are_for_all(server):
+    before = threading.active_count()
+    with ExitStack() as silent:
+        for _ in range(3 * serve.MOST_CONNECTIONS):
+            silent.enter_context(socket.create_connection(server.server_address[:2], timeout=60))
+        assert threading.active_count() - before <= serve.MOST_CONNECTIONS
+    assert ask(server, "GET", "/")[0] == 200, "they have gone"
 
 
 def test_a_port_in_use_is_one_line(server, run):
