@@ -25,6 +25,7 @@ from delivery.fit_calibration import Calibrator, read_reject
 from delivery.flags import evaluate_parser
 from delivery.trained_model import TrainedModel, find_model, slug
 from delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
+from training.base.atomic_write import errors_of_writing
 from training.base.errors import UserError, printable
 from training.base.run_folder import CARD, EVALUATION, TEST_EVALUATION
 from training.checkpoint.weights import load_model
@@ -297,10 +298,8 @@ def _is_of_other_data(folder: Path, data: str) -> bool:
 
 
 def _write(folder: Path, scores: dict[str, Any], data: EvaluationData, explain: Explain | None) -> None:
-    try:
+    with errors_of_writing(folder):
         write_evaluation(folder, scores, data.datasets.val.source.read, explain)
-    except OSError as error:
-        raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
 
 
 def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from rich.progress import track
 from torchvision.transforms.v2.functional import to_pil_image
 
-from training.base.atomic_write import replacing_folder
+from training.base.atomic_write import errors_of_writing, replacing_folder
 from training.base.errors import UserError
 from training.data import DataOptions, archives, load_data
 from training.data.archives import CLASS_NAMES, Entry, index_of, write_index
@@ -56,22 +56,17 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
     if data.label_sets is not None:
         raise UserError("--task multilabel: tar files have one label for each image: train on the table itself.")
     done = Packed(0, 0, 0)
-    try:
-        with replacing_folder(output) as folder:
-            names = "".join(f"{name}\n" for name in data.class_names).encode("utf-8", "surrogateescape")
-            if read_class_names(names, CLASS_NAMES) != data.class_names:
-                raise UserError(f"a class of '{options.data}' has a line break in its name: rename it.")
-            (folder / CLASS_NAMES).write_bytes(names)
-            for part, dataset in data.parts.items():
-                for file, count in _write_part(folder, part, dataset, shard_bytes):
-                    done = Packed(done.images + count, done.shards + 1, done.bytes + file.stat().st_size)
-            repeated = archives.read(TAR, DataOptions(data=str(folder)))
-            if len(repeated.records) != done.images:
-                raise UserError(
-                    f"{len(repeated.records)} of {done.images} images are in the tar files: pack them again."
-                )
-    except OSError as error:
-        raise UserError(f"cannot write to OUT '{output}': {error.strerror or error}.") from None
+    with errors_of_writing(output), replacing_folder(output) as folder:
+        names = "".join(f"{name}\n" for name in data.class_names).encode("utf-8", "surrogateescape")
+        if read_class_names(names, CLASS_NAMES) != data.class_names:
+            raise UserError(f"a class of '{options.data}' has a line break in its name: rename it.")
+        (folder / CLASS_NAMES).write_bytes(names)
+        for part, dataset in data.parts.items():
+            for file, count in _write_part(folder, part, dataset, shard_bytes):
+                done = Packed(done.images + count, done.shards + 1, done.bytes + file.stat().st_size)
+        repeated = archives.read(TAR, DataOptions(data=str(folder)))
+        if len(repeated.records) != done.images:
+            raise UserError(f"{len(repeated.records)} of {done.images} images are in the tar files: pack them again.")
     return done
 
 

@@ -34,7 +34,7 @@ from delivery.evaluation_data import EvaluationChoice, audit_options
 from delivery.trained_model import find_model, slug
 from models.build import build_model
 from models.timm_models import check_timm_name
-from training.base.atomic_write import replacing
+from training.base.atomic_write import errors_of_writing, replacing
 from training.base.errors import UserError, printable
 from training.base.run_folder import shown_path
 from training.checkpoint.weights import load_model
@@ -190,12 +190,10 @@ def _examine(
 
 
 def _fix(folder: Path, fixes: Sequence[tuple[int, Fix]], catalogue: Catalogue) -> dict[str, Any]:
-    try:
+    with errors_of_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / FIXED) as new:
             kept = write_fixed(new, catalogue, fixes)
-    except OSError as error:
-        raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
     print(f"{len(fixes)} fixes made, {kept} of {len(catalogue)} images kept: {shown_path(folder / FIXED)}")
     return {"images": kept, "fixes": len(fixes)}
 

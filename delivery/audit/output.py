@@ -19,7 +19,7 @@ from delivery.audit.findings import DROP, KINDS, MOVE, RELABEL, Finding, Fix
 from delivery.evaluation_files import thumbnail
 from delivery.report import formatting
 from delivery.report.page import TEMPLATE as REPORT_TEMPLATE
-from training.base.atomic_write import replacing_folder, write_json
+from training.base.atomic_write import errors_of_writing, replacing_folder, write_json
 from training.base.errors import UserError, printable, shown
 from training.base.small_files import as_given, write_csv
 from training.data.reading.images import ImageError
@@ -61,16 +61,13 @@ def write_audit(
         for one in findings
     ]
     rows = ((catalogue.name(one), fix.action, fix.new, f"{fix.confidence:.3f}", fix.reason) for one, fix in fixes)
-    try:
-        with replacing_folder(folder) as new:
-            write_json(new / FACTS, facts | {"images": len(catalogue), "findings": listed})
-            write_csv(new / FIXES, COLUMNS, rows)
-            if catalogue.are_files:
-                write_fixed(new / FIXED, catalogue, fixes)
-            page = _page(facts, findings, dict(fixes), catalogue)
-            (new / PAGE).write_text(page, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
+    with errors_of_writing(folder), replacing_folder(folder) as new:
+        write_json(new / FACTS, facts | {"images": len(catalogue), "findings": listed})
+        write_csv(new / FIXES, COLUMNS, rows)
+        if catalogue.are_files:
+            write_fixed(new / FIXED, catalogue, fixes)
+        page = _page(facts, findings, dict(fixes), catalogue)
+        (new / PAGE).write_text(page, encoding="utf-8", errors="replace")
 
 
 def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models.sides import sides
-from training.base.atomic_write import remove_leftovers, sync_to_disk, unfinished
+from training.base.atomic_write import errors_of_writing, remove_leftovers, sync_to_disk, unfinished
 from training.base.errors import UserError
 from training.checkpoint.weights import CLASS_MAP, class_map
 from training.data.values import BYTES, values_of
@@ -59,13 +59,12 @@ def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
         return [output / name for name in names.values()]
 
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(output)
-        folder.mkdir()
-        yield folder, publish
+        with errors_of_writing(output):
+            output.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(output)
+            folder.mkdir()
+            yield folder, publish
         made = []
-    except OSError as error:
-        raise UserError(f"cannot write into '{output}': {error.strerror or error}.") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in made:  # the innermost first; one that is not empty stays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from exports import IMAGE_SIZE, run_export, save_run
 
+from delivery.export.output_folder import unfinished_files
 from models.build import build_model
+from training.base.errors import UserError
 from training.data import DataOptions, load_data
 
 
@@ -74,3 +77,24 @@ def test_a_full_disk(name, precision, run_folder, small_disk, monkeypatch, capsy
     assert "cannot write into" in line
     assert "No space left on device" in line
     assert os.listdir(small_disk) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "is_written"),
+    [
+        (None, True),  # as of a full disk
+        ("out/export/model.onnx", True),
+        ("out", True),
+        ("", True),  # a folder above it
+        (".out.host+1+2+3.new/val-000000.tar", True),  # where `replacing_folder` writes
+        ("photos/cat.jpg", False),
+        ("out2/cat.jpg", False),
+        ("/nowhere/cat.jpg", False),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_not_the_output(file, is_written, tmp_path):
+    file = None if file is None else str(tmp_path / file)
+    with pytest.raises(UserError) as raised, unfinished_files(tmp_path / "out"):
+        raise OSError(errno.EACCES, "Permission denied", file)
+    place = f"cannot write into '{tmp_path / 'out'}'" if is_written else f"cannot use '{file}'"
+    assert str(raised.value) == f"{place}: Permission denied."

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from training.base.errors import UserError
+
 # name, owner, kind: .model.safetensors.node01+4026531836+4711+99887766.tmp
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
 # What safetensors 0.8 writes beside the file that it was asked for, and renames; a killed program leaves it.
@@ -36,6 +38,26 @@ def sync_to_disk(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def errors_of_writing(place: Path) -> Iterator[None]:
+    """Raise a UserError in place of an OSError: that nothing can be written there, or which other file failed."""
+    try:
+        yield
+    except OSError as error:
+        reason, file = error.strerror or error, error.filename
+        if isinstance(file, str) and not _is_of(Path(os.path.realpath(place)), Path(os.path.realpath(file))):
+            raise UserError(f"cannot use '{file}': {reason}.") from error
+        raise UserError(f"cannot write into '{place}': {reason}.") from error
+
+
+def _is_of(place: Path, file: Path) -> bool:
+    """Return whether writing of `place` concerns a file: below it, above it, or unfinished beside it."""
+    if file in place.parents:
+        return True
+    below = file.relative_to(place.parent).parts if file.is_relative_to(place.parent) else ("",)
+    return below[0] == place.name or below[0].startswith(f".{place.name}.")
 
 
 @contextmanager
