@@ -20,10 +20,12 @@ from training.config.command_line import OneLineParser, run_script
 
 def bisect_runs(given: argparse.Namespace) -> int:
     """Print what was found."""
-    from delivery.bisect_runs import compare, lines_of
     from delivery.trained_model import find_run
 
-    found = compare(find_run(given.first), find_run(given.second))
+    runs = find_run(given.first), find_run(given.second)  # before the slow imports
+    from delivery.bisect_runs import compare, lines_of
+
+    found = compare(*runs)
     for line in lines_of(found):
         print(line)
     return 1 if found.step else 0

@@ -23,6 +23,9 @@ from training.config.command_line import run_script
 
 def evaluate(given: argparse.Namespace) -> int:
     """Evaluate the model that the command line names, on as many ranks as were started; every rank calls this."""
+    from delivery.trained_model import find_model
+
+    find_model(given.model)  # before the slow imports
     import delivery.evaluate
 
     arguments = vars(given)

@@ -25,7 +25,10 @@ from training.config.command_line import run_script
 
 def export(given: argparse.Namespace) -> int:
     """Export the model that the command line names."""
-    check_choice(given.format, given.precision, with_preprocessing=given.with_preprocessing)  # before the slow imports
+    check_choice(given.format, given.precision, with_preprocessing=given.with_preprocessing)
+    from delivery.trained_model import find_model
+
+    find_model(given.model)  # before the slow imports
     from delivery.export.export_job import ExportSettings
     from delivery.export.export_model import export_model, show_export
 

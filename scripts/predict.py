@@ -24,6 +24,9 @@ from training.config.command_line import run_script
 
 def predict(given: argparse.Namespace) -> int:
     """Predict the images that the command line names; the predictions go to standard output or a file."""
+    from delivery.trained_model import find_model
+
+    find_model(given.model)  # before the slow imports
     import delivery.predict
     from delivery.prediction_output import saving_pictures, write_predictions
 

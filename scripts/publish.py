@@ -17,6 +17,9 @@ from training.config.command_line import OneLineParser, run_script
 
 def publish(given: argparse.Namespace) -> int:
     """Publish the model that the command line names."""
+    from delivery.trained_model import find_model
+
+    find_model(given.model)  # before the slow imports
     import delivery.publish
 
     for line in delivery.publish.publish(**vars(given)):

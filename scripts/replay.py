@@ -22,10 +22,11 @@ MOST_STEPS = 10**9
 
 def replay(given: argparse.Namespace) -> int:
     """Replay the step that the command line names."""
-    from delivery.replay import differences, replay, write_step
     from delivery.trained_model import find_run
 
-    run = find_run(given.run)
+    run = find_run(given.run)  # before the slow imports
+    from delivery.replay import differences, replay, write_step
+
     output = Path(os.path.expanduser(given.output)) if given.output else run / f"replay-{given.step}"
     if output.exists():
         raise UserError(f"'{output}' exists: move it away, or give another folder with --output.")

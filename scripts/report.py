@@ -23,11 +23,12 @@ from training.config.command_line import OneLineParser, run_script
 
 def report(given: argparse.Namespace) -> int:
     """Write the page, and with --watch keep it up to date."""
-    from delivery.report.comparison import compare
-    from delivery.report.page import watch, write_report
     from delivery.trained_model import find_run
 
-    folders = list(dict.fromkeys(find_run(run) for run in given.runs))
+    folders = list(dict.fromkeys(find_run(run) for run in given.runs))  # before the slow imports
+    from delivery.report.comparison import compare
+    from delivery.report.page import watch, write_report
+
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     output = Path(os.path.expanduser(given.output)) if given.output else default
     if given.watch:

@@ -20,6 +20,9 @@ from training.config.command_line import OneLineParser, run_script
 
 def serve(given: argparse.Namespace) -> int:
     """Answer until Ctrl-C."""
+    from delivery.trained_model import find_model
+
+    find_model(given.model)  # before the slow imports
     from delivery.serve import make_server
 
     with make_server(given.model, given.host, given.port, top_k=given.top_k, device=given.device or "") as server:

@@ -21,6 +21,26 @@ try:
 except SystemExit:
     pass
 """
+# What a script that takes a run is given with a mistyped name.
+OF_A_RUN = {
+    "evaluate": "TYPO",
+    "predict": "TYPO photo.png",
+    "export": "TYPO --format onnx",
+    "publish": "TYPO my-team/photos",
+    "serve": "TYPO",
+    "report": "TYPO",
+    "replay": "TYPO --step 1",
+    "bisect_runs": "TYPO OTHER",
+    "audit_data": "digits --run TYPO",
+}
+MISTYPED = """
+import runpy
+sys.argv[:] = {words!r}.split()
+try:
+    runpy.run_path("scripts/" + sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    print(end.code)
+"""
 LOAD = "from training.checkpoint.weights import load_model; load_model(sys.argv[1])"
 NOT_IMPORTED = {
     "import models": ("torch", "timm", "numpy"),
@@ -31,6 +51,16 @@ NOT_IMPORTED = {
     "import training.run, delivery.end_of_run, training.data.digits": ("scipy", "sklearn", "deepspeed"),
     LOAD: ("deepspeed", "tensorboard"),
 }
+
+
+@pytest.mark.parametrize("script", OF_A_RUN)
+def test_a_mistyped_run_is_answered_before_the_slow_imports(script):
+    code = MISTYPED.format(words=f"{script}.py {OF_A_RUN[script]}")
+    program = f"import sys, os\nos._exit = sys.exit\n{code}\nprint([*{{'torch', 'timm', 'scipy'}} & {{*sys.modules}}])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "2\n[]\n", done.stdout + done.stderr
+    assert done.stderr.startswith(f"{script}: 'TYPO' is neither a file, nor a folder, nor a run in ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("code", NOT_IMPORTED, ids=lambda code: code.split("\n")[0] or "export.py --help")
