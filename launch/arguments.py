@@ -20,7 +20,9 @@ from training.base.errors import USER_ERROR_EXIT_CODE, UserError, shown
 from training.base.heartbeat import end_with_caller
 from training.base.helper_processes import current_folder_kept_out
 from training.base.lasting_output import outlast_readers
-from training.config import REPO_ROOT, TrainConfig
+from training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MOST_RANKS
+from training.config import FIELDS, REPO_ROOT, TrainConfig
+from training.config.check import check_launched_strategy
 from training.config.command_line import parse_args
 from training.engines.deepspeed_config import read_strategy_json
 
@@ -28,7 +30,9 @@ ENTRY = str(REPO_ROOT / "scripts/train_distributed.py")
 DOCTOR = str(REPO_ROOT / "scripts/doctor.py")
 # They used to choose something, and the value that they may still have.
 REMOVED_VARIABLES = {"LAUNCHER": "direct", "RENDEZVOUS": "static", "REMOTE_SHELL": "ssh"}
-LARGEST = {"num_nodes": 1024, "num_gpus": 1024, "gpus_per_node": 1024, "batch_size": 10**6, "epochs": 10**6}
+LARGEST = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
+LARGEST |= {name: int(FIELDS[name].metadata["high"]) for name in ("batch_size", "epochs")}
+WORD_OF = {"--model-type": "model", "--strategy": "strategy", "--batch-size": "batch_size", "--epochs": "epochs"}
 
 
 def _setting(default: Any, variable: str = "", smallest: int = 1, largest: int = 0, kind: str = "") -> Any:
@@ -55,7 +59,7 @@ class LaunchArguments:
     max_restarts: int = _setting(3, "MAX_RESTARTS", smallest=0, largest=1000)
     stop_timeout: int = _setting(300, "STOP_TIMEOUT", largest=86400)  # seconds
     start_timeout: int = _setting(300, "START_TIMEOUT", largest=86400)  # seconds
-    min_nodes: int = _setting(0, largest=1024)  # 0: all
+    min_nodes: int = _setting(0, largest=MOST_NODES)  # 0: all
     hostfile: str = _setting("", "HOSTFILE", kind="a file of lines 'name slots=N'")
     hosts: str = _setting("", kind="names with commas")
     forward_env: str = _setting("", "FORWARD_ENV", kind="names of variables with commas")
@@ -159,7 +163,8 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
         environment: the variables; an empty one counts as not set.
 
     Raises:
-        UserError: if an argument of the launcher is missing or out of range. The training's are not checked here.
+        UserError: if an argument of the launcher is missing or out of range, or contradicts another. Else the
+            training's are not checked here.
     """
     launcher = LAUNCHERS[script]
     names = launcher.positional.split()
@@ -176,6 +181,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     for name in LARGEST.keys() & positional.keys():
         if (name, positional[name]) != ("batch_size", "auto"):
             whole_number(name, positional[name], 1, LARGEST[name], " or auto" if name == "batch_size" else "")
+    check_launched_strategy(positional["strategy"])
     for variable, only in REMOVED_VARIABLES.items():
         if (value := environment.get(variable) or only) != only:
             raise UserError(
@@ -184,6 +190,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
             )
     settings = {flag_of(name): SETTINGS[flag_of(name)] for name in launcher.settings.split()}
     own, flags = _take_settings(arguments[len(names) :], settings)
+    _check_words(positional, flags)
     nodes = int(positional.get("num_nodes", 1))
     values = {}
     for flag, field in settings.items():
@@ -203,6 +210,32 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
             f"--hostfile {shown(given.hostfile)}, but HOSTFILE {shown(environment['HOSTFILE'])}: two files, give one."
         )
     return given
+
+
+def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
+    """Refuse more ranks than there may be, and a flag that gives another value than a word."""
+    nodes, gpus = (int(positional.get(name, 1)) for name in ("num_nodes", "gpus_per_node"))
+    if nodes * gpus > MOST_RANKS:
+        raise UserError(f"num_nodes {nodes} x gpus_per_node {gpus}: expected up to {MOST_RANKS} GPUs.")
+    for place, flag in enumerate(flags):
+        start, equals, value = flag.partition("=")
+        word, value = WORD_OF.get(start), value if equals else "".join(flags[place + 1 : place + 2])
+        if word and value.lstrip("0") != positional[word]:
+            raise UserError(
+                f"{start} {shown(value)}, but the word {word} is {shown(positional[word])}: give the word alone."
+            )
+
+
+def with_flags(script: str, words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return a launcher's line with further flags, FLAG=VALUE each: one that a word gives changes the word."""
+    names, line = LAUNCHERS[script].positional.split(), [*words]
+    for flag in flags:
+        start, _, value = flag.partition("=")
+        if start in WORD_OF:
+            line[names.index(WORD_OF[start])] = value
+        else:
+            line.append(flag)
+    return line
 
 
 def whole_number(name: str, text: str, smallest: int, largest: int, other: str = "") -> int:

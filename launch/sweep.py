@@ -25,7 +25,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from launch.arguments import check_training, read_arguments
+from launch.arguments import check_training, read_arguments, with_flags
 from launch.cluster.hosts import read_hostfile
 from launch.cluster.rendezvous import NO_NODES_CODE
 from training.base.atomic_write import replacing, write_json
@@ -243,7 +243,8 @@ class RunningSweep:
 
     def _start(self, trial: SweepTrial, until: int, place: Place) -> int:
         """Train a trial at a place; return the launcher's exit code."""
-        words = [*self.sweep.words, *trial.flags, f"--run-name={trial.run_name}", "--resume=auto"]
+        flags = [*trial.flags, f"--run-name={trial.run_name}", "--resume=auto"]
+        words = with_flags(SCRIPT, self.sweep.words, flags)
         if place.host:
             words = [*words[:2], "1", *words[2:], f"--hosts={place.host}"]
         command = [sys.executable, str(MULTI_NODE if place.host else LAUNCHER), *words]
@@ -309,7 +310,7 @@ def prepare(sweep: Sweep) -> RunningSweep:
     for number, values in enumerate(combinations, 1):
         name = f"{sweep.name}-{number:0{digits}}"
         trial = SweepTrial(number, values, name, logs / "runs" / name)
-        check_training(read_arguments(SCRIPT, [*sweep.words, *trial.flags], {}).training)
+        check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
         trials.append(trial)
     line = json.loads(json.dumps(dataclasses.asdict(sweep)))
     try:

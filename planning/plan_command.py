@@ -13,6 +13,7 @@ from planning.plan_output import print_plan, print_scale
 from planning.search import PlannedJob, evaluate, with_planned_batch
 from planning.step_time import measured_s
 from training.base.errors import UserError, one_line
+from training.base.settings import MOST_GPUS_PER_NODE, MOST_RANKS
 from training.base.units import plural
 from training.config import TrainConfig
 from training.config.command_line import OneLineParser, parse_args
@@ -26,7 +27,7 @@ IMAGENET: dict[str, Any] = {
     "image_size": 224,
     "images": 1_281_167,
 }  # planned for if no --data is given
-GPUS_PER_NODE, MOST_RANKS = 8, 65536
+GPUS_PER_NODE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,9 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     """
     parser = OneLineParser("plan", description)
     parser.add_number("--num-gpus", 1, MOST_RANKS, default=1, help="GPUs (or CPU ranks) of the run (default: 1).")
-    parser.add_number("--gpus-per-node", 1, 1024, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE}).")
+    parser.add_number(
+        "--gpus-per-node", 1, MOST_GPUS_PER_NODE, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE})."
+    )
     gpus = ", ".join(GPUS)
     parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or as 8gb any; default: this machine's, or its CPU.")
     parser.add_number("--gpu-memory", SMALLEST_GB, 9999.0, help="GB of each GPU, such as 8: the same as --gpu 8gb.")

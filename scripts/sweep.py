@@ -30,6 +30,7 @@ LAUNCHED = "--"
 def sweep(given: argparse.Namespace) -> int:
     """Train the trials, print each as it comes to a rung, and write table and page."""
     from delivery.sweep_page import TrialResult, rows_of, write_sweep
+    from launch.arguments import with_flags
     from launch.sweep import FAILED, SCRIPT, Sweep, prepare, read_varied
     from training.world.signals import handling_stop_signals
 
@@ -50,7 +51,8 @@ def sweep(given: argparse.Namespace) -> int:
     if given.trial:
         return 128 + received[0] if received else int(any(trial.number == given.trial for trial in failed))
     best, by = running.winner(), running.best_by
-    command = shlex.join(["bash", f"scripts/{SCRIPT}", *asked.words, *best.flags]) if best else ""
+    line = with_flags(SCRIPT, asked.words, best.flags) if best else []
+    command = shlex.join(["bash", f"scripts/{SCRIPT}", *line]) if best else ""
     results = [
         TrialResult(one.run_name, one.values, one.epochs, one.score, one.state, one.seconds) for one in running.trials
     ]

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from training.base.errors import UserError, shown
 from training.base.heartbeat import CALLER_VARIABLE
+from training.base.settings import MOST_GPUS_PER_NODE
 from training.config import FLAG_OF, REPO_ROOT, TrainConfig
-from training.config.check import OF_LAUNCHERS, check_config
+from training.config.check import OF_LAUNCHERS, check_config, check_launched_strategy
 from training.config.file import read_preset
 from training.config.values import WORDS_OF_LAUNCH, changed_flags
 from training.world.launchers import environment_for_ranks
 from training.world.signals import handling_stop_signals
 
 LAUNCHER = REPO_ROOT / "launch" / "single_node.py"
-MOST_GPUS = 1024
 
 
 def run_launched(config: TrainConfig, gpus: int) -> int:
@@ -38,8 +38,9 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
     Raises:
         UserError: for a mistake in the values, and in a process that is a rank itself.
     """
-    if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
-        raise UserError(f"gpus {shown(gpus)}: expected a whole number from 1 to {MOST_GPUS}.")
+    if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS_PER_NODE:
+        raise UserError(f"gpus {shown(gpus)}: expected a whole number from 1 to {MOST_GPUS_PER_NODE}.")
+    check_launched_strategy(config.strategy)
     is_planned = config.strategy in OF_LAUNCHERS  # the launcher finds one
     check_config(dataclasses.replace(config, strategy="ddp") if is_planned else config, FLAG_OF)
     environment = environment_for_ranks() | {CALLER_VARIABLE: str(os.getpid())}

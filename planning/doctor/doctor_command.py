@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from launch.cluster.hosts import Command, read_hostfile, split_hosts, srun_command, ssh_command
 from launch.slurm.arguments import host_names
 from training.base.errors import UserError
+from training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES
 from training.config import REPO_ROOT, TrainConfig
 from training.config.command_line import OneLineParser, parse_args
 from training.data import DATASETS, data_options, find_dataset
@@ -46,8 +47,8 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     hosts.add_argument("--hostfile", type=Path, help="examine these machines: lines of 'name slots=N'")
     hosts.add_argument("--hosts", metavar="A,B", help="examine these machines")
     hosts.add_argument("--here", action="store_true", help="examine this machine alone, also inside a Slurm job")
-    parser.add_number("--nodes", 1, 1024, metavar="N", help="machines to take, from the top (default: all)")
-    parser.add_number("--gpus-per-node", 1, 1024, metavar="G", help="GPUs (or CPU ranks) to take on each")
+    parser.add_number("--nodes", 1, MOST_NODES, metavar="N", help="machines to take, from the top (default: all)")
+    parser.add_number("--gpus-per-node", 1, MOST_GPUS_PER_NODE, metavar="G", help="GPUs (or CPU ranks) to take on each")
     for flag, meaning in TRAINING_FLAGS.items():
         parser.add_argument(flag, help=meaning)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")

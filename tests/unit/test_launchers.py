@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from launch import single_node
-from launch.arguments import read_arguments
+from launch.arguments import LAUNCHERS, read_arguments, with_flags
 from launch.cluster import multi_node
 from launch.node_launcher import local_ranks_command
 from launch.node_run import FINAL_CODES, HANG_CODE
@@ -33,6 +35,7 @@ from tests.unit.launching import (
     words_of,
 )
 from training.base.errors import UserError
+from training.config import TrainConfig
 
 MAINS = {
     "launch_distributed.sh": single_node.main,
@@ -284,6 +287,41 @@ def test_numbers_are_whole_and_positive(given: str, place: int) -> None:
     name = ("num_gpus", "batch_size", "epochs")[place - 2]
     with pytest.raises(UserError, match=f"{name} .* whole number from 1 to"):
         read_arguments("launch_distributed.sh", words, {})
+
+
+@pytest.mark.parametrize("script", WORDS)
+@pytest.mark.parametrize("name", ["num_nodes", "num_gpus", "gpus_per_node", "batch_size", "epochs"])
+def test_a_word_has_the_bounds_of_the_flag(script: str, name: str) -> None:
+    names = LAUNCHERS[script].positional.split()
+    if name not in names:
+        return
+    field = {field.name: field for field in dataclasses.fields(TrainConfig)}.get(name)
+    largest = field.metadata["high"] if field else 1024  # as of plan.py and doctor.py
+    for number, is_allowed in ((1, True), (largest, True), (0, False), (largest + 1, False)):
+        words = [str(number) if name == each else word for each, word in zip(names, WORDS[script], strict=False)]
+        with nullcontext() if is_allowed else pytest.raises(UserError, match=f"from 1 to {largest}"):
+            read_arguments(script, words, {})
+
+
+@pytest.mark.parametrize(
+    "flag", ["--epochs=3", "--epochs=03", "--batch-size=16", "--strategy=ddp", "--model-type=mobilenet"]
+)
+@pytest.mark.parametrize("form", ["=", " "])
+def test_a_flag_may_repeat_a_word_and_not_contradict_it(flag: str, form: str) -> None:
+    script, words = "launch_distributed.sh", ["mobilenet", "ddp", "2", "16", "3"]
+    flags = flag.split("=") if form == " " else [flag]
+    assert read_arguments(script, [*words, *flags], {}).flags == flags
+    flags = [*flags[:-1], f"{flags[-1]}1"]
+    name = flag.split("=")[0]
+    with pytest.raises(UserError, match=f"^{name} .*, but the word .* is .*: give the word alone\\.$"):
+        read_arguments(script, [*words, "--seed", "7", *flags], {})
+
+
+def test_a_varied_flag_that_is_a_word_changes_the_word() -> None:
+    words = ["mobilenet", "ddp", "2", "16", "3", "--seed", "7"]
+    found = with_flags("launch_distributed.sh", words, ["--batch-size=8", "--momentum=0.5", "--epochs=2", "--ema=0.9"])
+    assert found == ["mobilenet", "ddp", "2", "8", "2", "--seed", "7", "--momentum=0.5", "--ema=0.9"]
+    read_arguments("launch_distributed.sh", found, {})
 
 
 @pytest.mark.parametrize("script", WORDS)

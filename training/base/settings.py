@@ -11,6 +11,7 @@ from models import MODELS, MOST_MEMBERS
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PRESET_FOLDER = REPO_ROOT / "presets"
 PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
+MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # that any command takes
 LARGEST_BATCH = 65_536  # images of one forward pass
 TUNE_USAGE = "full, head, layers:N, lora:R"
 FEWEST_IMAGES = 8  # of a micro-batch that is chosen for the user: BatchNorm's statistics of fewer are poor

@@ -35,6 +35,12 @@ Values = dict[str, tuple[object, ...]]
 OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto", "native"), ("off", "auto"), ("cross_entropy", "bce")
 
 
+def check_launched_strategy(name: str) -> None:
+    """Raise UserError for what is no strategy of a launcher."""
+    if name not in STRATEGIES and name not in OF_LAUNCHERS:
+        raise unknown_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
+
+
 def _only(value: object, *names: str) -> Values:
     return dict.fromkeys(names, (value,))
 

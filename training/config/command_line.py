@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ from training.config.values import allowed_names, allowed_values, field_types, n
 from training.observe.new_run import run_folder
 
 Parsed = TypeVar("Parsed")
+DATA_EXTENSIONS = (".csv", ".tsv", ".parquet", ".tar")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -118,7 +120,11 @@ class OneLineParser(argparse.ArgumentParser):
             word, equals, _ = unknown[0].partition("=")
             flags = [*self.flags, *others]
             is_flag = word.startswith("-") or bool(equals)  # Ultralytics writes imgsz=224
-            hint = ours(word, [*flags, *self._words()]) or nearest(plain(word), flags) if is_flag else ""
+            hint = (
+                ours(word, [*flags, *self._words()]) or nearest(plain(word), flags)
+                if is_flag
+                else _as_data(word, flags)
+            )
             self.error(f"unknown argument {shown(word)}.{hint}")
         return given
 
@@ -159,6 +165,14 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the mistake, for `run_script` to print."""
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help` lists all flags.")
+
+
+def _as_data(word: str, flags: Sequence[str]) -> str:
+    """Return a hint for a word that is the name of data and stands alone, '' for any other."""
+    path = os.path.expanduser(word)
+    is_data = os.path.isdir(path) or (os.path.isfile(path) and path.lower().endswith(DATA_EXTENSIONS))
+    flag = next((flag for flag in ("--check-data", "--data") if flag in flags), "")
+    return f" Did you mean {flag} {shlex.quote(word)}?" if is_data and flag else ""
 
 
 @current_folder_kept_out()
