@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, contact_sheet,
 from delivery.trained_model import read_json, read_run_config
 from training.base.atomic_write import replacing_folder, write_json
 from training.base.errors import UserError, printable
-from training.base.run_folder import CHECKPOINTS, ENVIRONMENT
+from training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS
 from training.base.run_logger import Loggers
 from training.checkpoint.restore import restore
 from training.checkpoint.store import NAME_PATTERN, find_candidates
@@ -114,8 +115,10 @@ def replay(run: Path, number: int) -> WatchedStep:
     ranks = data_ranks(facts["ranks"], config.tensor_parallel, config.pipeline_parallel)
     leaves = ranks * config.gradient_accumulation_steps
     steps_per_epoch = -(-facts["training_images"] // (leaves * config.micro_batch))
-    if number > (last := config.epochs * steps_per_epoch):
-        raise UserError(f"--step {number}: run {run.name} has {last} steps, give 1 to {last}.")
+    planned = config.epochs * steps_per_epoch
+    if number > (last := min(_trained_steps(run, planned), planned)):
+        steps = f"{last} steps" if last == planned else f"trained {last} of its {planned} steps"
+        raise UserError(f"--step {number}: run {run.name} has {steps}, give 1 to {max(last, 1)}.")
     whole: dict[str, Any] = dict.fromkeys(("tensor_parallel", "pipeline_parallel"), 1) | {"features": "computed"}
     quiet: dict[str, Any] = dict.fromkeys(("profile", "log_hashes", "audit", "max_bad_steps"), 0) | {"loggers": "none"}
     resume = _newest_before(run, number, steps_per_epoch)
@@ -126,6 +129,15 @@ def replay(run: Path, number: int) -> WatchedStep:
             watched = WatchedStep(number, context)
             _train(watched)
     return watched
+
+
+def _trained_steps(run: Path, planned: int) -> int:
+    """Return the last step that a run has logged, also if it went back after it; `planned` without a log."""
+    try:
+        content = (run / METRICS).read_bytes()
+    except OSError:
+        return planned
+    return max(map(int, re.findall(rb'"step": (\d+)', content)), default=0)
 
 
 def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
