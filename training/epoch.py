@@ -103,7 +103,8 @@ def _end_epoch(
     write_weights, best_by = None, context.config.best_by
     of_epoch = score_of(scores, best_by, loop.num_classes)
     score = merit(best_by, of_epoch)
-    if diverged is None and (not state.progress.best_epoch or score > state.progress.best_score):
+    before = state.progress.best_score if state.progress.best_epoch else -math.inf
+    if diverged is None and score > before:  # of a score that is not a number never
         with clock.saving:
             weights = context.adapters.merge(gather_weights(state.engine, world))
             broken = error_on_any_rank(not_finite(weights), world)

@@ -96,10 +96,12 @@ def _result(context: Run) -> list[str]:
             f"only the head was trained: the first {plural(context.head_epochs, 'epoch')} are its own; to train the "
             "backbone, too, give more --epochs or fewer --head-epochs"
         )
-    if not progress.best_epoch:
-        return [*lines, "no weights are saved: no epoch was sound"] if lines else []
     best_by = context.config.best_by
-    best = f"{SCORE_NAMES[best_by]} {merit(best_by, progress.best_score):.4f}"
+    name = SCORE_NAMES[best_by]
+    if not progress.best_epoch:
+        why = "no epoch was sound" if progress.diverged_epochs_in_row else f"no epoch has a {name} that is a number"
+        return [*lines, f"no weights are saved: {why}"] if lines or progress.epoch else []
+    best = f"{name} {merit(best_by, progress.best_score):.4f}"
     best += f" on {len(context.data.val)} held-out images (best epoch: {progress.best_epoch}"
     if epoch_of(context.folder.weights) == progress.best_epoch:
         return [*lines, f"{best}; its weights are saved)", f"weights      {shown_path(context.folder.weights)}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,8 @@ def build(prepared: Prepared) -> Run:
     plan = agreed(lambda: build_plan(config, data.train.source, world.data.size, views, prepared.islands), world)
     teacher = load_teacher(config, data, precision, world)
     step = agreed(lambda: _build_step(config, data, world, teacher), world)
+    if data.label_sets is not None:
+        importlib.import_module("sklearn.metrics")  # takes seconds, in which the first evaluation would count as hung
     keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader, neighbours = agreed(lambda: _build_readers(config, data, plan, world), world)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from delivery.intervals import Interval, interval_of, wilson
 from delivery.report.formatting import THIN, clip, count, date_and_time, number, percent, plural
-from delivery.report.run_files import History, RunFiles, best_score
-from training.base.points import IN_EVERY_LINE, SCORE_NAMES
+from delivery.report.run_files import History, RunFiles
+from training.base.points import IN_EVERY_LINE, SCORE_NAMES, score_in
 from training.base.run_folder import PREDICTION
 from training.base.units import format_bytes, format_duration
 from training.config import FIELDS, FLAG_OF, TrainConfig
@@ -98,7 +98,7 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
         last_step = max(history.last_step, *(epoch["step"] for epoch in history.epochs.values()))
         return Status("finished", f"Finished: {plural(done, 'epoch')}, {plural(last_step, 'step')}.")
     if stopped_early:
-        score = SCORE_NAMES.get(best_score(best)[0] if best else "top1", "the score")
+        score = SCORE_NAMES.get(score_in(best)[0] if best else "top1", "the score")
         return Status("finished", f"Finished early after {progress}: {score} no longer improved.")
     if end is not None and history.last_kind != "resume":
         return Status("stopped", f"Stopped at step {count(end['step'])} ({progress}). It can be resumed.")
@@ -327,7 +327,7 @@ def _chosen_score(run: RunFiles) -> list[Fact]:
     name, best = run.config.get("best_by", "top1"), run.history.best_epoch
     if best is None or name in IN_EVERY_LINE:
         return []
-    return [Fact(SCORE_NAMES.get(name, name), percent(best_score(best)[1], 2), _interval(run.scores, name))]
+    return [Fact(SCORE_NAMES.get(name, name), percent(score_in(best)[1], 2), _interval(run.scores, name))]
 
 
 def _lowest_recall(scores: Mapping[str, Any] | None) -> list[Fact]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from delivery.calibration import Calibration, read_calibration
 from delivery.trained_model import read_json
 from training.base.errors import UserError
-from training.base.points import merit
+from training.base.points import best_epoch
 from training.base.run_folder import (
     BATCH_SIZE,
     CONFIG,
@@ -36,11 +36,6 @@ SYSTEM = ("memory_bytes", "memory_allocated_bytes", "gpu_utilization", "data_wai
 CPUS = ("lowest_cpu_utilization", "highest_cpu_utilization")  # of the machines
 EVENTS = ("duplicates", "skipped_step", "wrong_gradient", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
-
-
-def best_score(epoch: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name of the score that an epoch was judged by, and its value; older runs have chosen by top-1."""
-    return epoch.get("best_by", "top1"), float(epoch.get("score", epoch["val_top1"]))
 
 
 @dataclass
@@ -161,10 +156,9 @@ class History:
         return self.steps[-1] if self.steps else 0
 
     @property
-    def best_epoch(self) -> dict[str, Any] | None:
-        """The first of the epochs with the best score of `best_score` that did not diverge, None if there is none."""
-        converged = (epoch for epoch in self.epochs.values() if not epoch.get("diverged"))
-        return max(converged, key=lambda epoch: (merit(*best_score(epoch)), -epoch["epoch"]), default=None)
+    def best_epoch(self) -> Mapping[str, Any] | None:
+        """The line of the best epoch, None if there is none."""
+        return best_epoch(self.epochs.values())
 
     @property
     def divergence(self) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import number, percent, plural
-from delivery.report.run_files import CPUS, CURVES, SYSTEM, History, best_score
-from training.base.points import IN_EVERY_LINE, SCORE_NAMES
+from delivery.report.run_files import CPUS, CURVES, SYSTEM, History
+from training.base.points import IN_EVERY_LINE, SCORE_NAMES, merit, score_in
 
 STYLES = 8  # colours, each with a dash pattern of its own
 OVERLAID = {
@@ -33,7 +33,7 @@ def single_run_charts(history: History) -> list[Chart]:
     marks = [step / history.steps_per_epoch for step in resumes] if history.steps_per_epoch else []
     marked = f"Dotted verticals mark {plural(len(marks), 'resume')}. " if marks else ""
     best = history.best_epoch
-    name, score = best_score(best) if best else ("top1", 0.0)
+    name, score = score_in(best) if best else ("top1", 0.0)
     label, value = SCORE_NAMES.get(name, name), number(score) if name == "loss" else percent(score, 2)
     best_epoch = f"The best epoch is {best['epoch']}, with {label} {value}. " if best else ""
     augmented = "The training loss includes label smoothing and augmentation, the validation loss neither."
@@ -121,5 +121,5 @@ def _validation_loss(history: History) -> str:
     first, last = (f"{number(loss, 3)} after epoch {epoch}" for epoch, loss in (losses[0], losses[-1]))
     if len(losses) == 1:
         return f"{first} on the validation images. "
-    epoch, lowest = min(losses, key=lambda pair: pair[1])
+    epoch, lowest = max(losses, key=lambda pair: merit("loss", pair[1]))
     return f"From {first} to {last} on the validation images; lowest in epoch {epoch} with {number(lowest, 3)}. "

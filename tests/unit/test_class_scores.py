@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import math
 import typing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import average_precision_score, balanced_accuracy_score, f1_score, log_loss, roc_auc_score
+from sklearn.metrics import (
+    average_precision_score,
+    balanced_accuracy_score,
+    f1_score,
+    log_loss,
+    precision_score,
+    recall_score,
+    roc_auc_score,
+)
 
 from training.base.errors import UserError
-from training.base.points import SCORE_NAMES, merit
+from training.base.points import SCORE_NAMES, best_epoch, merit
 from training.base.progress import Progress
 from training.config import FIELDS, TrainConfig
 from training.observe import class_areas
+from training.observe.best_weights import epoch_of
 from training.observe.class_scores import check_best_by, count_classes, score_of
+from training.observe.evaluation import describe_scores
 from training.observe.scores import SampleRecorder, sample_losses
+from training.run import run
 from training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
-SAMPLES, CLASSES = 300, 6
+SAMPLES, CLASSES = 300, 7
 
 
 def made_predictions(decimals: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels [300] 1 : 50 and logits [300, 6]; class 4 has no sample, and with few decimals there are many ties."""
+    """Labels [300] 1 : 50 and logits [300, 7]; with few decimals there are many ties.
+
+    Class 4 has no sample, but is predicted; class 6 is not predicted either.
+    """
     generator = torch.Generator().manual_seed(decimals)
-    shares = torch.tensor([0.6, 0.25, 0.1, 0.04, 0.0, 0.01])
+    shares = torch.tensor([0.6, 0.25, 0.1, 0.04, 0.0, 0.01, 0.0])
     labels = shares.multinomial(SAMPLES, replacement=True, generator=generator)
     logits = torch.randn(SAMPLES, CLASSES, generator=generator)
     logits[torch.arange(SAMPLES), labels] += 1
+    logits[:, 6] -= 20
     return labels, logits.round(decimals=decimals)
 
 
@@ -50,11 +67,16 @@ def test_scores_are_scikit_learns(decimals, monkeypatch):
     scores = recorded(labels, logits, 64, list)
     found = {name: score_of(scores, name, CLASSES) for name in SCORE_NAMES}
     probabilities, predictions = logits.softmax(1).numpy(), logits.topk(5).indices[:, 0].numpy()
-    assert found["macro_f1"] == f1_score(labels, predictions, labels=range(CLASSES), average="macro", zero_division=0)
+    assert set(predictions) == {*range(6)}
+    assert found["macro_f1"] == f1_score(labels, predictions, average="macro", zero_division=0)
+    assert describe_scores(scores, "abcdefg", str)["macro"] == {
+        name: pytest.approx(score(labels, predictions, average="macro", zero_division=0), abs=1e-12)
+        for name, score in {"precision": precision_score, "recall": recall_score, "f1": f1_score}.items()
+    }
     assert found["balanced_accuracy"] == balanced_accuracy_score(labels, predictions)
     assert found["loss"] == pytest.approx(log_loss(labels, probabilities, labels=range(CLASSES)), rel=1e-5)
     columns = [((labels == one).numpy(), probabilities[:, one]) for one in labels.unique().tolist()]
-    assert len(columns) == CLASSES - 1
+    assert len(columns) == CLASSES - 2
     assert found["auroc"] == pytest.approx(np.mean([roc_auc_score(*column) for column in columns]), abs=1e-12)
     assert found["map"] == pytest.approx(np.mean([average_precision_score(*column) for column in columns]), abs=1e-12)
     recall = {one: float((predictions == one)[labels == one].mean()) for one in labels.unique().tolist()}
@@ -78,23 +100,68 @@ def test_of_the_loss_less_is_better():
     for name in SCORE_NAMES:
         assert merit(name, 0.25) == (-0.25 if name == "loss" else 0.25)
         assert merit(name, merit(name, 3.5)) == 3.5
+        assert merit(name, math.nan) == merit(name, None) == -math.inf
     assert Progress().after_epoch(-7.0, is_best=True, has_diverged=False).best_score == -7.0
 
 
-def data_of(val_counts, samples):
+def test_the_best_epoch_is_the_first_of_the_best_numbers():
+    lines = [
+        {"epoch": 1, "best_by": "auroc", "score": math.nan},
+        {"epoch": 2, "best_by": "auroc", "score": 0.6},
+        {"epoch": 3, "best_by": "auroc", "score": 0.9, "diverged": "the validation loss is inf"},
+        {"epoch": 4, "best_by": "auroc", "score": 0.6},
+    ]
+    assert best_epoch(lines)["epoch"] == 2
+    assert best_epoch(lines[:1]) is best_epoch([]) is None
+
+
+def test_an_epoch_whose_score_is_no_number_is_never_the_best(tmp_path, monkeypatch):
+    scores = iter([math.nan, 0.4, math.nan, 0.3])
+    monkeypatch.setattr("training.epoch.score_of", lambda *_: next(scores))
+    given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 4}
+    quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
+    assert run(TrainConfig(**given, **quiet)) == 0
+    assert epoch_of(tmp_path / "runs" / "run" / "model.safetensors") == 2
+    lines = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["is_best"] for line in lines if line["kind"] == "epoch"] == [False, True, False, False]
+
+
+def data_of(val_counts, samples, label_sets=None):
     return SimpleNamespace(
-        val=range(samples), test=None, class_names=val_counts, val_counts=val_counts, label_sets=None
+        val=range(samples), test=None, class_names=val_counts, val_counts=val_counts, label_sets=label_sets
     )
+
+
+@pytest.mark.parametrize(
+    ("score", "val_counts", "cure"),
+    [
+        ("auroc", [0, 9, 0], None),  # one class has positives and negatives
+        ("map", [0, 0, 0], "loss"),
+        ("auroc", [10, 10, 10], "loss"),
+        ("macro_f1", [0, 10, 10], "loss"),
+        ("loss", [0, 0, 0], None),
+    ],
+)
+def test_of_several_labels_one_class_with_and_without_images_is_enough(score, val_counts, cure):
+    data = data_of(val_counts, 10, SimpleNamespace())
+    if cure is None:
+        assert check_best_by(score, data, 100, 1)
+        return
+    with pytest.raises(
+        UserError, match=f"--best-by {score} .* all 10 .* images or none: give --best-by {cure}"
+    ):
+        check_best_by(score, data, 100, 1)
 
 
 @pytest.mark.parametrize(
     ("score", "val_counts", "samples", "ranks", "complaint"),
     [
-        ("auroc", [0, 9], 9, 1, "all validation images are of one class"),
+        ("auroc", [0, 9], 9, 1, "each class has all 9 validation images or none: give --best-by top1"),
+        ("map", [0, 9], 9, 1, "--best-by map tells the images of a class from the others"),
         ("auroc", [1] * 20_000, 100_000, 1, "100000 images x 20000 classes take 8 GB of each of 1 rank"),
         ("map", [1] * 20_000, 100_000, 1, "give more ranks, or --best-by macro_f1 or balanced_accuracy."),
         ("map", [1] * 20_000, 100_000, 2, None),
-        ("map", [0, 9], 9, 1, None),
+        ("map", [1, 8], 9, 1, None),
         ("macro_f1", [0, 9], 9, 1, None),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,9 +28,26 @@ IN_EVERY_LINE = ("top1", "top5", "loss")
 LONGEST_CLASS_NAME = 40
 
 
-def merit(score: str, value: float) -> float:
-    """Return the value of a score as a number of which more is better, and such a number as the value."""
+def merit(score: str, value: float | None) -> float:
+    """Return the value of a score as a number of which more is better, and such a number as the value.
+
+    No value, and one that is not a number, are worse than all others.
+    """
+    if value is None or math.isnan(value):
+        return -math.inf
     return -value if score == "loss" else value
+
+
+def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the name and the value of the score in an epoch's line; older runs have chosen by top-1."""
+    return epoch.get("best_by", "top1"), float(epoch["score"] if "score" in epoch else epoch["val_top1"])
+
+
+def best_epoch(epochs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the line of the first epoch with the best score, None if none has converged to a number."""
+    ranked = ((merit(*score_in(line)), -line["epoch"], line) for line in epochs if not line.get("diverged"))
+    best = max(ranked, key=lambda one: one[:2], default=(-math.inf, 0, None))
+    return best[2] if best[0] > -math.inf else None
 
 
 class DeviceUse(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,16 @@ class ClassCounts(NamedTuple):
     def f1(self) -> np.ndarray:
         """2 right / (support + predicted), float64 [C]; 0 if there is nothing to divide by."""
         return _divide(2 * self.right, self.support + self.predicted)
+
+    @property
+    def occurs(self) -> np.ndarray:
+        """Whether a class has samples or is predicted, bool [C]: else its precision, recall and F1 are not defined."""
+        return self.support + self.predicted > 0
+
+    @property
+    def macro_f1(self) -> float:
+        """The mean F1 of the classes that occur or are predicted, as scikit-learn's; NaN of none."""
+        return float(self.f1[self.occurs].mean()) if self.occurs.any() else math.nan
 
     @property
     def balanced_accuracy(self) -> float:

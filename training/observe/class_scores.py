@@ -30,8 +30,7 @@ def score_of(scores: Scores, name: str, num_classes: int) -> float:
     if name in AREAS:
         return getattr(scores.areas, name)
     if name in ("macro_f1", "balanced_accuracy"):
-        counts = count_classes(scores, num_classes)
-        return counts.balanced_accuracy if name == "balanced_accuracy" else float(counts.f1.mean())
+        return getattr(count_classes(scores, num_classes), name)
     return getattr(scores, name)
 
 
@@ -44,12 +43,15 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
     """Return whether the evaluations of a run keep all probabilities.
 
     Raises:
-        UserError: if these are more than a rank may keep, or the validation images are too few for the score.
+        UserError: if these are more than a rank may keep, or the validation images leave the score undefined, or the
+            same whatever is predicted.
     """
-    if score == "auroc" and sum(count > 0 for count in data.val_counts) < 2:
+    has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images of a class, and others
+    if not has_both and score != "loss" and (score in AREAS or data.label_sets is not None):
         raise UserError(
-            "--best-by auroc tells a class from the others, and all validation images are of one class: give "
-            "--best-by top1, or validation images of several classes."
+            f"--best-by {score} tells the images of a class from the others, but each class has all "
+            f"{len(data.val)} validation images or none: give --best-by "
+            f"{'top1' if data.label_sets is None else 'loss'}, or other validation images."
         )
     samples, num_classes = max(map(len, (data.val, data.test or ()))), len(data.class_names)
     if data.label_sets is not None:

@@ -61,7 +61,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         "balanced_accuracy": counts.balanced_accuracy,
         **(scores.areas._asdict() if scores.areas else {}),
         "ece": expected_calibration_error(bins),
-        "macro": _average(classes, [1] * len(classes)),
+        "macro": _average(classes, counts.occurs.astype(int).tolist()),
         "weighted": _average(classes, [one["support"] for one in classes]),
         "classes": classes,
         "calibration": bins,
