@@ -31,6 +31,7 @@ class TrialResult:
         score: of the best epoch, None before the first.
         state: in words.
         seconds: of its trainings.
+        rung: how many rungs it has come to, see `launch.sweep.RunningSweep.rungs_reached`.
     """
 
     run_name: str
@@ -39,6 +40,7 @@ class TrialResult:
     score: float | None
     state: str
     seconds: float
+    rung: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,22 @@ class Combination:
 
     Attributes:
         values: by flag, without `REPEATS`.
-        scores: of each.
-        epochs: that all of them were trained for.
-        states: in words, each once.
+        compared: those with a score that came to the most rungs, the best first.
+        epochs: that all of these were trained for.
+        states: of all trials in words, each once.
+        rank: rungs, and the mean as a number of which more is better.
     """
 
     values: dict[str, str]
-    scores: list[float]
+    compared: list[TrialResult]
     epochs: int
     states: str
+    rank: tuple[int, float]
+
+    @property
+    def scores(self) -> list[float]:
+        """The scores of the trials that are compared."""
+        return [one.score for one in self.compared if one.score is not None]
 
     def score(self, best_by: str) -> str:
         """Return mean ± standard deviation (n - 1), of shares in percent; of a single one itself."""
@@ -67,25 +76,28 @@ class Combination:
 
 
 def rows_of(results: Sequence[TrialResult], best_by: str) -> list[Combination]:
-    """Return a row for each combination of values but `REPEATS`, those trained furthest first, then the best mean."""
+    """Return a row for each combination of values but `REPEATS`, those of the most rungs first, then the best mean."""
     groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
     for one in results:
         key = tuple((flag, value) for flag, value in one.values.items() if flag not in REPEATS)
         groups.setdefault(key, []).append(one)
-    rows = [
-        Combination(
-            dict(key),
-            [one.score for one in group if one.score is not None],
-            min(one.epochs for one in group),
-            ", ".join(dict.fromkeys(one.state for one in group)),
-        )
-        for key, group in groups.items()
-    ]
-    return sorted(
-        rows,
-        key=lambda row: (row.epochs, merit(best_by, statistics.mean(row.scores)) if row.scores else -math.inf),
-        reverse=True,
-    )
+    rows = [_combination(dict(key), group, best_by) for key, group in groups.items()]
+    return sorted(rows, key=lambda row: row.rank, reverse=True)
+
+
+def best_trial(results: Sequence[TrialResult], best_by: str) -> TrialResult | None:
+    """Return the best trial of the best combination, None if no trial has a score."""
+    return next((one for row in rows_of(results, best_by)[:1] for one in row.compared), None)
+
+
+def _combination(values: dict[str, str], group: Sequence[TrialResult], best_by: str) -> Combination:
+    rung = max((one.rung for one in group if one.score is not None), default=-1)
+    there = [one for one in group if one.rung == rung]
+    compared = sorted((one for one in there if one.score is not None), key=lambda one: -merit(best_by, one.score))
+    # A trial without a sound epoch spoils the mean.
+    mean = statistics.fmean(merit(best_by, one.score) for one in there) if there else -math.inf
+    epochs = min(one.epochs for one in compared or group)
+    return Combination(values, compared, epochs, ", ".join(dict.fromkeys(one.state for one in group)), (rung, mean))
 
 
 def write_sweep(folder: Path, name: str, results: Sequence[TrialResult], best_by: str, command: str) -> Path:
@@ -149,21 +161,17 @@ def _axes(flags: Sequence[str], results: Sequence[TrialResult], best_by: str) ->
 
 def _lines(flags: Sequence[str], results: Sequence[TrialResult], best_by: str) -> list[dict[str, Any]]:
     """Return the points and the name of each trial with a score, the best last, so that it lies on top."""
-    merits = {one.run_name: merit(best_by, one.score) for one in results if one.score is not None}
-    scored = sorted(
-        (one for one in results if one.run_name in merits), key=lambda one: (one.epochs, merits[one.run_name])
-    )
-    if not scored:
+    best, merits = best_trial(results, best_by), [merit(best_by, one.score) for one in results if one.score is not None]
+    if best is None:
         return []
-    scores = list(merits.values())
-    low, spread = min(scores), (max(scores) - min(scores)) or 1.0
+    low, spread = min(merits), (max(merits) - min(merits)) or 1.0
     places = [_places([one.values[flag] for one in results]) for flag in flags]
     lines = []
-    for one in scored:
+    for one in sorted((one for one in results if one.score is not None), key=lambda one: one is best):
         at = [places[number][one.values[flag]] for number, flag in enumerate(flags)]
-        at.append((merits[one.run_name] - low) / spread)
+        at.append((merit(best_by, one.score) - low) / spread)
         points = " ".join(f"{_x(number, len(flags)):.1f},{_y(place):.1f}" for number, place in enumerate(at))
-        lines.append({"points": points, "name": one.run_name, "is_best": one is scored[-1]})
+        lines.append({"points": points, "name": one.run_name, "is_best": one is best})
     return lines
 
 

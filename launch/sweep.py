@@ -32,7 +32,7 @@ from training.base.atomic_write import replacing, write_json
 from training.base.control_groups import usable_cores
 from training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
 from training.base.heartbeat import CALLER_VARIABLE
-from training.base.points import merit
+from training.base.points import best_epoch, merit, score_in
 from training.base.run_folder import METRICS, shown_path
 from training.base.units import plural
 from training.config import REPO_ROOT
@@ -181,14 +181,34 @@ class RunningSweep:
         Raises:
             UserError: if another task of an array has neither come there with its trial nor failed.
         """
-        sound = [trial for trial in going if self._is_there(trial, until)]
-        if late := [one for one in going if one not in sound and not one.state.startswith(FAILED)]:
+        sound, late = self._arrived(going, until)
+        if late:
             raise UserError(
                 f"sweep {self.sweep.name}: {late[0].run_name} is not at the end of epoch {until}, where the better "
                 "ones are chosen: submit its task again, and this one after it."
             )
-        sound.sort(key=lambda trial: self._merit(_progress(trial.folder, until)[1]), reverse=True)
         return sound[: math.ceil(len(going) / self.sweep.halving)]
+
+    def _arrived(self, going: list[SweepTrial], until: int) -> tuple[list[SweepTrial], list[SweepTrial]]:
+        """Return the trials that are at a rung, by its epochs the best first, and those that are still to come."""
+        there = [trial for trial in going if self._is_there(trial, until)]
+        late = [one for one in going if one not in there and not one.state.startswith(FAILED)]
+        there.sort(key=lambda trial: merit(self.best_by, _progress(trial.folder, until)[1]), reverse=True)
+        return there, late
+
+    def rungs_reached(self) -> dict[int, int]:
+        """Return how many rungs each trial has come to, by its number: those with the most are to be compared.
+
+        Not how many epochs: a trial that has finished is complete, however early it stopped or how few it was given.
+        """
+        reached, going = {trial.number: 0 for trial in self.trials}, self.trials
+        for rung, until in enumerate(self.rungs(), 1):
+            there, late = self._arrived(going, until)
+            reached |= {trial.number: rung for trial in there}
+            if late or until == self.epochs:
+                break
+            going = there[: math.ceil(len(going) / self.sweep.halving)]
+        return reached
 
     def rungs(self) -> list[int]:
         """Return the epochs after which the better trials alone go on; the last is that of a whole training."""
@@ -197,15 +217,6 @@ class RunningSweep:
             return [self.epochs]
         most = int(math.log(len(self.trials), share) + 1e-9)
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
-
-    def _merit(self, score: float | None) -> float:
-        """Return a score as a number of which more is better, the least for none."""
-        return -math.inf if score is None else merit(self.best_by, score)
-
-    def winner(self) -> SweepTrial | None:
-        """Return the trial with the best score among those that were trained furthest, None if there is none."""
-        scored = [trial for trial in self.trials if trial.score is not None]
-        return max(scored, key=lambda trial: (trial.epochs, self._merit(trial.score)), default=None)
 
     def stop(self) -> None:
         """Let the trials that run save and leave; no other begins."""
@@ -303,14 +314,19 @@ def prepare(sweep: Sweep) -> RunningSweep:
     logs = run_folder(config, "x").log_dir
     folder = logs / "sweeps" / sweep.name
     combinations = list(_combinations(sweep))
-    if sweep.halving and "epochs" in combinations[0]:
-        raise UserError("--vary epochs=... with --halving: the rungs are epochs of one number: leave one out.")
     digits = len(str(len(combinations)))
     trials = []
     for number, values in enumerate(combinations, 1):
         name = f"{sweep.name}-{number:0{digits}}"
         trial = SweepTrial(number, values, name, logs / "runs" / name)
-        check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
+        own = check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
+        if own.best_by != config.best_by:
+            raise UserError(
+                f"--vary: {' '.join(trial.flags)} is judged by {own.best_by}, others by {config.best_by}: give all "
+                "trials the same --best-by."
+            )
+        if sweep.halving and own.epochs != config.epochs:
+            raise UserError("--vary epochs=... with --halving: the rungs are epochs of one number: leave one out.")
         trials.append(trial)
     line = json.loads(json.dumps(dataclasses.asdict(sweep)))
     try:
@@ -440,8 +456,8 @@ def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]
     except (OSError, ValueError):  # not there yet, or being written
         return 0, None
     epochs = [line for line in lines if line.get("kind") == "epoch" and line["epoch"] <= until]
-    best = max(epochs, key=lambda line: merit(line["best_by"], line["score"]), default={"score": None})
-    return max((line["epoch"] for line in epochs), default=0), best["score"]
+    best = best_epoch(epochs)
+    return max((line["epoch"] for line in epochs), default=0), score_in(best)[1] if best else None
 
 
 def _last_error(output: Path) -> str:

@@ -29,7 +29,7 @@ LAUNCHED = "--"
 
 def sweep(given: argparse.Namespace) -> int:
     """Train the trials, print each as it comes to a rung, and write table and page."""
-    from delivery.sweep_page import TrialResult, rows_of, write_sweep
+    from delivery.sweep_page import TrialResult, best_trial, rows_of, write_sweep
     from launch.arguments import with_flags
     from launch.sweep import FAILED, SCRIPT, Sweep, prepare, read_varied
     from training.world.signals import handling_stop_signals
@@ -50,12 +50,14 @@ def sweep(given: argparse.Namespace) -> int:
     failed = [trial for trial in running.trials if trial.state.startswith(FAILED)]
     if given.trial:
         return 128 + received[0] if received else int(any(trial.number == given.trial for trial in failed))
-    best, by = running.winner(), running.best_by
-    line = with_flags(SCRIPT, asked.words, best.flags) if best else []
-    command = shlex.join(["bash", f"scripts/{SCRIPT}", *line]) if best else ""
+    by, rungs = running.best_by, running.rungs_reached()
     results = [
-        TrialResult(one.run_name, one.values, one.epochs, one.score, one.state, one.seconds) for one in running.trials
+        TrialResult(one.run_name, one.values, one.epochs, one.score, one.state, one.seconds, rungs[one.number])
+        for one in running.trials
     ]
+    best = best_trial(results, by)
+    flags = [f"--{flag}={value}" for flag, value in best.values.items()] if best else []
+    command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, asked.words, flags)]) if best else ""
     page = write_sweep(running.folder, asked.name, results, by, command)
     for row in rows_of(results, by):
         print(f"{row.score(by):>14}  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}")

@@ -147,9 +147,7 @@ def test_of_several_labels_one_class_with_and_without_images_is_enough(score, va
     if cure is None:
         assert check_best_by(score, data, 100, 1)
         return
-    with pytest.raises(
-        UserError, match=f"--best-by {score} .* all 10 .* images or none: give --best-by {cure}"
-    ):
+    with pytest.raises(UserError, match=f"--best-by {score} .* all 10 .* images or none: give --best-by {cure}"):
         check_best_by(score, data, 100, 1)
 
 

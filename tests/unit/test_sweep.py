@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from delivery.sweep_page import TrialResult, rows_of, write_sweep
+from delivery.sweep_page import TrialResult, _lines, best_trial, rows_of, write_sweep
 from launch import sweep as sweeps
 from launch.sweep import Sweep, prepare, read_varied
 from scripts.sweep import parse
@@ -59,6 +59,31 @@ def actor(tmp_path, monkeypatch) -> Path:
 
 def made(folder: Path, *varied: str, name: str = "rates", **values) -> Sweep:
     return Sweep(name, (*WORDS, f"--log-dir={folder}"), varied, **values)
+
+
+def best_of(running: sweeps.RunningSweep) -> str:
+    """The flags of the best trial, which the first row of the table and the orange line of the page are of."""
+    rungs = running.rungs_reached()
+    results = [
+        TrialResult(one.run_name, one.values, one.epochs, one.score, one.state, 1.0, rungs[one.number])
+        for one in running.trials
+    ]
+    best, by = best_trial(results, running.best_by), running.best_by
+    first = rows_of(results, by)[0]
+    assert first.values.items() <= best.values.items()
+    assert [line["name"] for line in _lines([*best.values], results, by) if line["is_best"]] == [best.run_name]
+    return ",".join(best.values.values())
+
+
+def acted(running: sweeps.RunningSweep, scores: list[list[float]], states: list[str]) -> sweeps.RunningSweep:
+    """A sweep whose trials have had these scores, epoch by epoch."""
+    for trial, top1, state in zip(running.trials, scores, states, strict=True):
+        lines = [{"kind": "epoch", "epoch": n, "best_by": "top1", "score": one} for n, one in enumerate(top1, 1)]
+        trial.folder.mkdir(parents=True)
+        (trial.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        trial.epochs, trial.score = sweeps._progress(trial.folder)
+        trial.state = state
+    return running
 
 
 def values_of(*varied: str, **values) -> list[dict[str, str]]:
@@ -120,7 +145,7 @@ def test_the_better_third_goes_on_and_a_failure_is_a_row(actor, jobs, monkeypatc
     assert [trial.epochs for trial in running.trials] == [*(1 if t not in (6, 7) else 3 for t in range(1, 8)), 0, 9]
     assert running.trials[7].state == "exit code 1: error: no such luck"
     assert [running.trials[index].state for index in (0, 8)] == ["paused", "finished"]
-    assert running.winner() is running.trials[8]
+    assert best_of(running) == "0.08"
     starts = (actor / "runs" / "rates-9" / "starts").read_text().split()
     assert starts == ["0", "1", "3"]  # each rung goes on where the last one ended
     again = prepare(asked)  # nothing but the failure is left to do
@@ -154,6 +179,7 @@ def test_stopped_and_continued(actor):
         ({"varied": ("no-such-flag=1",)}, "--no-such-flag"),
         ({"varied": ("seed=" + ",".join(map(str, range(1001))),)}, "more than 1000 combinations"),
         ({"varied": ("epochs=1,2",), "halving": 2}, "--vary epochs=... with --halving"),
+        ({"varied": ("best-by=top1,loss",)}, "--best-by=loss is judged by loss, others by top1"),
         ({"name": "../away"}, "expected a name"),
         ({"words": (*WORDS, "--run-name=mine")}, "a sweep names its runs"),
         ({"words": ("basic_cnn", "ddp")}, "5 arguments are needed"),
@@ -273,7 +299,7 @@ def test_halving_as_arrays_trains_what_the_sweep_itself_would(actor, monkeypatch
         (one.epochs, one.score, one.state) for one in expected.trials
     ]
     assert (actor / "runs" / "rates-9" / "starts").read_text().split() == ["0", "1", "3"]
-    assert found.winner().number == 9
+    assert best_of(found) == "0.08"
 
 
 def test_rungs_compare_their_own_epochs_and_a_later_failure_is_tried_again(tmp_path):
@@ -284,13 +310,48 @@ def test_rungs_compare_their_own_epochs_and_a_later_failure_is_tried_again(tmp_p
         [0.3, 0.3, 0.3],
         [0.4],
     ]  # 1 went too far, 4 failed early
-    for trial, top1 in zip(running.trials, scores, strict=True):
-        lines = [{"kind": "epoch", "epoch": n, "best_by": "top1", "score": one} for n, one in enumerate(top1, 1)]
-        trial.folder.mkdir(parents=True)
-        (trial.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        trial.epochs, trial.state = len(top1), "paused"
-    running.trials[2].state = running.trials[3].state = "exit code 1: error"
+    acted(running, scores, ["paused", "paused", "exit code 1: error", "exit code 1: error"])
     assert [trial.number for trial in running._better(running.trials, 3)] == [3, 2]
+
+
+FAILS, NO = "exit code 1: error", math.nan
+
+
+@pytest.mark.parametrize(
+    ("halving", "scores", "states", "best"),
+    [
+        # Early stopping, or the number of epochs, ended the first trial.
+        (0, [[0.9, 1.0], [0.4] * 9], ["finished"] * 2, 0),
+        (0, [[0.4] * 9, [0.9, 1.0, 0.2]], ["finished", "diverged"], 1),
+        # One that failed or was stopped is not complete; without any complete one they are compared all the same.
+        (0, [[0.9] * 8, [0.4, 0.4]], [FAILS, "finished"], 1),
+        (0, [[0.9] * 8, [0.4, 0.4]], ["paused", "finished"], 1),
+        (0, [[0.4] * 8, [0.9, 0.4]], ["paused"] * 2, 1),
+        # What is not a number is worse than every number.
+        (0, [[NO, NO], [0.1] * 2], ["finished"] * 2, 1),
+        (0, [[NO, 0.2], [0.1] * 2], ["finished"] * 2, 0),
+        # Rungs after 3, 5 and 9 epochs: the second was given up after 5, though it is ahead of the winner's end.
+        (2, [[0.1] * 3, [0.1, 0.1, 0.5, 0.5, 0.5], [0.2, 0.2, 0.4, 0.6, 0.6, *[0.6] * 4], [0.1] * 3], None, 2),
+        # The first stopped by itself, and was given up at the first rung; then it is in no comparison after it.
+        (2, [[0.3, 0.3], [0.4] * 5, [0.5] * 9, [0.1] * 3], ["finished", "paused", "finished", "paused"], 2),
+        (2, [[0.6, 0.9], [0.4] * 5, [0.5] * 9, [0.1] * 3], ["finished", "paused", "finished", "paused"], 0),
+        # Stopped in the first rung: the one that ended by itself in it is compared with the others that are there.
+        (2, [[0.3, 0.3], [0.4] * 3, [0.9] * 2, []], ["finished", "paused", "paused", "waiting"], 1),
+    ],
+)
+def test_the_best_is_compared_at_its_rung_whatever_its_epochs(tmp_path, halving, scores, states, best):
+    rates = [f"0.0{number}" for number in range(1, len(scores) + 1)]
+    running = prepare(made(tmp_path, "learning-rate=" + ",".join(rates), halving=halving))
+    acted(running, scores, states or ["paused", "paused", "finished", "paused"])
+    assert best_of(running) == rates[best]
+
+
+def test_the_best_trial_is_one_of_the_best_combination(tmp_path):
+    """A single seed may be lucky: the command is of the row that stands first in the table."""
+    running = prepare(made(tmp_path, "learning-rate=0.01,0.02", "seed=0,1,2"))
+    scores = [[0.9], [0.5], [0.5], [0.7], [0.8], [0.7]]
+    acted(running, scores, ["finished"] * 6)
+    assert best_of(running) == "0.02,1"
 
 
 def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor, capfd):
@@ -322,7 +383,7 @@ def test_the_best_trial_is_the_run_that_its_command_trains(tmp_path):
     running = prepare(Sweep("rates", words, ("learning-rate=0.001,0.01",), halving=2))
     assert running.rungs() == [2, 3]
     list(running.run(1))
-    best = running.winner()
+    (best,) = (trial for trial in running.trials if trial.values["learning-rate"] == best_of(running))
     assert sorted(trial.epochs for trial in running.trials) == [2, 3]
     assert best.epochs == 3
     command = ["bash", "scripts/launch_distributed.sh", *words, *best.flags, "--run-name=alone"]
