@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import time
@@ -64,12 +66,39 @@ AlertLevel = types.SimpleNamespace(ERROR="error")
 """
 
 
+FAKE_MLFLOW = """
+import json, os, types
+
+class MlflowException(Exception):
+    pass
+
+def say(*words):
+    with open(os.environ["CALLS"], "a") as file:
+        file.write(json.dumps(words) + "\\n")
+
+def log_params(values):
+    if any(len(value) > 250 for value in values.values()):
+        raise MlflowException("INVALID_PARAMETER_VALUE: exceeds length limit of 250")
+    say("params", values)
+
+def log_metrics(values, step):
+    say("metrics", step, values)
+
+def start_run(*_, **__):
+    return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+
+def __getattr__(name):
+    return lambda *_, **__: None
+"""
+
+
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """Put a package `wandb` in the way of the real one; return a function that reads the calls that it got."""
     package = tmp_path / "packages"
     package.mkdir()
     (package / "wandb.py").write_text(FAKE)
+    (package / "mlflow.py").write_text(FAKE_MLFLOW)
     monkeypatch.setenv("PYTHONPATH", str(package))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.delenv("WANDB_DIR", raising=False)
@@ -106,6 +135,8 @@ def test_a_tracker_gets_numbers_events_and_files(fake, tmp_path):
     assert checkpoint == ["log", 13, {"checkpoint/stall_seconds": 0.5}]
     assert alert == ["alert", "checkpoint_failed", '{"error": "full"}']
     assert (epoch[1], epoch[2]["epoch/val_top1"]) == (20, 0.9)
+    best = {"best_epoch": 2, "best_score": 0.9, "best_val_loss": 0.3, "best_val_top1": 0.9, "best_val_top5": 0.99}
+    assert best.items() <= epoch[2].items()
     assert (end[1], end[2]["run/images_per_second"]) == (50, 310.0)
     assert files == [
         ["log", 50, {"worst images": str(folder.path / EVALUATION / "worst.png")}],
@@ -115,6 +146,34 @@ def test_a_tracker_gets_numbers_events_and_files(fake, tmp_path):
         ["artifact", "model.safetensors", f"{known_as}-model", "model"],
     ]
     assert finish == ["finish", 0]
+
+
+def test_the_last_of_the_best_numbers_are_those_of_the_best_epoch(fake, tmp_path):
+    """A table of runs shows the last value of each name."""
+    logger = TrackerLogger("wandb", run_folder(tmp_path), {}, 0)
+    scores = (0.5, math.nan, 0.8, 0.6)
+    for number, (score, is_best) in enumerate(zip(scores, (True, False, True, False), strict=True), 1):
+        logger.epoch(dataclasses.replace(EPOCH, epoch=number, score=score, is_best=is_best))
+    logger.close()
+    last = {name: value for call in fake() if call[0] == "log" for name, value in call[2].items()}
+    assert (last["best_epoch"], last["best_score"], last["epoch/score"]) == (3, 0.8, 0.6)
+
+
+@pytest.mark.parametrize("long", [(), (3,), (0, 41, 99)])
+def test_a_setting_that_a_server_refuses_is_lost_alone(fake, tmp_path, capfd, long):
+    config = {f"setting_{number}": "x" * (300 if number in long else 9) for number in range(100)}
+    logger = TrackerLogger("mlflow", run_folder(tmp_path), config, 0)
+    logger.epoch(EPOCH)
+    logger.close()
+    taken: dict[str, str] = {}
+    for _, values in (call for call in fake() if call[0] == "params"):
+        assert not taken.keys() & values.keys()
+        taken |= values
+    refused = [f"setting_{number}" for number in long]
+    assert taken == {name: value for name, value in config.items() if name not in refused}
+    told = f"note: mlflow: it refuses the values of {', '.join(refused)}; all others are there\n"
+    assert capfd.readouterr().err == (told if long else "")
+    assert next(call[2]["best_val_top1"] for call in fake() if call[0] == "metrics") == 0.9
 
 
 @pytest.mark.parametrize("rewinds", [True, False])

@@ -22,6 +22,8 @@ from training.observe.loggers.tracker_runs import TRACKER_RUNS
 
 SECONDS_AFTER_TRAINER = 60.0  # that it has to end in if the trainer is gone
 PREFIXES = {"step": "train", "end": "run"}  # of an event's numbers; else its kind
+# Of an epoch's numbers those of the best one so far: what a tracker lists of a run is the last that it got.
+BEST = ("epoch", "score", "val_loss", "val_top1", "val_top5")
 ALERTS = ("checkpoint_failed", "diverged", "gave_up")  # what a person should know at once
 FILES = (
     *(names.CONFIG, names.ENVIRONMENT, names.METRICS, names.EVALUATION, names.TEST_EVALUATION),
@@ -47,6 +49,8 @@ class Feeder:
         known_as = json.loads(memory.read_text()) if memory.exists() else None
         run = TRACKER_RUNS[name](self._folder, first["config"], known_as, first["first_step"])
         memory.write_text(json.dumps(run.known_as))
+        if run.refused:
+            self._out.write(f"it refuses the values of {', '.join(run.refused)}; all others are there\n")
         return run
 
     def feed(self) -> None:
@@ -62,7 +66,10 @@ class Feeder:
                 self._hand_over(step)
                 break
             step = event.pop("step", step)
-            if numbers := dict(_numbers(event, PREFIXES.get(kind, kind))):
+            numbers = dict(_numbers(event, PREFIXES.get(kind, kind)))
+            if event.get("is_best"):
+                numbers |= {f"best_{name}": event[name] for name in BEST}
+            if numbers:
                 self._attempt(self._run.scalars, numbers, step)
             if kind in ALERTS:
                 self._attempt(self._run.alert, kind, json.dumps(event))

@@ -1,14 +1,16 @@
 """A run in each tracker: opened again by `known_as` after a resume; methods may raise what the tracker's library does.
 
 Each goes where its library's own variables say, or else into the folder of all logs. `picture` and `file` get what the
-run has left; `close` gets 'finished', 'failed' or 'killed'.
+run has left; `close` gets 'finished', 'failed' or 'killed'; `refused` names the settings that the tracker did not take.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ LONGEST_VALUE, LONGEST_TAG = 6000, 5000  # characters, of MLflow
 
 class WandbRun:
     """Weights & Biases: on the server of `wandb login`, or with WANDB_MODE=offline in <log folder>/wandb."""
+
+    refused: Sequence[str] = ()
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], known_as: str | None, first_step: int) -> None:
         import wandb
@@ -67,6 +71,8 @@ class WandbRun:
 class MlflowRun:
     """MLflow: on the server of MLFLOW_TRACKING_URI, or in <log folder>/mlflow; steps that are run again stay."""
 
+    refused: Sequence[str] = ()
+
     def __init__(self, folder: RunFolder, config: dict[str, Any], known_as: str | None, first_step: int) -> None:
         # Before the import: a request to a server that is not there would be repeated for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
@@ -86,7 +92,20 @@ class MlflowRun:
         mlflow.set_experiment(experiment)
         self.known_as = mlflow.start_run(known_as, run_name=folder.name, log_system_metrics=True).info.run_id
         if known_as is None:  # of a run that has some MLflow refuses others
-            mlflow.log_params({key: str(value)[:LONGEST_VALUE] for key, value in config.items()})
+            end = time.monotonic() + OPENING_SECONDS
+            self.refused = self._set({key: str(value)[:LONGEST_VALUE] for key, value in config.items()}, end)
+
+    def _set(self, parameters: dict[str, str], end: float) -> list[str]:
+        """Log parameters, and return which are refused: a server takes a batch of them as a whole, or none of it."""
+        try:
+            self._mlflow.log_params(parameters)
+        except self._mlflow.MlflowException:
+            if len(parameters) == 1 or time.monotonic() > end:
+                return [*parameters]
+            pairs = [*parameters.items()]
+            halves = (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :])
+            return [name for half in halves for name in self._set(dict(half), end)]
+        return []
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(values, step)
@@ -107,6 +126,8 @@ class MlflowRun:
 
 class TrackioRun:
     """Trackio: in the files of <log folder>/trackio; steps that are run again stay."""
+
+    refused: Sequence[str] = ()
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], known_as: str | None, first_step: int) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(folder.log_dir.resolve() / "trackio"))  # read by the import
