@@ -13,7 +13,9 @@ import torch
 from delivery.export import ExportRefused
 from delivery.export.export_job import CheckImages, ExportJob, Forward, run_in_batches
 from delivery.export.pictures import FromPictures
+from delivery.intervals import Interval, of_difference
 from delivery.views import probabilities_of
+from training.base.units import plural
 
 SMALL_BATCHES = (1, 2)
 ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
@@ -56,6 +58,8 @@ class Agreement:
         equal_top1: share of images, 0 to 1, with the same highest logit.
         model_top1: accuracy of the PyTorch module, 0 to 1.
         file_top1: accuracy of the file.
+        lost: images on which the module alone is right.
+        gained: images on which the file alone is.
         images: how many were compared.
         batch_sizes: those that were run.
     """
@@ -67,6 +71,8 @@ class Agreement:
     equal_top1: float
     model_top1: float
     file_top1: float
+    lost: int
+    gained: int
     images: int
     batch_sizes: tuple[int, ...]
 
@@ -75,10 +81,25 @@ class Agreement:
         """Points of top-1, of 100, that the file has less than the module."""
         return 100 * (self.model_top1 - self.file_top1)
 
+    @property
+    def points_lost_interval(self) -> Interval:
+        """What it would lose on endlessly many such images: an interval of 95 %."""
+        low, high = of_difference(self.lost, self.gained, self.images)
+        return 100 * low, 100 * high
+
+    def describe_loss(self, precision: str) -> str:
+        """Return what the file loses, with the interval."""
+        low, high = self.points_lost_interval
+        return (
+            f"{precision} loses {self.points_lost:.2f} points of top-1 ({self.model_top1:.4f} -> {self.file_top1:.4f} "
+            f"on {plural(self.images, 'image')}; 95 % interval {low:.2f} to {high:.2f})"
+        )
+
 
 def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
     """Run a file on all images in full batches, and on the first ones in small batches."""
     logits = run_in_batches(forward, check.images, batch_size)
+    right, file_right = check.is_right(check.logits), check.is_right(logits)
     batch_difference, first = 0.0, 0
     for size in SMALL_BATCHES:
         few = slice(first, first + size)
@@ -92,8 +113,10 @@ def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
         batch_difference,
         _largest(check.logits),
         float((logits.argmax(1) == check.logits.argmax(1)).double().mean()),
-        check.top1(check.logits),
-        check.top1(logits),
+        float(right.double().mean()),
+        float(file_right.double().mean()),
+        int((right & ~file_right).sum()),
+        int((file_right & ~right).sum()),
         len(check),
         (*SMALL_BATCHES, min(batch_size, len(check))),
     )
@@ -157,8 +180,7 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
             )
     if not agreement.points_lost <= max_accuracy_loss + ROUNDING:
         raise ExportRefused(
-            f"refused: {precision} loses {agreement.points_lost:.2f} points of top-1 "
-            f"({agreement.model_top1:.4f} -> {agreement.file_top1:.4f}), allowed are {max_accuracy_loss:g}. "
+            f"refused: {agreement.describe_loss(precision)}, allowed are {max_accuracy_loss:g}. "
             "Nothing was written: give another --precision, or --max-accuracy-loss."
         )
 

@@ -80,11 +80,10 @@ class CheckImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def top1(self, logits: torch.Tensor) -> float:
-        """Return the share of images, 0 to 1, whose highest logit [N, classes] is their class, or one of them."""
+    def is_right(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return whether the highest logit [N, classes] of an image is its class, or one of them: bool [N]."""
         best = logits.argmax(1)
-        is_right = best == self.labels if self.label_sets is None else self.label_sets[self.labels, best] > 0
-        return float(is_right.double().mean())
+        return best == self.labels if self.label_sets is None else self.label_sets[self.labels, best] > 0
 
 
 @dataclass(frozen=True)

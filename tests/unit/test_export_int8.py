@@ -81,6 +81,11 @@ def test_int8_keeps_accuracy_in_a_quarter_of_the_size(trained, monkeypatch, caps
     assert int(rows["int8"][1].replace(",", "")) == file.stat().st_size
     assert 0.25 < float(rows["int8"][2]) < 0.28
     assert all(float(value) > 0 for row in rows.values() for value in row[3:])
+    verdict = re.search(r"^  int8 loses (.*) points .* 95 % interval (.*) to (.*)\)(: .*)?$", said, re.M)
+    lost, low, high = map(float, verdict.groups()[:3])
+    assert lost == pytest.approx(100 * float(before - after), abs=0.01)
+    assert low <= lost <= high
+    assert (verdict[4] == ": so few images do not rule out more than 1") == (high > 1)
 
 
 def spoiled(built, *pairs):
@@ -110,7 +115,9 @@ def test_int8_is_refused_with_what_it_loses(trained, monkeypatch, capsys, tmp_pa
     assert run_export(monkeypatch, folder, *WORDS) == 1
     said, error = capsys.readouterr()
     lost, before, after, refusal = re.fullmatch(
-        r"export: refused: int8 loses ([\d.]+) points of top-1 \(([\d.]+) -> ([\d.]+)\), (.*)\n", error
+        r"export: refused: int8 loses ([\d.]+) points of top-1 \(([\d.]+) -> ([\d.]+) on 360 images; 95 % interval "
+        r".* to .*\), (.*)\n",
+        error,
     ).groups()
     assert float(lost) == pytest.approx(100 * (float(before) - float(after)), abs=0.02)
     assert float(lost) > 1
