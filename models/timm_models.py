@@ -141,6 +141,19 @@ def create(
         raise UserError(f"the pretrained weights of timm's {timm_name} could not be loaded: {reason}") from error
 
 
+def published_config(name: str) -> dict[str, Any]:
+    """Return timm's facts about the published weights of a network: their classes, normalization and sizes.
+
+    Raises:
+        UserError: for an unknown name or tag, and a network of which no weights are published.
+    """
+    check_timm_name(name)
+    config: Any = timm.get_pretrained_cfg(name)
+    if not (config and config.has_weights):
+        raise UserError(f"timm has no published weights of {name}.")
+    return config.to_dict()
+
+
 def adapt_weights(
     timm_name: str, image_size: ImageSize, image_channels: int, tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:

@@ -8,20 +8,23 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from models.build import build_model
+from models.class_order import Names, order_of, published_classes
 from models.dry_run import forward_failure
-from training.base.errors import UserError, one_line
+from models.timm_models import published_config
+from training.base.errors import UserError, one_line, shown
 from training.base.run_folder import WEIGHTS
 from training.base.settings import REPO_ROOT
-from training.base.units import format_duration
+from training.base.small_files import read_small_text
+from training.base.units import format_duration, plural
 from training.cached_features import SampleRows
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
@@ -107,7 +110,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
         return None
 
     def load() -> Teacher:
-        module, classes, normalization = _load_timm(config, data) if is_timm else _load_file(config, data)
+        module, classes, normalization = _load_timm(config, data) if is_timm else _load_file(config)
         own, given = (torch.tensor(pair, dtype=torch.float64) for pair in (normalization, _normalization(data)))
         if own.shape != given.shape:
             raise UserError(
@@ -117,14 +120,11 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
             failure = forward_failure(module, size, config.micro_batch, data.image_channels)
             if failure:
                 raise UserError(f"--teacher {config.teacher} takes no images of {size} pixels: {one_line(failure)}.")
-        missing = [name for name in data.class_names if name not in classes]
-        if missing:
-            raise UserError(
-                f"--teacher {config.teacher} does not know {len(missing)} of the {len(data.class_names)} classes, such "
-                f"as '{missing[0]}': give one that was trained on them."
-            )
-        order = torch.tensor([classes.index(name) for name in data.class_names])
-        return Teacher(module, order, own, given, precision, world.device)
+        order = torch.tensor(_order(config, data, classes))
+        teacher = Teacher(module, order, own, given, precision, world.device)
+        if config.teacher_classes:  # of another order it is another teacher
+            teacher.digest = hashlib.sha256(f"{teacher.digest} {order.tolist()}".encode()).hexdigest()
+        return teacher
 
     is_timm = config.teacher.startswith(TIMM)
     # One rank per machine goes first and downloads; the others then find the weights in the cache.
@@ -174,7 +174,56 @@ def keep_answers(context: Run, loop: TrainContext) -> int:
     return 0
 
 
-def _load_file(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, list[str], list[list[float]]]:
+class _Outputs(NamedTuple):
+    """How many outputs a teacher has, and lists of their names, of which it may have several or none."""
+
+    number: int
+    known: Sequence[Names]
+
+
+def _order(config: TrainConfig, data: DatasetPair, outputs: _Outputs) -> list[int]:
+    """Return which output of the teacher is which class of the data.
+
+    Raises:
+        UserError: if it is not known of each of them.
+    """
+    known, states = outputs.known, "--teacher-classes FILE, the data's name of each of its outputs, one a line"
+    if config.teacher_classes:
+        known = [_stated_classes(config.teacher_classes)]
+        if len(known[0]) != outputs.number:
+            raise UserError(
+                f"--teacher-classes {config.teacher_classes} has {plural(len(known[0]), 'line')}, --teacher "
+                f"{config.teacher} {outputs.number} outputs: give a line for each."
+            )
+    if not known:
+        raise UserError(
+            f"--teacher {config.teacher} has no names for its {outputs.number} classes, and an equal number is no "
+            f"equal order: give {states}."
+        )
+    order, missing = order_of(data.class_names, known)
+    if missing:
+        raise UserError(
+            f"--teacher {config.teacher} does not know {len(missing)} of the {len(data.class_names)} classes, such as "
+            f"{shown(missing[0])}; what it knows is such as {shown(known[0][0])}: give one that was trained on them, "
+            f"or, if only the names differ, {states}."
+        )
+    return order
+
+
+def _stated_classes(path: str) -> Names:
+    """Return the lines of a file of names.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        text = read_small_text(Path(os.path.expanduser(path)))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--teacher-classes {path} cannot be read: {one_line(error)}.") from None
+    return [line.strip() for line in text.removeprefix("\ufeff").rstrip().split("\n")]
+
+
+def _load_file(config: TrainConfig) -> tuple[nn.Module, _Outputs, list[list[float]]]:
     """Return the network of a run or a file, its classes, and the normalization of its images."""
     given = Path(os.path.expanduser(config.teacher))
     logs = (run_folder(config).path.parent, REPO_ROOT / "logs" / "runs")
@@ -186,15 +235,19 @@ def _load_file(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, list[
             "one, or timm:NAME."
         )
     module, metadata = load_model(path)
-    return module, metadata["class_names"], [metadata["preprocessing"][name] for name in ("mean", "std")]
+    names = metadata["class_names"]
+    return module, _Outputs(len(names), [names]), [metadata["preprocessing"][name] for name in ("mean", "std")]
 
 
-def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, list[str], list[list[float]]]:
-    """Return a network with its published weights, whose classes are taken to be in the order of the data's."""
+def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, _Outputs, list[list[float]]]:
+    """Return a network with its published weights, what its classes are called, and the normalization of its images."""
     try:
+        published = published_config(config.teacher.removeprefix(TIMM))
+        if not published["num_classes"]:
+            raise UserError("it has features and no classes: train a head on it, and give that run")
         built = build_model(
             config.teacher,
-            num_classes=len(data.class_names),
+            num_classes=published["num_classes"],
             image_size=data.preprocessing["image_size"],
             image_channels=data.image_channels,
             pretrained=True,
@@ -202,14 +255,9 @@ def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, list[
         )
     except UserError as error:  # which says what to type for the model of a run
         raise UserError(f"--teacher {config.teacher}: {str(error).partition(' Type --weights')[0]}") from error
-    published: Any = built.module.pretrained_cfg
-    if published["num_classes"] != len(data.class_names):
-        raise UserError(
-            f"--teacher {config.teacher} tells {published['num_classes']} classes apart, the data has "
-            f"{len(data.class_names)}: train it on the data, and give that run."
-        )
     own = [published[name] for name in ("mean", "std")]
-    return built.module, data.class_names, own if data.image_channels == 3 else _normalization(data)
+    outputs = _Outputs(published["num_classes"], published_classes(published))
+    return built.module, outputs, own if data.image_channels == 3 else _normalization(data)
 
 
 def _normalization(data: DatasetPair) -> list[list[float]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 from models.build import build_model
 from training.base.run_folder import WEIGHTS
 from training.checkpoint.weights import load_model
-from training.teacher import Teacher
+from training.config import TrainConfig
+from training.teacher import Teacher, load_teacher
+from training.world.world import World
 
 DATA = ("--data", "digits", "--image-size", "8", "--report", "false", "--tensorboard", "false", "--shift-pixels", "1")
 STUDENT = ("--epochs", "2", "--mixup", "0.2", "--save-every-steps", "15", "--keep-last", "99", "--distill", "kl:4:0.7")
@@ -154,20 +157,59 @@ def test_a_teacher_gets_its_own_normalization_and_answers_in_the_order_of_the_da
     assert Teacher(module, torch.tensor([2, 0]), own, given, "fp32", torch.device("cpu")).digest != first
 
 
-def test_published_weights_of_other_classes_are_one_line(teachers, monkeypatch):
-    """The network's own answers, if it has as many classes as the data; without the hub, so with random weights."""
-    build = functools.partial(build_model, "timm:test_resnet", num_classes=10, image_size=8)
+@pytest.fixture
+def published(monkeypatch):
+    """Let `timm:test_resnet` have so many classes, of these names, with random weights; the hub is not asked."""
 
-    def published(classes):
-        built = build()
-        built.module.pretrained_cfg = {"num_classes": classes, "mean": (0.5,) * 3, "std": (0.5,) * 3}
-        return lambda *_, **__: built
+    def publish(classes, names=None):
+        built = build_model("timm:test_resnet", num_classes=classes, image_size=8)
+        facts = {"num_classes": classes, "label_names": names, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        monkeypatch.setattr("training.teacher.build_model", lambda *_, **__: built)
+        monkeypatch.setattr("training.teacher.published_config", lambda _: facts)
 
-    given = (*teachers[1], *STUDENT[:2], "--distill", "kl:1", "--teacher", "timm:test_resnet", "--run-name")
-    monkeypatch.setattr("training.teacher.build_model", published(1000))
-    assert_user_error(train_here(*given, "published"), "tells 1000 classes apart, the data has 10")
-    monkeypatch.setattr("training.teacher.build_model", published(10))
-    assert train_here(*given, "published-10").returncode == 0
+    return publish
+
+
+def test_the_classes_of_published_weights_are_told_by_name(teachers, published, tmp_path):
+    """Not by their number: 10 classes are no digits, and 1,000 no wnids."""
+    given = (
+        *teachers[1],
+        *STUDENT[:2],
+        "--distill",
+        "kl:1",
+        "--teacher",
+        "timm:test_resnet",
+        "--run-name",
+        "published",
+    )
+    published(10)
+    assert_user_error(train_here(*given), "has no names for its 10 classes", "give --teacher-classes FILE")
+    published(1000)
+    assert_user_error(train_here(*given), "does not know 10 of the 10 classes, such as '0'", "such as 'n01440764'")
+    (names := tmp_path / "names.txt").write_bytes(b"\xef\xbb\xbf0\r\n2 \r\n1\r\n")
+    assert_user_error(train_here(*given, "--teacher-classes", str(names)), "has 3 lines", "1000 outputs")
+    published(3)
+    assert_user_error(train_here(*given, "--teacher-classes", str(names)), "does not know 7 of the 10", "such as '3'")
+    assert_user_error(train_here(*given, "--teacher-classes", str(tmp_path)), "cannot be read")
+
+
+def test_a_teacher_answers_in_the_order_of_the_data_however_its_own_are_named(teachers, published, tmp_path):
+    """By its own names, or those of the file; another order is another teacher."""
+    config = TrainConfig(teacher="timm:test_resnet", distill="kl:1", image_size=8)
+    digits = SimpleNamespace(class_names=[*"0123"], image_channels=3, train=SimpleNamespace(sizes=[8]))
+    digits.preprocessing = {"image_size": 8, "mean": [0.5] * 3, "std": [0.5] * 3}
+    images, alone = torch.randn(3, 3, 8, 8), World(0, 0, 1, 1, torch.device("cpu"))
+    (names := tmp_path / "names.txt").write_text("1\n3\n0\nnine\n2\n")
+    found = []
+    for own, given in ((["1", "3", "0", "nine", "2"], config), (None, replace(config, teacher_classes=str(names)))):
+        torch.manual_seed(0)
+        published(5, own)
+        teacher = load_teacher(given, digits, "fp32", alone)
+        torch.testing.assert_close(teacher.answer(images), teacher._network(images)[:, [2, 0, 4, 1]])
+        found.append(teacher.digest)
+    names.write_text("1\n3\n2\nnine\n0\n")
+    found.append(load_teacher(replace(config, teacher_classes=str(names)), digits, "fp32", alone).digest)
+    assert len({*found}) == 3
 
 
 @pytest.mark.parametrize(

@@ -389,6 +389,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.has_stages),
     **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
     "temperature": lambda config: config.is_contrastive,
+    "teacher_classes": lambda config: bool(config.teacher),
     "feature_views": lambda config: config.features == "cached",
     **dict.fromkeys(
         ("islands", "outer_learning_rate", "outer_momentum", "outer_precision", "outer_delay"),

@@ -64,6 +64,9 @@ class RecipeSettings(RunSettings):
     teacher: str = option(
         "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
     )
+    teacher_classes: str = option(
+        "", "--teacher: a file with the data's name of each of its outputs, one a line; default: the names that it has."
+    )
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(
         0.0, "--loss bce: smoothed and mixed targets above this are 1, the others 0; 0: as they are.", low=0, high=0.99
