@@ -64,6 +64,7 @@ def evaluate(
     reject: str = "",
     path_column: str = "",
     label_column: str = "",
+    max_megapixels: int = 0,
     batch_size: int = 64,
     precision: str = "auto",
     output: str | Path | None = "",
@@ -87,6 +88,7 @@ def evaluate(
             see `delivery.fit_calibration`, on images that it was not trained on.
         path_column: as in training; default: the run's own.
         label_column: as `path_column`.
+        max_megapixels: of the largest image file, as in training; 0: the run's own.
         batch_size: images per rank and forward pass.
         precision: "auto", "bf16", "fp16" or "fp32", as in training.
         output: folder of the files; default: in the run's folder; None: no files are written.
@@ -101,7 +103,8 @@ def evaluate(
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
     """
     evaluate_parser(None).check(shift_pixels=shift_pixels, batch_size=batch_size, precision=precision)
-    choice = EvaluationChoice(str(data), split, data_root, bad_images, allow_missing_classes, path_column, label_column)
+    places = (path_column, label_column, max_megapixels)
+    choice = EvaluationChoice(str(data), split, data_root, bad_images, allow_missing_classes, *places)
     if reject:
         read_reject(reject)
     found = find_model(model)

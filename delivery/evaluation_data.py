@@ -66,7 +66,7 @@ class EvaluationChoice:
         data_root: as `DataOptions.data_root`.
         bad_images: as `DataOptions.bad_images`.
         allow_missing_classes: whether the data may lack classes that the model knows.
-        path_column, label_column: as of `DataOptions`.
+        path_column, label_column, max_megapixels: as of `DataOptions`.
     """
 
     data: str = ""
@@ -76,6 +76,7 @@ class EvaluationChoice:
     allow_missing_classes: bool = False
     path_column: str = ""
     label_column: str = ""
+    max_megapixels: int = 0
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def _data_options(
     preprocessing: dict[str, Any], config: TrainConfig, choice: EvaluationChoice, data: str
 ) -> DataOptions:
     of_run = ("label_separator", "val_fraction", "split_seed", "folds", "fold", "val_part", "links", "seed")
-    of_user = ("path_column", "label_column", "bad_images", "data_root")
+    of_user = ("path_column", "label_column", "bad_images", "data_root", "max_megapixels")
     return DataOptions(
         **{name: getattr(config, name) for name in of_run},
         **{name: getattr(choice, name) or getattr(config, name) for name in of_user},
@@ -232,7 +233,7 @@ def _data_options(
         interpolation=preprocessing["interpolation"],
         mean=tuple(preprocessing["mean"]),
         std=tuple(preprocessing["std"]),
-        decode="numbers" if takes_numbers(preprocessing) else config.decode,
+        decode="numbers" if takes_numbers(preprocessing) else preprocessing.get("decode", config.decode),
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-
 from delivery.export import FORMATS, PRECISIONS
 from models import LARGEST_IMAGE_SIZE
 from training.base.settings import LARGEST_BATCH
 from training.config.command_line import OneLineParser
 from training.data import BAD_IMAGES_USAGE, DATASETS
+from training.data.settings import MOST_MEGAPIXELS
 
 LARGEST_TOP_K = 1000
 MOST_IMAGES, MOST_THREADS = 10**6, 256
@@ -60,6 +59,7 @@ def predict_parser(description: str | None) -> OneLineParser:
     parser.add_choice(
         "--decode", ("cpu", "exact"), help="JPEG files shrunk, or in full. Default: as the run; cpu if it is not known."
     )
+    add_max_megapixels(parser)
     return parser
 
 
@@ -98,6 +98,17 @@ def export_parser(description: str | None) -> OneLineParser:
     return parser
 
 
+def add_max_megapixels(parser: OneLineParser) -> None:
+    """Add the flag of the largest image."""
+    parser.add_number(
+        "--max-megapixels",
+        1,
+        MOST_MEGAPIXELS,
+        default=0,
+        help="Largest image file that is read; default: the run's.",
+    )
+
+
 def audit_data_parser(description: str | None) -> OneLineParser:
     """Return the parser of audit_data.py."""
     parser = OneLineParser("audit_data", description)
@@ -108,6 +119,7 @@ def audit_data_parser(description: str | None) -> OneLineParser:
         help="A run's name or folder: the data is divided as in its training; or timm:NAME with published weights.",
     )
     parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
+    add_max_megapixels(parser)
     parser.add_argument("--fixes", default="", help="A fixes.csv, changed or not: write the table of it, and no more.")
     parser.add_argument("--output", default="", help="Folder of the files; default: logs/audits/DATA.")
     return parser
@@ -125,7 +137,7 @@ def _add_view_flags(parser: OneLineParser, verb: str) -> None:
     )
 
 
-def _add_image_flags(parser: argparse.ArgumentParser, verb: str) -> None:
+def _add_image_flags(parser: OneLineParser, verb: str) -> None:
     """Add the flags that name the images to look at, for `delivery.evaluation_data.EvaluationChoice`.
 
     Args:
@@ -140,6 +152,7 @@ def _add_image_flags(parser: argparse.ArgumentParser, verb: str) -> None:
     parser.add_argument(
         "--bad-images", default="", metavar="MODE", help=f"{BAD_IMAGES_USAGE}, as in training; default: the run's."
     )
+    add_max_megapixels(parser)
     parser.add_argument(
         "--allow-missing-classes",
         action="store_true",

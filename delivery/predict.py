@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,19 @@ from delivery.calibration import NONE_OF_THESE, Calibration, calibration_file, r
 from delivery.flags import predict_parser
 from delivery.trained_model import find_model
 from delivery.views import Views, checked_views, probabilities_of
-from models.sides import sides
 from training.base.control_groups import limit_threads, usable_cores
 from training.base.errors import UserError
 from training.checkpoint.weights import load_model
-from training.data.augment import evaluation_transform
+from training.config import TrainConfig
 from training.data.folder_listing import SYSTEM_NAMES
 from training.data.label_sets import SEPARATOR
-from training.data.reading.decode import make_decoder
 from training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from training.data.reading.image_notes import collected_notes, noting
-from training.data.reading.image_numbers import read_numbers, takes_numbers
+from training.data.reading.image_numbers import takes_numbers
 from training.data.reading.images import MAX_FILE_BYTES, ImageError
+from training.data.reading.model_input import ModelInput
 from training.data.reading.retry import entries_of, is_folder, patiently
-from training.data.settings import NUMBERS
-from training.data.values import BYTES, values_of
+from training.data.settings import MAX_MEGAPIXELS, NUMBERS
 from training.observe.multilabel import thresholds_of
 from training.world.preserved_process import preserved_torch_settings
 from training.world.world import use_exact_fp32
@@ -94,7 +91,7 @@ class Predictor:
         top_k: classes of each prediction.
         views: of each image, whose probabilities are averaged.
         batch_size: images of one forward pass.
-        decode: as in training.
+        reader: of the images.
         explain: whether predictions have a picture.
         calibration: what turns logits into probabilities, and rejects images; None for softmax alone.
     """
@@ -104,7 +101,7 @@ class Predictor:
     top_k: int
     views: Views
     batch_size: int
-    decode: str
+    reader: ModelInput
     explain: bool
     calibration: Calibration | None = None
 
@@ -124,6 +121,7 @@ def predict(
     batch_size: int = 64,
     device: str = "",
     decode: str = "",
+    max_megapixels: int = 0,
     explain: bool = False,
 ) -> Iterator[Prediction]:
     """Load a trained model, and return an iterator over the predictions of all images, in order.
@@ -139,6 +137,7 @@ def predict(
         batch_size: images of one forward pass.
         device: "cpu" or "cuda"; default: a GPU if there is one.
         decode: "cpu" or "exact", as in training; default: as the run, "cpu" if it is not known.
+        max_megapixels: of the largest image file, as in training; 0: as the run.
         explain: whether each prediction has a picture of what spoke for its first label.
 
     Raises:
@@ -153,11 +152,12 @@ def predict(
         batch_size=batch_size,
         device=device,
         decode=decode,
+        max_megapixels=max_megapixels,
         explain=explain,
     )
     extensions = (
         (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)
-        if predictor.is_of_arrays or predictor.decode == NUMBERS
+        if predictor.is_of_arrays or predictor.reader.decode == NUMBERS
         else IMAGE_EXTENSIONS
     )
     return predictions_of(predictor, _list_images(images, extensions))
@@ -172,19 +172,21 @@ def load_predictor(
     batch_size: int = 64,
     device: str = "",
     decode: str = "",
+    max_megapixels: int = 0,
     explain: bool = False,
 ) -> Predictor:
     """Load a trained model; arguments and errors are those of `predict`."""
     parser = predict_parser(None)
     parser.check(top_k=top_k, shift_pixels=shift_pixels, batch_size=batch_size)
-    parser.check(device=device or "cpu", decode=decode or "cpu")
+    parser.check(device=device or "cpu", decode=decode or "cpu", max_megapixels=max_megapixels or MAX_MEGAPIXELS)
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
     trained = find_model(model)
-    run = trained.config()
-    decode = decode or ("cpu" if run is None else run.decode)
+    run = trained.config() or TrainConfig()
     module, metadata = load_model(trained.weights)
+    decode = decode or metadata["preprocessing"].get("decode", run.decode)
+    reader = ModelInput(metadata["preprocessing"], decode, (max_megapixels or run.max_megapixels) * 10**6)
     module.to(device or ("cuda" if has_gpu else "cpu"))
     views = checked_views(flip, shift_pixels, metadata)
     calibration = read_calibration(trained.weights)
@@ -200,7 +202,7 @@ def load_predictor(
             f"the model is calibrated for {calibrated}, not for {views}: give the same, or calibrate it so with "
             "scripts/evaluate.py --reject."
         )
-    predictor = Predictor(module, metadata, top_k, views, batch_size, decode, explain, calibration)
+    predictor = Predictor(module, metadata, top_k, views, batch_size, reader, explain, calibration)
     if explain and predictor.is_of_arrays:
         raise UserError("--explain: the model was trained on arrays, which have no picture: leave it out.")
     return predictor
@@ -208,25 +210,15 @@ def load_predictor(
 
 def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[Prediction]:
     """Yield the prediction of each entry, in order; entries are read `batch_size` at a time."""
-    preprocessing, class_names = predictor.metadata["preprocessing"], predictor.metadata["class_names"]
-    channels = len(preprocessing["mean"])
-    transform = evaluation_transform(preprocessing)
-    # Made when it is needed: there is none for all numbers of channels.
-    decoder = cache(lambda: make_decoder(predictor.decode, max(sides(preprocessing["image_size"])), channels))
-
-    def pixels(path: str, content: bytes | None) -> torch.Tensor:
-        is_array = content is None and path.lower().endswith(ARRAY_EXTENSION)
-        if values_of(preprocessing) != BYTES or predictor.decode == NUMBERS or is_array:
-            return read_numbers(path, content, values_of(preprocessing), channels)
-        return torch.from_numpy(decoder()(path, data=content)).permute(2, 0, 1)
+    class_names = predictor.metadata["class_names"]
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
         try:
             with collected_notes() as notes:
-                image = pixels(*entry)
+                image = predictor.reader.read(*entry)
         except ImageError as error:
             return error
-        return transform(image), notes.get(entry[0], "")
+        return image, notes.get(entry[0], "")
 
     with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         while batch := list(islice(entries, predictor.batch_size)):

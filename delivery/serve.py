@@ -206,7 +206,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def make_server(model: str | Path, host: str, port: int, *, top_k: int = 5, device: str = "") -> Server:
+def make_server(
+    model: str | Path, host: str, port: int, *, top_k: int = 5, device: str = "", max_megapixels: int = 0
+) -> Server:
     """Load a trained model and listen; `serve_forever` answers.
 
     Args:
@@ -215,12 +217,14 @@ def make_server(model: str | Path, host: str, port: int, *, top_k: int = 5, devi
         port: to listen on; 0 for a free one.
         top_k: labels for each image.
         device: as `delivery.predict.predict` takes it.
+        max_megapixels: as `device`.
 
     Raises:
         UserError: for a mistake in the arguments, weights that cannot be used, a model of arrays, and an address that
             cannot be listened on.
     """
-    predictor = load_predictor(model, top_k=top_k, batch_size=1, device=device)
+    asked: dict[str, Any] = {"top_k": top_k, "device": device, "max_megapixels": max_megapixels}
+    predictor = load_predictor(model, **asked, batch_size=1)
     if predictor.is_of_arrays:
         raise UserError("the model was trained on arrays, which no page shows: use scripts/predict.py.")
     return Server(dataclasses.replace(predictor, explain=_can_explain(predictor)), host, port)

@@ -181,7 +181,7 @@ def _checked_preprocessing(value: Any, image_channels: int) -> dict[str, Any]:
         # nan is in no range
         is_right = [type(x) in (int, float) and low <= x <= high for x in channels] == [True] * image_channels
         _check(is_right, name, found[name], f"{image_channels} number(s) from {low:g} to {high:g}")
-    for name, allowed in (("fit", ("pad",)), ("values", VALUE_TYPES)):
+    for name, allowed in (("fit", ("pad",)), ("values", VALUE_TYPES), ("decode", ("exact", "numbers"))):
         if name in value:
             _check(value[name] in allowed, name, value[name], ", ".join(allowed))
             found[name] = value[name]

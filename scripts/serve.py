@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.flags import LARGEST_TOP_K
+from delivery.flags import LARGEST_TOP_K, add_max_megapixels
 from training.config.command_line import OneLineParser, run_script
 
 
@@ -25,7 +25,8 @@ def serve(given: argparse.Namespace) -> int:
     find_model(given.model)  # before the slow imports
     from delivery.serve import make_server
 
-    with make_server(given.model, given.host, given.port, top_k=given.top_k, device=given.device or "") as server:
+    asked = {"top_k": given.top_k, "device": given.device or "", "max_megapixels": given.max_megapixels}
+    with make_server(given.model, given.host, given.port, **asked) as server:
         if not server.is_local:
             print("note: whoever reaches this address can use the page: there is no password", file=sys.stderr)
         print(f"page         {server.address}", flush=True)
@@ -43,6 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_number("--port", 0, 65535, default=8000, help="Port to listen on; 0: a free one.")
     parser.add_number("--top-k", 1, LARGEST_TOP_K, default=5, help="Labels for each image.")
     parser.add_choice("--device", ("cpu", "cuda"), help="Default: a GPU if there is one.")
+    add_max_megapixels(parser)
     return parser.parse(arguments)
 
 

@@ -52,7 +52,9 @@ LEAST_ACCURACY = 0.8  # of a classifier that may doubt labels
 TIMM, QUERIES_AT_ONCE = "timm:", 256
 
 
-def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", output: str = "") -> dict[str, Any]:
+def audit(
+    data: str, *, run: str = "", data_root: str = "", max_megapixels: int = 0, fixes: str = "", output: str = ""
+) -> dict[str, Any]:
     """Audit a data set, write the files, print a summary; return what audit.json contains beside the findings.
 
     Args:
@@ -60,6 +62,7 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
         run: a run's name or folder, which says how the data is divided, and whose model judges; `timm:NAME`, a network
             with its published weights that judges; empty: as by default, and by the pictures alone.
         data_root: folder of torchvision's data sets; default: the run's own.
+        max_megapixels: of the largest image file, as in training; 0: the run's own.
         fixes: a list of fixes to make instead of looking for some; empty without.
         output: the folder; default: logs/audits/DATA.
 
@@ -75,7 +78,7 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
     config = (model.config() if model else None) or TrainConfig()
     trained = load_model(model.weights) if model else None
     seen_as = trained[1]["preprocessing"] if trained else None
-    options = audit_options(config, EvaluationChoice(data, data_root=data_root), seen_as)
+    options = audit_options(config, EvaluationChoice(data, data_root=data_root, max_megapixels=max_megapixels), seen_as)
     several = replace(options, task=MULTILABEL)
     datasets = load_data(several) if config.task == MULTILABEL else load_data(options)
     if not model and os.path.isdir(os.path.expanduser(data)):

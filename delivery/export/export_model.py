@@ -138,10 +138,7 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
 
 def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
     module, metadata = load_model(model.weights)
-    config = model.config()
-    if config is not None and settings.with_preprocessing:  # which is given pictures at full size
-        config = dataclasses.replace(config, decode="exact")
-    data = load_evaluation_data(metadata, config, settings, run_data(model))
+    data = load_evaluation_data(metadata, model.config(), settings, run_data(model))
     check = load_check_images(data, module, settings)
     calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
     origin = _describe_origin(model, metadata, settings.precision)

@@ -19,7 +19,7 @@ from training.data.values import BYTES, values_of
 from training.observe.multilabel import THRESHOLDS, thresholds_of
 
 PREPROCESSING = "preprocessing.json"
-INPUT_NAME, OUTPUT_NAME = "images", "logits"
+INPUT_NAME, OUTPUT_NAME, SHRINK_TO = "images", "logits", "shrink_to"
 # By number of channels: their names, and how a file gets them; of other arrays the user knows them.
 CHANNELS = {
     1: ("channel grey", "convert to 8-bit grey (ITU-R BT.601), transparent pixels on white"),
@@ -90,8 +90,14 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     values = values_of(preprocessing)
     division, value_range = VALUES[values]
     before = ["turn the image upright by its EXIF orientation", conversion]
+    shrink_to = 2 * max(height, width) if preprocessing.get("decode", "cpu") == "cpu" else None
     if values != BYTES:
-        names, before = OTHER_CHANNELS[0], [f"take the channels as {values} values"]
+        names, before, shrink_to = OTHER_CHANNELS[0], [f"take the channels as {values} values"], None
+    if shrink_to:
+        before.append(
+            f"shrink files to 1/2, 1/4 or 1/8, as far as the shorter side keeps {shrink_to} pixels: JPEG files by "
+            "libjpeg while they are decoded (Pillow's draft), others by the mean of blocks (Pillow's reduce)"
+        )
     how = f"({preprocessing['interpolation']}, antialiased)"
     longer, shorter = (
         f"the longer side to {height} pixels, the shorter one",
@@ -116,6 +122,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
         ]
     return {
         **preprocessing,
+        SHRINK_TO: shrink_to,
         "class_names": metadata["class_names"],
         "input": {
             "name": INPUT_NAME,

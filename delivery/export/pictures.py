@@ -14,6 +14,7 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 
 from delivery.calibration import NONE_OF_THESE, Calibration
+from delivery.export.output_folder import SHRINK_TO
 from delivery.views import Views, probabilities_of
 from models.sides import sides
 from training.base.errors import UserError
@@ -124,7 +125,7 @@ class FromPictures(nn.Module):
     def describe(self, use: dict[str, Any]) -> dict[str, Any]:
         """Return the content of preprocessing.json, changed to what the file takes and returns."""
         classes, threshold = use["output"]["shape"][1], self.calibration.threshold if self.calibration else 0.0
-        names, conversion = use["input"]["layout"].removeprefix("NCHW, "), use["steps"][:2]
+        names, conversion = use["input"]["layout"].removeprefix("NCHW, "), use["steps"][: 3 if use[SHRINK_TO] else 2]
         none = f", -1 ({NONE_OF_THESE}) if its probability is below {threshold}" if threshold else ""
         kept = {key: value for key, value in use["output"].items() if key not in ("name", "dtype", "shape", "meaning")}
         shape = ["batch", "height", "width", len(self.preprocessing["mean"])]

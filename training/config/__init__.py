@@ -31,7 +31,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("pretrained", "weights", "early_stopping_patience", "epochs"),
         *("raw_accuracy", "teacher", "teacher_classes"),  # which the teacher's hash identifies
         *("data", "data_root", "path_column", "label_column", "label_separator", "links", "download"),
-        *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images"),
+        *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images", "max_megapixels"),
         *("preset", "run_name", "log_dir", "log_every_steps", "log_hashes", "audit", "progress"),
         *("loggers", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "on_oom", "hang_timeout"),

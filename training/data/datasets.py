@@ -30,6 +30,7 @@ from training.data.label_sets import LabelSets
 from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
+from training.data.reading.image_numbers import note_unused_range
 from training.data.reading.images import ImageError
 from training.data.reading.sources import Archive, ArraySource, FileSource, ImageFile, Source, open_files
 from training.data.settings import MULTILABEL, NUMBERS
@@ -284,6 +285,7 @@ def make_dataset_pair(
         "interpolation": options.interpolation,
         **({"fit": options.fit} if options.fit == "pad" else {}),
         **({} if train.values == BYTES else {"values": train.values}),
+        **({} if train.in_memory or options.decode == "cpu" else {"decode": options.decode}),
     }
     augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
     if (channels, train.values) != (3, BYTES) and augmentation.uses_pillow:
@@ -396,7 +398,9 @@ def make_file_datasets(
             more = f"\0{file.box}\0{file.weight}" if file.box or file.weight != 1 else ""
             digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}{more}\n"))
     all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
-    if options.decode == NUMBERS and len(sources[0].labels):
+    if options.decode != NUMBERS and len(sources[0].labels):
+        all_notes += note_unused_range(sources[0], options.max_megapixels * 10**6)
+    elif len(sources[0].labels):
         if tested and tested.values != sources[0].values:
             raise UserError(f"the test images are {tested.values}, the others {sources[0].values}: give all one type.")
         mean, std = _statistics_of_some(sources[0])

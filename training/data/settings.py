@@ -19,6 +19,7 @@ BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
 DATA_ROOT = "~/.cache/zerovision"
 URL = "://"
 MULTILABEL: Literal["multilabel"] = "multilabel"  # of --task
+MAX_MEGAPIXELS, MOST_MEGAPIXELS = 179, 10_000  # of an image: by default, as Pillow; at all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +258,12 @@ class DataFields:
         0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
     )
     workers: str = option("auto", "Loader processes per rank: a whole number, or auto.")
+    max_megapixels: int = option(
+        MAX_MEGAPIXELS,
+        "Largest image file that is read, in millions of pixels: it may be a bomb of few bytes.",
+        low=1,
+        high=MOST_MEGAPIXELS,
+    )
     bad_images: str = option(
         "error", f"What to do with unreadable images: {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %."
     )

@@ -20,9 +20,9 @@ from PIL import Image, ImageOps
 
 from training.base.errors import UserError
 from training.data.augment import BoxChooser
-from training.data.reading.formats import pillow_formats, without_metadata
+from training.data.reading.formats import without_metadata
 from training.data.reading.image_notes import add_note, noting
-from training.data.reading.images import CHANNEL_MODES, MAX_PIXELS, ImageError, open_image, read_file
+from training.data.reading.images import CHANNEL_MODES, MAX_PIXELS, ImageError, open_image, opened, read_file
 from training.data.reading.native import crop_jpeg
 
 SCALE_NUMERATORS = (1, 2, 4)  # of eighths; the others that libjpeg-turbo has are slower than the work they save
@@ -50,13 +50,14 @@ class Decoder(Protocol):
         """
 
 
-def make_decoder(name: str, image_size: int, channels: int = 3) -> Decoder:
+def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int = MAX_PIXELS) -> Decoder:
     """Return the decoder `name` of `training.data.settings.DECODERS`, for images that the model sees at `image_size`.
 
     Args:
         name: Of the decoder.
         image_size: In pixels.
         channels: 1 (grey), 3 (RGB) or 4 (RGBA).
+        max_pixels: Most pixels of a file; one with more is an error before it is decoded.
 
     Raises:
         UserError: Another number of channels.
@@ -67,24 +68,35 @@ def make_decoder(name: str, image_size: int, channels: int = 3) -> Decoder:
             "put others into .npy files, for --decode numbers, or into arrays, --data npz:FILE."
         )
     decode = partial(decode_shrunk, image_size=image_size) if name == "cpu" else decode_exact
-    return decode if channels == 3 else partial(decode, channels=channels)
+    return partial(decode, channels=channels, max_pixels=max_pixels)
 
 
 def decode_exact(
-    path: str, choose: BoxChooser | None = None, data: bytes | None = None, *, channels: int = 3
+    path: str,
+    choose: BoxChooser | None = None,
+    data: bytes | None = None,
+    *,
+    channels: int = 3,
+    max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
     """Decode every pixel, by Pillow; see `Decoder`."""
-    return crop(pixels_of(open_image(path, data=data, channels=channels)), choose)
+    return crop(pixels_of(open_image(path, max_pixels, data, channels)), choose)
 
 
 def decode_shrunk(
-    path: str, choose: BoxChooser | None = None, data: bytes | None = None, *, image_size: int, channels: int = 3
+    path: str,
+    choose: BoxChooser | None = None,
+    data: bytes | None = None,
+    *,
+    image_size: int,
+    channels: int = 3,
+    max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
     """Decode the image shrunk as far as `image_size` pixels allow, and of a JPEG only the part if that is safe."""
     data = read_file(path) if data is None else data
-    header = jpeg_header(data, path)
+    header = jpeg_header(data, path, max_pixels)
     if header is None:
-        return crop(_reduced(path, data, image_size, channels), choose)
+        return crop(reduced(open_image(path, max_pixels, data, channels), image_size), choose)
     numerator = scale_numerator(header.height, header.width, image_size)
     height, width = (-(-side * numerator // 8) for side in (header.height, header.width))  # libjpeg rounds up
     if choose is not None and header.is_plain:
@@ -94,9 +106,9 @@ def decode_shrunk(
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width)
     except ValueError as warning:
-        pixels = _read_odd_jpeg(path, data, height, width, str(warning))
+        pixels = _read_odd_jpeg(path, data, height, width, str(warning), max_pixels)
     if pixels is None or pixels.shape[:2] != (height, width):
-        pixels = _reduced(path, data, image_size)
+        pixels = reduced(open_image(path, max_pixels, data), image_size)
     elif header.orientation != 1:
         image = Image.fromarray(pixels)
         image.getexif()[_ORIENTATION] = header.orientation
@@ -104,7 +116,7 @@ def decode_shrunk(
     return _as_channels(crop(pixels, choose), channels)
 
 
-def header_size(path: str, data: bytes | None = None) -> tuple[int, int]:
+def header_size(path: str, data: bytes | None = None, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return height and width of an image in pixels, by the file's header; `data` is its content, if it was read.
 
     Raises:
@@ -112,7 +124,7 @@ def header_size(path: str, data: bytes | None = None) -> tuple[int, int]:
     """
     data = without_metadata(read_file(path) if data is None else data)
     try:
-        with noting(path), Image.open(io.BytesIO(data), formats=pillow_formats()) as image:
+        with noting(path), opened(data, max_pixels) as image:
             return image.height, image.width
     except Exception as error:  # as in `open_image`: Pillow raises nearly every type
         raise ImageError(path, str(error) or type(error).__name__) from None
@@ -133,9 +145,9 @@ def crop(pixels: np.ndarray, choose: BoxChooser | None) -> np.ndarray:
 
 
 def scale_numerator(height: int, width: int, image_size: int) -> int:
-    """Return the scale of an image in eighths: 1, 2, 4 or 8."""
+    """Return the scale of an image in eighths, 1, 2, 4 or 8: that of Pillow's `draft` to twice the image size."""
     shorter = min(height, width)
-    return next((n for n in SCALE_NUMERATORS if -(-shorter * n // 8) >= 2 * image_size), 8)
+    return next((n for n in SCALE_NUMERATORS if shorter * n // 8 >= 2 * image_size), 8)
 
 
 def pixels_of(image: Image.Image) -> np.ndarray:
@@ -148,8 +160,8 @@ def _as_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     return pixels if channels == 3 else pixels_of(Image.fromarray(pixels).convert(CHANNEL_MODES[channels]))
 
 
-def _reduced(path: str, data: bytes, image_size: int, channels: int = 3) -> np.ndarray:
-    image = open_image(path, data=data, channels=channels)
+def reduced(image: Image.Image, image_size: int) -> np.ndarray:
+    """Return the pixels of an 8-bit image, averaged over blocks: uint8 [h, w, C]."""
     numerator = scale_numerator(image.height, image.width, image_size)
     return pixels_of(image if numerator == 8 else image.reduce(8 // numerator))
 
@@ -202,9 +214,9 @@ def jpeg_header(data: bytes, path: str = "", max_pixels: int = MAX_PIXELS) -> Jp
     return JpegHeader(*size, orientation, is_plain=orientation == 1 and data.endswith(_END_OF_IMAGE))
 
 
-def _read_odd_jpeg(path: str, data: bytes, height: int, width: int, warning: str) -> np.ndarray | None:
+def _read_odd_jpeg(path: str, data: bytes, height: int, width: int, warning: str, max_pixels: int) -> np.ndarray | None:
     """Decode a file with warnings: raise if Pillow finds it truncated, else add libjpeg's warning as a note."""
-    open_image(path, data=data)
+    open_image(path, max_pixels, data)
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
     except ValueError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 from collections.abc import Callable
 from typing import TypeVar
@@ -22,12 +23,13 @@ from training.base.errors import UserError
 from training.data.reading.formats import ARRAY_EXTENSION, pillow_formats, unknown_format, without_metadata
 from training.data.reading.image_notes import in_one_line, noting
 from training.data.reading.retry import patiently
+from training.data.settings import MAX_MEGAPIXELS
 
 Decoded = TypeVar("Decoded")
 
-MAX_PIXELS = 50_000_000
+MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 BITS_PER_SAMPLE, PLANAR_CONFIGURATION = 258, 284  # tags of TIFF
-MAX_FILE_BYTES = 500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
+MAX_FILE_BYTES = 1_500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
 CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
 # A phone's "multi-picture" JPEG contains the photo first, then previews and depth maps: no animation.
 _FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
@@ -107,7 +109,14 @@ def open_image(
     return _decode(path, data, max_pixels, lambda image: to_channels(image, channels))
 
 
-def open_numbers(path: str | os.PathLike[str], data: bytes | None = None) -> np.ndarray:
+def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Open a file of one of `pillow_formats`, without decoding it; up to `max_pixels` Pillow takes it for no bomb."""
+    if Image.MAX_IMAGE_PIXELS is not None:  # half of what it refuses
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, -(-max_pixels // 2))
+    return Image.open(io.BytesIO(data), formats=pillow_formats())
+
+
+def open_numbers(path: str | os.PathLike[str], data: bytes | None = None, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """As `open_image`, but return the numbers that the file contains, [H, W] or [H, W, C], of the type that they have.
 
     Colours of a palette and the like are read as RGB. Pillow has more than 8 bits for grey images alone: colours of
@@ -116,14 +125,42 @@ def open_numbers(path: str | os.PathLike[str], data: bytes | None = None) -> np.
     content = read_file(path) if data is None else data
 
     def numbers_of(image: Image.Image) -> np.ndarray:
-        is_grey = image.mode == "F" or image.mode.startswith("I")
-        bits = max(image.tag_v2.get(_BITS_PER_SAMPLE, (8,))) if isinstance(image, TiffImageFile) else 8
-        bits = content[_PNG_BITS] if image.format == "PNG" else bits
+        is_grey, bits = _is_deep_grey(image), _bits_of(image, content)
         if bits > 8 and not is_grey:
             raise ValueError(f"colours of {bits} bits, which Pillow reads as 8: save it as {ARRAY_EXTENSION}")
         return np.array(image if is_grey or image.mode in CHANNEL_MODES.values() else image.convert("RGB"))
 
-    return _decode(path, content, MAX_PIXELS, numbers_of)
+    return _decode(path, content, max_pixels, numbers_of)
+
+
+def whole_range(path: str, data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
+    """Return the largest number of an image of whole numbers of more than 8 bits, and which one becomes white.
+
+    Of colours Pillow reads the upper 8 bits alone. None of any other image, and of one that cannot be read.
+    """
+
+    def largest(image: Image.Image) -> tuple[int, int]:
+        if _is_deep_grey(image):
+            return int(np.asarray(image).max()), _white_of(image)
+        return int(np.asarray(image.convert("RGB")).max()) << 8, 65535
+
+    try:
+        with noting(path), opened(data, max_pixels) as image:
+            is_deep = image.mode != "F" and (_is_deep_grey(image) or _bits_of(image, data) > 8)
+        return _decode(path, data, max_pixels, largest) if is_deep else None
+    except Exception:  # nearly every type of damaged files, which the loader reports
+        return None
+
+
+def _is_deep_grey(image: Image.Image) -> bool:
+    return image.mode == "F" or image.mode.startswith("I")
+
+
+def _bits_of(image: Image.Image, content: bytes) -> int:
+    """Return the bits of a channel of a PNG or TIFF file, 8 of any other."""
+    if isinstance(image, TiffImageFile):
+        return max(image.tag_v2.get(_BITS_PER_SAMPLE, (8,)))
+    return content[_PNG_BITS] if image.format == "PNG" else 8
 
 
 def _decode(
@@ -148,7 +185,7 @@ def _decode(
 
 
 def _load(content: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str]) -> Decoded:
-    with Image.open(io.BytesIO(content), formats=pillow_formats()) as image:
+    with opened(content, max_pixels) as image:
         _check_header(image, max_pixels)
         if getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES:
             notes.append("several frames or pages, the first is used")
@@ -167,13 +204,18 @@ def _reason(problem: Exception, content: bytes, max_pixels: int) -> str:
     if isinstance(problem, Image.UnidentifiedImageError):
         return unknown_format(content)
     if isinstance(problem, Image.DecompressionBombError):
-        return f"more than {max_pixels / 1e6:g} megapixels (a decompression bomb?)"
+        found = re.search(r"\d+", str(problem))
+        return _too_many(int(found[0]) if found else 0, max_pixels)
     return str(problem) or type(problem).__name__
+
+
+def _too_many(pixels: int, max_pixels: int) -> str:
+    return f"{pixels:,} pixels, more than the {max_pixels / 1e6:g} megapixels of --max-megapixels"
 
 
 def _check_header(image: Image.Image, max_pixels: int) -> None:
     if image.width * image.height > max_pixels:
-        raise ValueError(f"{image.width}x{image.height} pixels, more than the {max_pixels / 1e6:g} megapixels allowed")
+        raise ValueError(_too_many(image.width * image.height, max_pixels))
     tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
     bits = tags.get(BITS_PER_SAMPLE, ())
     if tags.get(PLANAR_CONFIGURATION) == 2 and len(bits) > 1 and max(bits) > 8:
@@ -206,7 +248,7 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
     Raises:
         ValueError: The scale of its pixels is unknown.
     """
-    if image.mode == "F" or image.mode.startswith("I"):
+    if _is_deep_grey(image):
         image = _deep_grey(image)
     mode = CHANNEL_MODES[channels]
     if image.has_transparency_data and mode != "RGBA":
@@ -221,15 +263,21 @@ def _deep_grey(image: Image.Image) -> Image.Image:
     Raises:
         ValueError: The scale of its pixels is unknown.
     """
-    values, white, is_inverted = np.asarray(image), 65535, False
+    values, white, is_inverted = np.asarray(image), _white_of(image), False
     if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
-        white = 2 ** image.tag_v2.get(_BITS_PER_SAMPLE, (16,))[0] - 1  # 12 bits come in a container of 16
         is_inverted = image.tag_v2.get(_PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
     grey = Image.fromarray(_to_8_bit(white - values if is_inverted else values, image.mode, white))
     transparent = image.info.get("transparency")
     if transparent is not None:
         grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
     return grey
+
+
+def _white_of(image: Image.Image) -> int:
+    """Return which number of a grey image of more than 8 bits becomes white."""
+    if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
+        return 2 ** image.tag_v2.get(_BITS_PER_SAMPLE, (16,))[0] - 1  # 12 bits come in a container of 16
+    return 65535
 
 
 def _to_8_bit(values: np.ndarray, mode: str, white: int) -> np.ndarray:

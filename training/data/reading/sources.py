@@ -25,7 +25,7 @@ from training.data.reading.images import MAX_FILE_BYTES, ImageError, read_file
 from training.data.settings import NUMBERS
 from training.data.values import BYTES
 
-CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
+CACHE_FORMAT = 3  # increased when the same file gives other pixels, or the files of a cache change their format
 HEADERS_READ = 64
 IMAGES_CONVERTED = 1000  # at a time
 ROW_BITS = 32  # of a place in a Parquet file, above which is the number of the row group
@@ -315,19 +315,19 @@ def open_files(
 ) -> tuple[list[FileSource], list[str]]:
     """Return the source of each list of images, with the decoder and the cache that the options name, and notes."""
     files = [file for part in parts for file in part]
-    cache, note, channels = None, "", options.image_channels or 3
+    cache, note, channels, max_pixels = None, "", options.image_channels or 3, options.max_megapixels * 10**6
     values = BYTES
     if options.decode == NUMBERS and files:
         example = FileSource(root, files[:1], decode_exact, archive=archive)
-        values, found = kind_of_numbers(example.name(0), example.content(0))
+        values, found = kind_of_numbers(example.name(0), example.content(0), max_pixels)
         channels = options.image_channels or (3 if found == 1 else found)
-        decoder: Decoder = partial(decode_numbers, kind=values, channels=channels)
+        decoder: Decoder = partial(decode_numbers, kind=values, channels=channels, max_pixels=max_pixels)
     else:
-        decoder = make_decoder(options.decode, image_size, channels)
+        decoder = make_decoder(options.decode, image_size, channels, max_pixels)
     reduced_to = image_size if options.decode == "cpu" else 0
     if options.decode == "cpu" and options.cache != "off":
         few = [files[number] for number in np.linspace(0, len(files) - 1, min(len(files), HEADERS_READ)).astype(int)]
-        sides = _sides(FileSource(root, few, decoder, archive=archive))
+        sides = _sides(FileSource(root, few, decoder, archive=archive), max_pixels)
         key = _cache_key(root, files, image_size, channels)
         cache, note = open_cache(
             options,
@@ -353,7 +353,7 @@ def _cache_key(root: PurePath, files: Sequence[ImageFile], image_size: int, chan
     return digest.hexdigest()
 
 
-def _sides(source: FileSource) -> list[tuple[int, int]]:
+def _sides(source: FileSource, max_pixels: int) -> list[tuple[int, int]]:
     """Return height and width of the images, of those with a box the box's."""
     sides = []
     source.expect(range(len(source.labels)))
@@ -361,7 +361,7 @@ def _sides(source: FileSource) -> list[tuple[int, int]]:
         with suppress(ImageError):
             left, top, right, bottom = source.box(index) or (0, 0, 0, 0)
             whole = source.name(index), source.content(index)
-            sides.append((int(bottom - top), int(right - left)) if right else header_size(*whole))
+            sides.append((int(bottom - top), int(right - left)) if right else header_size(*whole, max_pixels))
     return sides
 
 
