@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS, model_spec
-from models.errors import UserError, shown
+from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS
+from models.errors import shown
 from models.sides import read_size, sides
 
 # One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
@@ -35,8 +34,6 @@ LARGEST_MEAN, SMALLEST_STD, LARGEST_STD = 1e6, 1e-6, 1e6  # of pixels in 0..1
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 # Types of the numbers of an image that are named in its preprocessing; without a name they are bytes.
 VALUE_TYPES = ("uint16", "int16", "float32")
-
-Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class WrongMetadata(ValueError):
@@ -81,57 +78,6 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     facts["preprocessing"] = _checked_preprocessing(facts["preprocessing"], channels)
     _check_extra(facts["extra"])
     return facts
-
-
-def starting_normalization(
-    model_type: str, members: Sequence[str], *, pretrained: bool, weights: str
-) -> Normalization | None:
-    """Return (mean, std) per channel, for pixels in 0..1, that the starting weights expect; None for random weights.
-
-    Args:
-        model_type: a name of `MODELS`, or `timm:<name>`.
-        members: names of an ensemble's.
-        pretrained: whether the hub's weights are loaded.
-        weights: the local file that is loaded, or ''; a file of one of our own runs contains its normalization.
-
-    Raises:
-        UserError: if the published weights of members expect different ones.
-    """
-    if weights and (own := _normalization_of_file(weights)):
-        return own
-    names = members if model_spec(model_type).takes_members else (model_type,)
-    published = [name for name in names if weights or pretrained or model_spec(name).always_pretrained]
-    found = {_normalization_of_timm(name) for name in published} - {None}
-    if len(found) > 1 and not weights:
-        raise UserError(
-            f"--ensemble-members {','.join(names)}: their published weights were trained with pixels normalized in "
-            "different ways: give members that agree, or leave --pretrained out."
-        )
-    return found.pop() if len(found) == 1 else None
-
-
-def _normalization_of_file(path: str) -> Normalization | None:
-    if not os.path.isfile(path):
-        return None
-    try:
-        with open_weights(path) as reader:
-            preprocessing = read_facts(reader)["preprocessing"]
-        return tuple(preprocessing["mean"]), tuple(preprocessing["std"])
-    except (SafetensorError, OSError, ValueError, KeyError):  # not ours; a broken one `models.weights_file` reports
-        pass
-    try:  # a repository of the hub in timm's form
-        published = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))["pretrained_cfg"]
-        return tuple(map(float, published["mean"])), tuple(map(float, published["std"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _normalization_of_timm(model_type: str) -> Normalization | None:
-    from timm.models import get_pretrained_cfg
-
-    timm_name = model_spec(model_type).timm_name
-    config = get_pretrained_cfg(timm_name) if timm_name else None
-    return (tuple(config.mean), tuple(config.std)) if config is not None else None
 
 
 def _entries(section: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:

@@ -135,6 +135,8 @@ def _warnings(context: Run) -> list[str]:
             "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
             "without a deterministic version runs all the same, and warns by its name"
         )
+    if context.teacher is not None and context.teacher.note:
+        warnings.append(f"--teacher {config.teacher} was trained on images {context.teacher.note}")
     if context.neighbours is not None:
         warnings.append(
             f"top-1 is by the {NEIGHBOURS} nearest training images: --loss {config.loss} trains no classifier. That "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from models.preparation import Preparation
 from training.base.control_groups import usable_cores
 from training.base.errors import AgreedError, UserError, one_line, shown
 from training.base.run_folder import IMAGES, WEIGHTS, RunFolder
@@ -17,7 +18,7 @@ from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.config.check import check_starting_weights
 from training.config.global_batch import divide, divide_given, largest_divisor
 from training.config.values import is_allowed
-from training.data import data_options, load_data
+from training.data import FROM_WEIGHTS, data_options, load_data
 from training.data.datasets import DatasetPair
 from training.data.image_list import describe_change, read_image_list
 from training.data.values import SMALLEST_BYTE_STD
@@ -36,7 +37,7 @@ class Resolved:
 
     Attributes:
         config: the settings, with those that a run keeps.
-        data: the data set, normalized as the run began with.
+        data: the data set, prepared as the run began with.
         found: the checkpoint to resume from, None for a fresh start.
         islands: that train by themselves, 1 without `--local-steps`.
         notes: lines for the log.
@@ -63,7 +64,7 @@ def resolve(config: TrainConfig, folder: RunFolder, data: DatasetPair, world: Wo
         UserError: on all ranks, if there is no good checkpoint where the user asked for one, or if it does not fit.
     """
     found, notes = find_checkpoint(config, folder, world, is_restart=is_restart)
-    data = agreed(lambda: keep_normalization(config, data, found), world)
+    data = agreed(lambda: keep_preparation(config, data, found), world)
     found, decay_notes = before_decay(config, found, world)
     if found is None:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
@@ -96,11 +97,13 @@ def find_checkpoint(
 def keep_starting_weights(config: TrainConfig, found: FoundCheckpoint | None) -> TrainConfig:
     """Return the configuration with the weights that the checkpoint's run began with, which a resume does not load.
 
-    So what describes the run, and repeats it, names them.
+    So what describes the run, and repeats it, names them. What is left to them is as the run has it, which may be older
+    than "auto".
     """
     if found is None:
         return config
-    saved = {name: found.manifest.config.get(name, FIELDS[name].default) for name in ("weights", "pretrained")}
+    names = ["weights", "pretrained", *(name for name in FROM_WEIGHTS if getattr(config, name) == "auto")]
+    saved = {name: found.manifest.config.get(name, FIELDS[name].default) for name in names}
     return dataclasses.replace(
         config, **{name: value for name, value in saved.items() if is_allowed(value, FIELDS[name])}
     )
@@ -140,27 +143,43 @@ def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
     return global_batch
 
 
-def keep_normalization(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
-    """Return the data set, normalized as the checkpoint's was: for the weights that its run began with.
+def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
+    """Return the data set, prepared as the checkpoint's was: for the weights that its run began with.
 
-    Of a channel of one value older checkpoints have the deviation 0.
+    Of a channel of one value older checkpoints have the deviation 0; they have filter and crop in their configuration.
 
     Raises:
         UserError: if the checkpoint's is none.
     """
     saved = found.manifest.identity.get(NORMALIZATION) if found else None  # younger than the format
-    if found is None or saved in (None, normalization_of(data)):
+    if found is None or saved is None:
         return data
+    here = preparation_of(data)
     try:
-        mean, std = tuple(map(float, saved["mean"])), tuple(max(float(one), SMALLEST_BYTE_STD) for one in saved["std"])
+        older = found.manifest.config | saved
+        left_open = [name for name in FROM_WEIGHTS if getattr(config, name) == "auto"]
+        left_open = [name for name in left_open if here[name] and older.get(name)]
+        kept = {name: older[name] for name in ("mean", "std", *left_open)}
+        if all(here[name] == value for name, value in kept.items()):
+            return data
+        kept["mean"] = tuple(map(float, saved["mean"]))
+        kept["std"] = tuple(max(float(one), SMALLEST_BYTE_STD) for one in saved["std"])
+        if not all(FROM_WEIGHTS[name](kept[name]) for name in left_open):
+            raise ValueError
     except (TypeError, ValueError, LookupError):
         raise UserError(f"checkpoint {found.path} cannot be used: its normalization is {shown(saved)}.") from None
-    return load_data(dataclasses.replace(data_options(config), mean=mean, std=std))
+    return load_data(dataclasses.replace(data_options(config), **kept))
 
 
-def normalization_of(data: DatasetPair) -> dict[str, list[float]]:
-    """Return the means and standard deviations, per channel of pixels in 0..1, as `Manifest.identity` has them."""
-    return {name: list(data.preprocessing[name]) for name in ("mean", "std")}
+def preparation_of(data: DatasetPair) -> dict[str, Any]:
+    """Return the means and standard deviations, per channel of pixels in 0..1, the filter, and the share of a crop."""
+    made = Preparation.of_run(data.preprocessing)
+    return {
+        "mean": [*made.mean],
+        "std": [*made.std],
+        "interpolation": made.interpolation,
+        "eval_crop": made.crop,
+    }
 
 
 def keep_islands(

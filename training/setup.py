@@ -50,7 +50,7 @@ from training.recipe.loss import VIEWS, build_loss
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
 from training.recipe.tuning import Adapters, BackboneFreezer
-from training.resume import DATA_SET, NORMALIZATION, check_fit, normalization_of
+from training.resume import DATA_SET, NORMALIZATION, check_fit, preparation_of
 from training.steps.accumulate import Accumulate, Pipelined, Step
 from training.steps.audit import Audited
 from training.steps.context import TrainContext
@@ -117,7 +117,7 @@ class Run(Prepared):
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and the run that resumes from it must agree on, beside the recipe."""
-        return _identity(self.data, self.built, self.plan, self.teacher) | {NORMALIZATION: normalization_of(self.data)}
+        return _identity(self.data, self.built, self.plan, self.teacher) | {NORMALIZATION: preparation_of(self.data)}
 
     @property
     def position(self) -> int:

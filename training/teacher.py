@@ -19,6 +19,7 @@ from torch import nn
 from models.build import build_model
 from models.class_order import Names, order_of, published_classes
 from models.dry_run import forward_failure
+from models.preparation import Preparation, differences
 from models.timm_models import published_config
 from training.base.errors import UserError, one_line, shown
 from training.base.run_folder import WEIGHTS
@@ -28,6 +29,7 @@ from training.base.units import format_duration, plural
 from training.cached_features import SampleRows
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
+from training.data.class_names import read_class_names
 from training.data.datasets import DatasetPair
 from training.data.reader import Batch
 from training.data.transfer import to_device
@@ -62,7 +64,10 @@ class Teacher:
     Attributes:
         digest: sha256 of its tensors.
         kept: its answers to the training images, float32 [N, classes], which go before new ones; None without.
+        note: how the run prepares images otherwise than its own were, '' if it does not.
     """
+
+    note = ""
 
     def __init__(
         self,
@@ -110,8 +115,9 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
         return None
 
     def load() -> Teacher:
-        module, classes, normalization = _load_timm(config, data) if is_timm else _load_file(config)
-        own, given = (torch.tensor(pair, dtype=torch.float64) for pair in (normalization, _normalization(data)))
+        module, classes, made = _load_timm(config, data) if is_timm else _load_file(config)
+        here = Preparation.of_run(data.preprocessing)
+        own, given = (torch.tensor(each[:2], dtype=torch.float64) for each in (made, here))
         if own.shape != given.shape:
             raise UserError(
                 f"--teacher {config.teacher} takes images of {own.shape[1]} channel(s), these have {given.shape[1]}."
@@ -124,6 +130,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
         teacher = Teacher(module, order, own, given, precision, world.device)
         if config.teacher_classes:  # of another order it is another teacher
             teacher.digest = hashlib.sha256(f"{teacher.digest} {order.tolist()}".encode()).hexdigest()
+        teacher.note = differences(made, here, of_arrays=data.train.source.in_memory)
         return teacher
 
     is_timm = config.teacher.startswith(TIMM)
@@ -220,11 +227,11 @@ def _stated_classes(path: str) -> Names:
         text = read_small_text(Path(os.path.expanduser(path)))
     except (OSError, ValueError) as error:
         raise UserError(f"--teacher-classes {path} cannot be read: {one_line(error)}.") from None
-    return [line.strip() for line in text.removeprefix("\ufeff").rstrip().split("\n")]
+    return read_class_names(text.encode(), path)
 
 
-def _load_file(config: TrainConfig) -> tuple[nn.Module, _Outputs, list[list[float]]]:
-    """Return the network of a run or a file, its classes, and the normalization of its images."""
+def _load_file(config: TrainConfig) -> tuple[nn.Module, _Outputs, Preparation]:
+    """Return the network of a run or a file, its classes, and how its images were prepared."""
     given = Path(os.path.expanduser(config.teacher))
     logs = (run_folder(config).path.parent, REPO_ROOT / "logs" / "runs")
     places = [given, *(folder / WEIGHTS for folder in (given, *(log / config.teacher for log in logs)))]
@@ -236,11 +243,11 @@ def _load_file(config: TrainConfig) -> tuple[nn.Module, _Outputs, list[list[floa
         )
     module, metadata = load_model(path)
     names = metadata["class_names"]
-    return module, _Outputs(len(names), [names]), [metadata["preprocessing"][name] for name in ("mean", "std")]
+    return module, _Outputs(len(names), [names]), Preparation.of_run(metadata["preprocessing"])
 
 
-def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, _Outputs, list[list[float]]]:
-    """Return a network with its published weights, what its classes are called, and the normalization of its images."""
+def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, _Outputs, Preparation]:
+    """Return a network with its published weights, what its classes are called, and how its images were prepared."""
     try:
         published = published_config(config.teacher.removeprefix(TIMM))
         if not published["num_classes"]:
@@ -255,13 +262,10 @@ def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, _Outp
         )
     except UserError as error:  # which says what to type for the model of a run
         raise UserError(f"--teacher {config.teacher}: {str(error).partition(' Type --weights')[0]}") from error
-    own = [published[name] for name in ("mean", "std")]
-    outputs = _Outputs(published["num_classes"], published_classes(published))
-    return built.module, outputs, own if data.image_channels == 3 else _normalization(data)
-
-
-def _normalization(data: DatasetPair) -> list[list[float]]:
-    return [data.preprocessing[name] for name in ("mean", "std")]
+    made = Preparation.of_timm(published)
+    if data.image_channels != 3:
+        made = made._replace(mean=data.preprocessing["mean"], std=data.preprocessing["std"])
+    return built.module, _Outputs(published["num_classes"], published_classes(published)), made
 
 
 def _digest_of(module: nn.Module) -> str:

@@ -186,7 +186,14 @@ def test_the_classes_of_published_weights_are_told_by_name(teachers, published, 
     assert_user_error(train_here(*given), "has no names for its 10 classes", "give --teacher-classes FILE")
     published(1000)
     assert_user_error(train_here(*given), "does not know 10 of the 10 classes, such as '0'", "such as 'n01440764'")
-    (names := tmp_path / "names.txt").write_bytes(b"\xef\xbb\xbf0\r\n2 \r\n1\r\n")
+    published(10)
+    (names := tmp_path / "names.txt").write_text("".join(f"{n}\n" for n in range(10)))
+    done = train_here(*given, "--teacher-classes", str(names))
+    assert done.returncode == 0, done.stderr
+    told = "--teacher timm:test_resnet was trained on images resized by bicubic, here by bilinear (--interpolation)"
+    assert done.stdout.count(told) == 1
+    published(1000)
+    names.write_bytes(b"\xef\xbb\xbf0\r\n2 \r\n1\r\n")
     assert_user_error(train_here(*given, "--teacher-classes", str(names)), "has 3 lines", "1000 outputs")
     published(3)
     assert_user_error(train_here(*given, "--teacher-classes", str(names)), "does not know 7 of the 10", "such as '3'")

@@ -343,5 +343,14 @@ def test_a_resumed_run_says_which_weights_it_began_with(saved, given):
     config = dataclasses.replace(CONFIG, **given)
     assert keep_starting_weights(config, None) == config
     assert keep_starting_weights(config, found(config=saved)) == dataclasses.replace(CONFIG, **saved)
-    strange = found(config={"weights": 3, "pretrained": "perhaps"})
+    strange = found(config={"weights": 3, "pretrained": "perhaps", "interpolation": "lanczos"})
     assert keep_starting_weights(config, strange) == config
+
+
+def test_a_run_from_before_auto_keeps_its_filter_and_crop_and_another_flag_is_refused():
+    older = found(config=dataclasses.asdict(CONFIG) | {"interpolation": "bilinear", "eval_crop": 0.875})
+    kept = keep_starting_weights(CONFIG, older)
+    assert (kept.interpolation, kept.eval_crop) == ("bilinear", 0.875)
+    other = keep_starting_weights(dataclasses.replace(CONFIG, interpolation="bicubic"), older)
+    with pytest.raises(UserError, match="made with --interpolation 'bilinear', this run has 'bicubic'"):
+        check_fit(older, other, {}, 10)

@@ -30,7 +30,7 @@ from training.data.augment import evaluation_transform
 from training.data.loader import Loader
 from training.data.sampler import BatchPlan
 from training.messages import _augmented_sample
-from training.resume import NORMALIZATION, keep_normalization, normalization_of
+from training.resume import NORMALIZATION, keep_preparation, preparation_of
 from training.run import run
 
 SIDE, TRAIN, CLASSES = 12, 40, 4
@@ -78,9 +78,9 @@ def test_a_checkpoint_with_a_deviation_of_0_goes_on_with_what_its_run_was_traine
         array[..., 3] = 255
     config = TrainConfig(data=save(tmp_path / "a.npz", "uint8", 4, **arrays), image_channels=4)
     data = load_data(data_options(config))
-    saved = normalization_of(data) | {"std": [*data.preprocessing["std"][:3], 0.0]}
-    found = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(identity={NORMALIZATION: saved}))
-    kept = keep_normalization(config, data, found)
+    saved = preparation_of(data) | {"std": [*data.preprocessing["std"][:3], 0.0]}
+    found = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(identity={NORMALIZATION: saved}, config={}))
+    kept = keep_preparation(config, data, found)
     assert kept.preprocessing["std"] == data.preprocessing["std"]
     assert kept.preprocessing["std"][3] == 1e-4
 

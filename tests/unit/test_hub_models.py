@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from models.build import build_model
-from models.weights_metadata import starting_normalization
+from models.preparation import starting_preparations
 from training.base.atomic_write import write_json
 from training.base.errors import UserError
 from training.base.run_folder import CONFIG, LAST
@@ -46,8 +46,8 @@ def repository(tmp_path, monkeypatch):
 def test_a_repository_gives_network_weights_and_normalization(repository, more):
     config, _ = parse_args(["--model-type", "timm:hf-hub:team/net", *more])
     assert (config.model_type, config.weights) == ("timm:resnet10t", str(repository / "model.safetensors"))
-    found = starting_normalization(config.model_type, [], pretrained=config.pretrained, weights=config.weights)
-    assert found == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    (found,) = starting_preparations(config.model_type, [], pretrained=config.pretrained, weights=config.weights)
+    assert (found.mean, found.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     torch.manual_seed(len("main"))
     published = timm.create_model("resnet10t", num_classes=7).state_dict()
     built = build_model(config.model_type, num_classes=5, weights=config.weights, image_size=224).module.state_dict()

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +29,10 @@ TABLE_EXTENSIONS = (".csv", ".tsv")
 ARCHIVES = {".tar": "tar", ".parquet": "parquet"}  # the name in `DATASETS` by the suffix of the files
 FOLDERS_OF_ARCHIVES = ("train", "val", "valid", "validation", "test", "data")
 DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
+FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # what auto takes from the starting weights, if it can
+    "interpolation": ("bilinear", "bicubic").__contains__,
+    "eval_crop": lambda share: share is not None and 0.5 <= share <= 1,
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,10 @@ class DataOptions(DataFields):
         epochs: How often the images are read: `cache` "auto" and the end of mixing depend on it.
         class_weights: As the flag, for the counts that they need.
         cache: As the flag; none unless a run asks for it.
+        eval_crop: As the flag, or what stands for auto.
+        interpolation: As `eval_crop`.
+        made_for: How images were prepared for the starting weights, see `models.preparation`, but for what the user
+            chose.
     """
 
     mean: tuple[float, ...] | None = None
@@ -49,6 +58,9 @@ class DataOptions(DataFields):
     epochs: int = 1
     class_weights: str = "none"
     cache: Literal["auto", "ram", "disk", "off"] = "off"
+    eval_crop: float = 0.875
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    made_for: tuple[Any, ...] = ()
 
     @property
     def root(self) -> Path:
@@ -57,15 +69,25 @@ class DataOptions(DataFields):
 
 
 def data_options(config: TrainConfig) -> DataOptions:
-    """Return the options of the data set that a configuration names; a pretrained backbone brings its normalization."""
-    from models.weights_metadata import starting_normalization
+    """Return the options of the data set that a configuration names; starting weights bring how images are prepared."""
+    from models.preparation import starting_preparations
 
-    normalization = starting_normalization(
+    made_for = starting_preparations(
         config.model_type, config.ensemble_members.split(","), pretrained=config.pretrained, weights=config.weights
     )
-    mean, std = normalization or (None, None)
+    mean, std = made_for[0][:2] if made_for else (None, None)
     shared = [field.name for field in fields(DataOptions) if hasattr(config, field.name)]
-    return DataOptions(mean=mean, std=std, **{name: getattr(config, name) for name in shared})
+    values: dict[str, Any] = {name: getattr(config, name) for name in shared}
+    own = {"interpolation": "interpolation", "eval_crop": "crop", "fit": "fit"}
+    for name in own | dict.fromkeys(("image_size", "eval_image_size")):
+        if values[name] not in ("auto", 0):
+            made_for = [one._replace(**{own.get(name, "image_size"): None}) for one in made_for]
+    for name, is_allowed in FROM_WEIGHTS.items():
+        if values[name] == "auto":
+            found = {getattr(one, own[name]) for one in made_for}
+            agreed = found.pop() if len(found) == 1 else None
+            values[name] = agreed if is_allowed(agreed) else getattr(DataOptions, name)
+    return DataOptions(mean=mean, std=std, made_for=tuple(made_for), **values)
 
 
 def load_data(options: DataOptions) -> DatasetPair:
@@ -175,7 +197,7 @@ def _suffix_of_all(folder: str) -> str:
 def _check_options(options: DataOptions) -> None:
     """Check what a caller from Python may get wrong; the command line is checked before."""
     bad_image_share(options.bad_images)
-    for name, hint in get_type_hints(DataFields).items():
+    for name, hint in get_type_hints(DataOptions).items():
         given, allowed = getattr(options, name), get_args(hint)
         if get_origin(hint) is Literal and given not in allowed:
             raise unknown_name(name.replace("_", " "), given, allowed)

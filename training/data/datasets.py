@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
+from models.preparation import Preparation, differences
 from models.sides import ImageSize, sides, size_of
 from training.base.errors import UserError, shown
 from training.data import DataOptions, bad_image_share
@@ -335,6 +336,7 @@ def make_dataset_pair(
         notes=[
             *notes,
             *notes_on_names(class_names),
+            *_preparation_notes(options, preprocessing, of_arrays=train.in_memory),
             *_size_notes(size, eval_size, ramp),
             *without,
             *(_balance_notes(counts["training"], class_names, options) if label_sets is None else ()),
@@ -432,6 +434,14 @@ def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: D
             f"the classes are not balanced: {most} has {high} training images, {rarest} {low}; --sampling balanced or "
             "--class-weights balanced gives the rare ones as much say"
         )
+
+
+def _preparation_notes(options: DataOptions, preprocessing: dict[str, Any], *, of_arrays: bool) -> Iterator[str]:
+    """Yield how images are prepared otherwise than for the starting weights, where the user did not choose it."""
+    here = Preparation.of_run(preprocessing)
+    for made in map(Preparation._make, options.made_for):
+        if text := differences(made, here, of_arrays=of_arrays):
+            yield f"the starting weights were trained on images {text}"
 
 
 def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) -> Iterator[str]:

@@ -177,15 +177,21 @@ class DataFields:
     eval_image_size: int | str = option(
         0, "Size of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
     )
-    eval_crop: float = option(
-        0.875, "Share of a photograph's shorter side that validation sees, in the middle.", low=0.5, high=1
+    eval_crop: float | Literal["auto"] = option(
+        "auto",
+        "Share of a photograph's shorter side that validation sees, in the middle; auto: as for the starting weights, "
+        "else 0.875.",
+        low=0.5,
+        high=1,
     )
     fit: Literal["auto", "crop", "pad", "squash"] = option(
         "auto",
         "How a whole image gets the shape: its centre (crop), grey bars beside it (pad), or distorted (squash); "
         "auto: crop for photographs, squash for arrays. With pad and squash --augmentation auto crops nothing.",
     )
-    interpolation: Literal["bilinear", "bicubic"] = option("bilinear", "Filter of every resize, with antialiasing.")
+    interpolation: Literal["auto", "bilinear", "bicubic"] = option(
+        "auto", "Filter of every resize, with antialiasing; auto: as for the starting weights, else bilinear."
+    )
     image_channels: int = option(
         0,
         "Channels of the images: 1 grey, 3 RGB, 4 RGBA, others of arrays only; 0: 3, or as many as arrays of 2, 4 or "

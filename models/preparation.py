@@ -1,0 +1,148 @@
+"""How images were prepared for the weights that a run starts from, or for its teacher: as timm or a file says it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+
+from models import model_spec
+from models.errors import UserError
+from models.sides import ImageSize, sides, size_of
+from models.weights_metadata import open_weights, read_facts
+
+FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # ours by timm's `crop_mode`
+
+
+class Preparation(NamedTuple):
+    """How images are prepared for a network; None for what does not matter.
+
+    Attributes:
+        mean: Per channel, of pixels in 0..1.
+        std: As `mean`.
+        interpolation: Name of the filter.
+        fit: crop, squash or pad.
+        crop: Share of the shorter side that is seen, with `fit` crop.
+        image_size: In pixels.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str | None
+    fit: str | None
+    crop: float | None
+    image_size: ImageSize | None
+
+    @classmethod
+    def of_run(cls, preprocessing: Mapping[str, Any]) -> Preparation:
+        """Return that of a `DatasetPair.preprocessing`."""
+        size, resized = preprocessing["image_size"], preprocessing["resize_size"]
+        fit = preprocessing.get("fit", "squash" if resized is None else "crop")
+        crop = None if fit != "crop" else crop_share(size, resized)
+        mean, std = (tuple(preprocessing[name]) for name in ("mean", "std"))
+        return cls(mean, std, preprocessing["interpolation"], fit, crop, size)
+
+    @classmethod
+    def of_timm(cls, published: Mapping[str, Any]) -> Preparation:
+        """Return that of timm's `pretrained_cfg`, whose defaults are those of timm.
+
+        Raises:
+            ValueError, KeyError, TypeError: if it is none.
+        """
+        mean, std = (tuple(map(float, published[name])) for name in ("mean", "std"))
+        fit = FITS.get(published.get("crop_mode") or "center")
+        crop = float(published.get("crop_pct") or 0.875) if fit == "crop" else None
+        shape = published.get("input_size")
+        size = size_of(*shape[-2:]) if shape else None
+        return cls(mean, std, published.get("interpolation") or "bicubic", fit, crop, size)
+
+
+def crop_share(size: ImageSize, resized: ImageSize) -> float:
+    """Return the share of the shorter side that a centre crop keeps, from which the resized side is computed again."""
+    side, whole = (min(sides(each)) for each in (size, resized))
+    share = side / whole
+    return share if math.floor(side / share) == whole else math.nextafter(share, 0)
+
+
+def differences(there: Preparation, here: Preparation, *, of_arrays: bool) -> str:
+    """Return how images are prepared otherwise here than there, with the flags that change it; '' if they are not.
+
+    Args:
+        there: for the weights; None in it is the same as here.
+        here: in the run.
+        of_arrays: whether the images here have a size of their own, which is that of the whole.
+    """
+    if of_arrays:
+        there = there._replace(fit=None, crop=None, image_size=None)
+    side = min(sides(here.image_size or 0))
+    resized = {int(side / each.crop) for each in (there, here) if each.crop}
+    lines = {
+        "resized by {0.interpolation}, here by {1.interpolation} (--interpolation)": (
+            there.interpolation and there.interpolation != here.interpolation
+        ),
+        "fitted by {0.fit}, here by {1.fit} (--fit)": there.fit and there.fit != here.fit,
+        "cut to {0.crop:.3g} of the shorter side, here to {1.crop:.3g} (--eval-crop)": (
+            there.crop and here.crop and len(resized) > 1
+        ),
+        "of {0.image_size} pixels, here of {1.image_size} (--image-size)": (
+            there.image_size and there.image_size != here.image_size
+        ),
+    }
+    return ", ".join(line.format(there, here) for line, is_other in lines.items() if is_other)
+
+
+def starting_preparations(
+    model_type: str, members: Sequence[str], *, pretrained: bool, weights: str
+) -> list[Preparation]:
+    """Return how images were prepared for the starting weights: one, none for random weights, several of an ensemble's.
+
+    Args:
+        model_type: a name of `MODELS`, or `timm:<name>`.
+        members: names of an ensemble's.
+        pretrained: whether the hub's weights are loaded.
+        weights: the local file that is loaded, or ''; a file of one of our own runs says it itself.
+
+    Raises:
+        UserError: if the published weights of members expect pixels normalized in different ways.
+    """
+    if weights and (own := _of_file(weights)):
+        return [own]
+    names = members if model_spec(model_type).takes_members else (model_type,)
+    published = [name for name in names if weights or pretrained or model_spec(name).always_pretrained]
+    found = list(dict.fromkeys(one for name in published if (one := _published(name))))
+    if len({(one.mean, one.std) for one in found}) > 1:
+        if weights:
+            return []
+        raise UserError(
+            f"--ensemble-members {','.join(names)}: their published weights were trained with pixels normalized in "
+            "different ways: give members that agree, or leave --pretrained out."
+        )
+    return found
+
+
+def _of_file(path: str) -> Preparation | None:
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open_weights(path) as reader:
+            return Preparation.of_run(read_facts(reader)["preprocessing"])
+    except (SafetensorError, OSError, ValueError, KeyError):  # not ours; a broken one `models.weights_file` reports
+        pass
+    try:  # a repository of the hub in timm's form
+        facts = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))
+        return Preparation.of_timm(facts["pretrained_cfg"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _published(model_type: str) -> Preparation | None:
+    from timm.models import get_pretrained_cfg
+
+    timm_name = model_spec(model_type).timm_name
+    config = get_pretrained_cfg(timm_name) if timm_name else None
+    return None if config is None else Preparation.of_timm(config.to_dict())
