@@ -13,10 +13,9 @@ import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import psutil
 import torch
 
-from training.base.control_groups import limit_threads, usable_cores
+from training.base.control_groups import limit_threads, usable_cores, usable_memory
 from training.base.errors import UserError, nearest, one_line
 from training.engines.flops import PEAK_TFLOPS, peak_tflops
 
@@ -274,6 +273,6 @@ def _measure_cpu(ranks: int) -> Gpu:
     convolved = share * 2 * IMAGES * (3 * CHANNELS * PIXELS) ** 2 / convolution_s
     copy_s = core_seconds(lambda: target.copy_(source))
     bandwidth = share * 2 * COPY_BYTES / copy_s  # a byte read and a byte written
-    memory = psutil.virtual_memory().total // ranks
+    memory = usable_memory() // ranks
     text = f"measured on {usable_cores()} cores shared by {ranks} ranks"
     return Gpu(CPU, memory, bandwidth, {"fp32": convolved}, text)

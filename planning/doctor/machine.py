@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from planning.doctor.gpu_health import assess_gpu_health, assess_gpus, gpu_facts
 from planning.doctor.table import Row
 from training.base.atomic_write import existing_part
-from training.base.control_groups import quota_note, usable_cores
+from training.base.control_groups import free_memory, quota_note, usable_cores, usable_memory
 from training.base.errors import UserError
 from training.base.units import format_bytes
 from training.config import REPO_ROOT
@@ -43,14 +41,13 @@ def machine_facts(log_dir: str, data: Mapping[str, Any] | None) -> dict[str, Any
         log_dir: folder of all logs; need not exist yet.
         data: fields of the data set's `DataOptions`; None if it is not looked at.
     """
-    memory = psutil.virtual_memory()
     shared_memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     return {
         "software": software(),
         "cores": usable_cores(),
         "cpu_quota": quota_note(),
-        "memory_bytes": memory.total,
-        "memory_free_bytes": memory.available,
+        "memory_bytes": usable_memory(),
+        "memory_free_bytes": free_memory(),
         "shm_bytes": shared_memory.total if shared_memory else 0,
         "shm_free_bytes": shared_memory.free if shared_memory else 0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],

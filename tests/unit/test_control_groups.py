@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from training.base import control_groups
-from training.base.control_groups import cpu_quota, limit_threads, quota_note, usable_cores
+from training.base.control_groups import cpu_quota, limit_threads, quota_note, usable_cores, usable_memory
+from training.data import DataOptions
 from training.data.loader import most_workers
+from training.data.reading import cache
 
 NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
 
@@ -47,6 +49,56 @@ def test_cores_are_those_of_affinity_and_quota(groups, files, quota, cores, tmp_
         (tmp_path / name).write_text(text)
     assert (cpu_quota(tmp_path), usable_cores(tmp_path)) == (quota, cores)
     assert quota_note(tmp_path) == (f"a CPU quota of {quota:g} of 8 cores" if quota < 8 else "")
+
+
+def memory(group, limit, top=NEW, name="memory.max"):
+    return {f"{top}/{group}/{name}": f"{limit}\n"}
+
+
+OLD_MEMORY = {"top": "sys/fs/cgroup/memory", "name": "memory.limit_in_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "kib"),
+    [
+        ("", {}, 8000),
+        ("0::/job\n", memory("job", "max"), 8000),
+        ("0::/job\n", memory("job", 2048000), 2000),
+        ("0::/job\n", memory("job", 2048000, name="memory.high"), 2000),
+        ("0::/job\n", memory("job", 20480000), 8000),  # more than there is
+        ("0::/\n", memory(".", 2048000), 2000),  # a container with a namespace of its own
+        # Slurm sets the limit of the job or the step, systemd that of the scope or of a slice around it.
+        (
+            "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n",
+            memory("system.slice/slurmstepd.scope/job_7", 3072000)
+            | memory("system.slice/slurmstepd.scope/job_7/step_0/user/task_0", "max"),
+            3000,
+        ),
+        ("0::/user.slice/user-1000.slice/run-u1.scope\n", memory("user.slice/user-1000.slice", 1024000), 1000),
+        ("4:memory:/slurm/uid_0/job_7/step_0\n0::/\n", memory("slurm/uid_0/job_7", 1024000, **OLD_MEMORY), 1000),
+        ("4:memory:/job\n", memory("job", 2**63 - 4096, **OLD_MEMORY), 8000),  # none, under version 1
+    ],
+)
+def test_caches_in_memory_take_a_quarter_of_what_machine_and_control_groups_allow(
+    groups, files, kib, tmp_path, monkeypatch
+):
+    files = {"proc/meminfo": "MemTotal: 8000 kB\nMemAvailable: 7000 kB\n", "proc/self/cgroup": groups, **files}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_memory(tmp_path) == 1024 * kib
+    monkeypatch.setattr(cache, "usable_memory", lambda: usable_memory(tmp_path))
+    in_memory, _ = cache._locations(DataOptions())
+    assert (in_memory.name, in_memory.max_bytes) == ("ram", 256 * kib)
+
+
+def test_auto_takes_no_memory_that_a_control_group_has_not_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "free_memory", lambda: 500)
+    locations = [cache.CacheLocation(name, tmp_path / name, 1000) for name in ("ram", "disk")]
+    monkeypatch.setattr(cache, "_locations", lambda options: locations)
+    for size, name in ((400, "ram"), (600, "disk")):
+        assert cache.open_cache(DataOptions(cache="auto"), "key", size)[0].folder == tmp_path / name / "key"
+        (tmp_path / name / "key").rename(tmp_path / f"{name}-before")
 
 
 def test_threads_and_workers_follow_a_quota(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 
 from planning.machines import (
@@ -13,6 +12,7 @@ from planning.machines import (
     find_machine,
     gpu_of_device,
 )
+from training.base.control_groups import usable_memory
 from training.base.errors import UserError
 from training.engines.flops import peak_tflops
 
@@ -99,7 +99,7 @@ def test_another_device_is_planned_for_by_its_memory(device):
 def test_a_cpu_rank_has_its_share_of_this_machine(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     machine = detect_machine(ranks=4)
-    assert machine.gpu.memory_bytes == psutil.virtual_memory().total // 4
+    assert machine.gpu.memory_bytes == usable_memory() // 4
     assert machine.gpu.peaks["fp32"] > 1e8
     assert machine.gpu.bandwidth_bytes_per_s > 1e7
     assert machine.is_cpu

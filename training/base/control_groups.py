@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+OLD_LIMIT = "memory.limit_in_bytes"  # of memory, under version 1
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
@@ -70,6 +71,51 @@ def quota_note(root: Path = ROOT) -> str:
     """
     quota, cores = cpu_quota(root), len(os.sched_getaffinity(0))
     return f"a CPU quota of {quota:.3g} of {cores} cores" if quota < cores else ""
+
+
+def usable_memory(root: Path = ROOT) -> int:
+    """Return the bytes of memory that this machine has, or fewer by a control group's limit.
+
+    Args:
+        root: that /proc and /sys are below.
+    """
+    whole = bytes_by_name((root / "proc/meminfo").read_text())["MemTotal"]
+    return min([whole, *(limit for limit, _ in _memory_limits(root))])
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Return the bytes that machine and control groups have left; files that the kernel keeps in memory are free.
+
+    Args:
+        root: that /proc and /sys are below.
+    """
+    found = [bytes_by_name((root / "proc/meminfo").read_text())["MemAvailable"]]
+    for limit, path in _memory_limits(root):
+        used = path.with_name("memory.usage_in_bytes" if path.name == OLD_LIMIT else "memory.current")
+        with contextlib.suppress(OSError, ValueError):
+            found.append(limit - int(used.read_text()) + _kept_files(path.with_name("memory.stat")))
+    return min(found)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
+    """Yield each limit of memory in bytes that this process's control groups set, and its file."""
+    for name in ("memory.max", "memory.high"):  # beyond the second the kernel slows the processes down to a halt
+        for path in group_files("memory", name, OLD_LIMIT, root):
+            with contextlib.suppress(OSError, ValueError):  # no such group, or 'max'
+                yield int(path.read_text()), path
+
+
+def _kept_files(statistics: Path) -> int:
+    """Return the bytes of a control group that the kernel gives back when they are asked for."""
+    with contextlib.suppress(OSError):
+        if kept := re.search(r"^inactive_file (\d+)$", statistics.read_text(), re.MULTILINE):
+            return int(kept[1])
+    return 0
+
+
+def bytes_by_name(text: str) -> dict[str, int]:
+    """Return the numbers of a file of lines such as 'VmRSS:  123 kB', in bytes."""
+    return {name: 1024 * int(number) for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
 def oom_kills(root: Path = ROOT) -> int:

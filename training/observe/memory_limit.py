@@ -7,12 +7,11 @@ group have left, or less by the process's own limits (RLIMIT_DATA, RLIMIT_AS).
 from __future__ import annotations
 
 import contextlib
-import re
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.base.control_groups import ROOT, group_files
+from training.base.control_groups import ROOT, bytes_by_name, free_memory
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +34,7 @@ def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
 
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    status, rooms = _bytes_by_name((root / "proc/self/status").read_text()), [_free_bytes(root) // sharing]
+    status, rooms = bytes_by_name((root / "proc/self/status").read_text()), [free_memory(root) // sharing]
     for limit, name in OWN_LIMITS:
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
@@ -49,7 +48,7 @@ def used_memory(device: torch.device) -> int:
         import torch
 
         return torch.cuda.memory_allocated(device)
-    return _bytes_by_name((ROOT / "proc/self/status").read_text())["VmRSS"]
+    return bytes_by_name((ROOT / "proc/self/status").read_text())["VmRSS"]
 
 
 def peak_memory(device: torch.device) -> int:
@@ -58,7 +57,7 @@ def peak_memory(device: torch.device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    return _bytes_by_name((ROOT / "proc/self/status").read_text())["VmHWM"]
+    return bytes_by_name((ROOT / "proc/self/status").read_text())["VmHWM"]
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -70,26 +69,3 @@ def reset_peak_memory(device: torch.device) -> None:
     else:
         with contextlib.suppress(OSError):
             (ROOT / "proc/self/clear_refs").write_text("5")  # proc(5): the peak of resident memory
-
-
-def _free_bytes(root: Path) -> int:
-    """Return the bytes that machine and control groups have left; files that the kernel keeps in memory are free."""
-    found = [_bytes_by_name((root / "proc/meminfo").read_text())["MemAvailable"]]
-    for path in group_files("memory", "memory.max", "memory.limit_in_bytes", root):
-        used = path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes")
-        with contextlib.suppress(OSError, ValueError):  # no such group, or 'max'
-            found.append(int(path.read_text()) - int(used.read_text()) + _kept_files(path.with_name("memory.stat")))
-    return min(found)
-
-
-def _kept_files(statistics: Path) -> int:
-    """Return the bytes of a control group that the kernel gives back when they are asked for."""
-    with contextlib.suppress(OSError):
-        if kept := re.search(r"^inactive_file (\d+)$", statistics.read_text(), re.MULTILINE):
-            return int(kept[1])
-    return 0
-
-
-def _bytes_by_name(text: str) -> dict[str, int]:
-    """Return the numbers of a file of lines such as 'VmRSS:  123 kB', in bytes."""
-    return {name: 1024 * int(number) for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 
+from training.base.control_groups import free_memory, usable_memory
 from training.data import DataOptions
 
 INDEX, PIXELS, DIGESTS = "index", "pixels", "digests"
-RAM_SHARE = 0.25  # of this machine's memory, for all caches in it together
+RAM_SHARE = 0.25  # of the memory that this process may use, for all caches in it together
 DISK_BYTES = 50 * 10**9
 _ENTRY = struct.Struct("<QII8s")  # offset in bytes, height and width in pixels, checksum
 _WORD = 8
-_MEMORY_LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 class ImageCache:
@@ -194,18 +193,20 @@ def open_cache(
 
 
 def _locations(options: DataOptions) -> list[CacheLocation]:
-    bound, memory = int(options.cache_gb * 1e9), psutil.virtual_memory().total
-    with suppress(OSError, ValueError):  # no container, or "max"
-        memory = min(memory, int(_MEMORY_LIMIT_OF_CONTAINER.read_text()))
+    bound = int(options.cache_gb * 1e9)
     # others may write to /dev/shm too: a folder of our own keeps their files apart from ours
-    ram = CacheLocation("ram", Path(f"/dev/shm/zerovision-{os.getuid()}"), bound or int(RAM_SHARE * memory))
-    return [ram, CacheLocation("disk", options.root / "images", bound or DISK_BYTES)]
+    ram = Path(f"/dev/shm/zerovision-{os.getuid()}")
+    in_memory = CacheLocation("ram", ram, bound or int(RAM_SHARE * usable_memory()))
+    return [in_memory, CacheLocation("disk", options.root / "images", bound or DISK_BYTES)]
 
 
 def _room(location: CacheLocation) -> int:
     """Return the bytes that a cache may take: within the bound, and free or used by caches that may be removed."""
     existing = next((folder for folder in (location.root, *location.root.parents) if folder.is_dir()), Path("/"))
-    return min(location.max_bytes, shutil.disk_usage(existing).free + sum(map(_size, _caches(location.root))))
+    free = shutil.disk_usage(existing).free
+    if location.name == "ram":  # its files count as memory of the control groups
+        free = min(free, max(free_memory(), 0))
+    return min(location.max_bytes, free + sum(map(_size, _caches(location.root))))
 
 
 def _open_in(location: CacheLocation, key: str, expected_bytes: int, channels: int) -> ImageCache:
