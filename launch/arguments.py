@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from training.base.errors import USER_ERROR_EXIT_CODE, UserError, shown
+from training.base.errors import FILE_SERVER_EXIT_CODE, USER_ERROR_EXIT_CODE, FileServerError, UserError, shown
 from training.base.heartbeat import end_with_caller
 from training.base.helper_processes import current_folder_kept_out
 from training.base.lasting_output import outlast_readers
@@ -139,7 +139,7 @@ LAUNCHERS = {
 
 @current_folder_kept_out()
 def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
-    """Exit with what `main` returns for the command line, or with code 2 and one line for a UserError.
+    """Exit with what `main` returns for the command line, or with one line and the code of a known error.
 
     Gets SIGTERM with the end of whoever called it (`end_with_caller`).
     """
@@ -152,6 +152,9 @@ def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_EXIT_CODE)
+    except FileServerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(FILE_SERVER_EXIT_CODE)
 
 
 def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchArguments:

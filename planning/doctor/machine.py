@@ -16,7 +16,7 @@ from planning.doctor.gpu_health import assess_gpu_health, assess_gpus, gpu_facts
 from planning.doctor.table import Row
 from training.base.atomic_write import existing_part
 from training.base.control_groups import free_memory, quota_note, usable_cores, usable_memory
-from training.base.errors import UserError
+from training.base.errors import FileServerError, UserError
 from training.base.units import format_bytes
 from training.config import REPO_ROOT
 from training.observe.environment import software
@@ -92,7 +92,7 @@ def data_facts(options: Mapping[str, Any]) -> dict[str, str]:
 
     try:
         found = load_data(replace(DataOptions(**options), cache="off", download=False))
-    except UserError as error:
+    except (UserError, FileServerError) as error:
         return {"problem": str(error)}
     counts = f"{sum(found.train_counts)} + {sum(found.val_counts)} images"
     return {"holds": f"{options['data']}: {len(found.class_names)} classes, {counts}", "hash": found.fingerprint}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import io
@@ -22,7 +23,7 @@ from delivery.predict import _list_images
 from planning.data_check import DataReport, decode_part
 from training.base.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
 from training.config import TrainConfig
-from training.data import DataOptions, load_data
+from training.data import DataOptions, archives, find_dataset, load_data
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.reading import images
 from training.data.reading.decode import header_size
@@ -186,6 +187,59 @@ def test_a_folder_is_listed_again(tmp_path, server, waits):
     server("/train/a", "list", errno.ESTALE, times=2)
     assert load_data(DataOptions(data=str(root))).fingerprint == expected
     assert waits == [1, 2]
+
+
+class UnknownEntry:
+    """An entry of a folder whose type the file system does not tell: the server is asked, and fails to answer once.
+
+    Attributes:
+        before: How many questions it answers before that one, of all entries together.
+    """
+
+    before = 0
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self._entry, self.name, self.path = entry, entry.name, entry.path
+
+    def __getattr__(self, question):
+        def answer() -> object:
+            UnknownEntry.before -= 1
+            if UnknownEntry.before == -1:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self.path)
+            return getattr(self._entry, question)()
+
+        return answer
+
+
+@contextlib.contextmanager
+def unknown_entries(path, scan=os.scandir):
+    """As `os.scandir`."""
+    with scan(path) as entries:
+        yield map(UnknownEntry, entries)
+
+
+@pytest.mark.parametrize(
+    ("read", "least"),
+    [
+        (lambda root: load_data(DataOptions(data=str(root))).fingerprint, 20),
+        (lambda root: load_data(DataOptions(data=str(root), task="multilabel")).fingerprint, 20),
+        (lambda root: list(_list_images(str(root), [".png"])), 10),
+        (lambda root: archives._find(root, ".png"), 2),
+        (lambda root: find_dataset(str(root)), 1),
+    ],
+    ids=["folder", "linked folder", "predict", "archives", "data"],
+)
+def test_what_an_entry_is_is_asked_again(tmp_path, monkeypatch, waits, read, least):
+    """Whichever question it is that the server does not answer."""
+    root = folder(tmp_path)
+    expected = read(root)
+    monkeypatch.setattr(os, "scandir", unknown_entries)
+    for before in range(1000):
+        monkeypatch.setattr(UnknownEntry, "before", before)
+        assert read(root) == expected
+        if UnknownEntry.before >= 0:
+            break
+    assert least <= len(waits) == before < 1000
 
 
 @pytest.mark.parametrize(("at", "name"), [("open", "/train/a/1.png"), ("open", "/val/b/0.png"), ("list", "/train/a")])

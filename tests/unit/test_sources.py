@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -20,7 +22,7 @@ from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.made_data import KINDS, SPLIT, make_photos, write_csv
 from training.base.errors import UserError
 from training.base.small_files import as_given, inert
-from training.data import DataOptions, layout_of, load_data, load_whole
+from training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
 from training.data.loader import Loader
 from training.data.reading.boxes import decode_box
 from training.data.reading.decode import decode_exact, make_decoder
@@ -153,6 +155,17 @@ def test_folds_are_chosen_and_other_separators_are_read(photos, tmp_path):
     assert 5 <= len(load(table, val_part="none", **values).val) <= 9, "a fifth of each class"
     table.with_suffix(".tsv").write_text("\n".join(["path;label;split", *lines]).replace(";", "\t"))
     assert load(table.with_suffix(".tsv"), val_part="fold1", **values).fingerprint == pair.fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folds_list_the_images_once_without_looking_for_garbage(photos, tmp_path, monkeypatch, kind):
+    data = KINDS[kind](photos, tmp_path / "data")
+    module, collecting = importlib.import_module(find_dataset(str(data)).module), []
+    listing = module.listing
+    monkeypatch.setattr(module, "listing", lambda given: (collecting.append(gc.isenabled()), listing(given))[1])
+    load(data, data_root=str(photos), val_part="none", folds=3)
+    assert collecting == [False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("decode", ["exact", "cpu"])

@@ -18,6 +18,7 @@ from models.sides import sides
 from training.base.errors import UserError, unknown_name
 from training.data.image_sizes import MIN_IMAGE_SIZE
 from training.data.reading.remote import check_url
+from training.data.reading.retry import is_folder, patiently
 from training.data.settings import BAD_IMAGES_USAGE, DATASETS, MULTILABEL, URL, DataFields, DatasetEntry
 
 if TYPE_CHECKING:
@@ -97,16 +98,16 @@ def load_data(options: DataOptions) -> DatasetPair:
         UserError: An option or the data is invalid; see the module of the data set.
     """
     _check_options(options)
-    layout = layout_of(options) if options.folds else None
-    if options.folds and (layout is None or layout.val):
-        raise UserError(
-            f"--folds {options.folds}: --data {options.data} has a validation part of its own: leave --folds out, or "
-            "give a folder, table, tar or Parquet files without one."
-        )
     was_on = gc.isenabled()
     gc.disable()  # collections, which find no garbage in lists of millions of images, take half of the time
     try:
-        return _function("load", options)
+        found = _found(options)
+        if options.folds and not (find_dataset(options.data).has_parts and not found("layout_of").val):
+            raise UserError(
+                f"--folds {options.folds}: --data {options.data} has a validation part of its own: leave --folds out, "
+                "or give a folder, table, tar or Parquet files without one."
+            )
+        return found("load")
     finally:
         if was_on:
             gc.enable()
@@ -122,7 +123,7 @@ def load_whole(options: DataOptions, part: str = "") -> DatasetPair:
     Raises:
         UserError: As `load_data`.
     """
-    return _function("load_whole", options, part)
+    return _found(options)("load_whole", part)
 
 
 def layout_of(options: DataOptions) -> Layout | None:
@@ -131,17 +132,18 @@ def layout_of(options: DataOptions) -> Layout | None:
     Raises:
         UserError: As `load_data`.
     """
-    return _function("layout_of", options) if find_dataset(options.data).has_parts else None
+    return _found(options)("layout_of") if find_dataset(options.data).has_parts else None
 
 
-def _function(name: str, options: DataOptions, *more: str) -> Any:
-    """Return what a function of a data set's module gives; of `records` for one that makes a `Listing`."""
+def _found(options: DataOptions) -> Callable[..., Any]:
+    """Return what calls a function of a data set's module by name; of `records` if the module lists the images."""
     entry = find_dataset(options.data)
     is_linked = options.task == MULTILABEL and entry is DATASETS["folder"]
     module = importlib.import_module("training.data.folder_labels" if is_linked else entry.module)
-    if hasattr(module, "listing"):
-        return getattr(importlib.import_module("training.data.records"), name)(module.listing(options), options, *more)
-    return getattr(module, name)(options, *more)
+    if not hasattr(module, "listing"):
+        return lambda name, *more: getattr(module, name)(options, *more)
+    records, listing = importlib.import_module("training.data.records"), module.listing(options)
+    return lambda name, *more: getattr(records, name)(listing, options, *more)
 
 
 def bad_image_share(value: str) -> Fraction:
@@ -170,7 +172,7 @@ def find_dataset(data: str) -> DatasetEntry:
     if entry and not entry.is_path and entry.takes_name == bool(colon):
         return entry
     path = os.path.expanduser(data)
-    if os.path.isdir(path):
+    if is_folder(path):
         suffix = next(
             filter(None, map(_suffix_of_all, [path, *(f"{path}/{name}" for name in FOLDERS_OF_ARCHIVES)])), ""
         )
@@ -182,16 +184,22 @@ def find_dataset(data: str) -> DatasetEntry:
 
 def _suffix_of_all(folder: str) -> str:
     """Return the suffix of the archives in a folder, '' if it has none, or folders: they are classes or parts."""
-    found = ""
-    with contextlib.suppress(OSError), os.scandir(folder) as scan:
-        for entry in scan:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                return ""
-            suffix = os.path.splitext(entry.name)[1]
-            found = suffix if suffix in ARCHIVES else found
-    return found
+
+    def looked() -> str:
+        found = ""
+        with os.scandir(folder) as scan:  # not all of it: a class may have a million
+            for entry in scan:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    return ""
+                suffix = os.path.splitext(entry.name)[1]
+                found = suffix if suffix in ARCHIVES else found
+        return found
+
+    with contextlib.suppress(OSError):
+        return patiently(looked, folder)
+    return ""
 
 
 def _check_options(options: DataOptions) -> None:

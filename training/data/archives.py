@@ -27,7 +27,7 @@ from training.data.columns import unused_notes
 from training.data.folder_parts import part_kind
 from training.data.reading.boxes import Edges
 from training.data.reading.remote_files import RemoteFiles, page_checksums
-from training.data.reading.retry import entries_of, is_folder, patiently
+from training.data.reading.retry import entries_of, is_file, is_folder, patiently
 from training.data.reading.sources import Archive
 from training.data.records import Listing, Record
 
@@ -191,7 +191,7 @@ def _notes(indexes: Sequence[Index]) -> Iterator[str]:
 
 def _find(root: Path, suffix: str) -> list[Path]:
     if not is_folder(root):
-        return [root] if root.exists() else []
+        return [root] if is_file(root) else []
     with contextlib.suppress(OSError):
         own = entries_of(root)
         folders = [entry for entry in own if entry.is_dir() and not entry.name.startswith(".")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from training.base.errors import UserError
 from training.data.reading.formats import CURES, IMAGE_EXTENSIONS
-from training.data.reading.retry import entries_of, patiently
+from training.data.reading.retry import Entry, entries_of, patiently
 
 FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in bytes, time of the last change in ns
 
@@ -42,7 +42,7 @@ class FolderListing:
         self._other_files: Counter[str] = Counter()
         self._loose: set[str] = set()
 
-    def entries(self, folder: str) -> list[os.DirEntry[str]]:
+    def entries(self, folder: str) -> list[Entry]:
         """Return what a folder contains, sorted by name, without hidden files and those of the system.
 
         Raises:
@@ -64,18 +64,18 @@ class FolderListing:
             raise UserError(f"the symbolic link {broken[0]!r}{more} broken: remove or repair it.")
         return kept
 
-    def folders(self, folder: str) -> list[os.DirEntry[str]]:
+    def folders(self, folder: str) -> list[Entry]:
         """Return the folders in a folder."""
         return [entry for entry in self.entries(folder) if entry.is_dir()]
 
-    def count_loose(self, entries: Iterable[os.DirEntry[str]]) -> None:
+    def count_loose(self, entries: Iterable[Entry]) -> None:
         """Count the images among the entries of a folder of classes, which belong to no class."""
         self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
 
     def take_loose(self) -> list[FoundFile]:
         """Return the images that `count_loose` has counted, sorted, and count them no more."""
         taken, self._loose = sorted(self._loose), set()
-        return [self._found(path, os.stat(path)) for path in taken]
+        return [self._found(path, patiently(partial(os.stat, path), path)) for path in taken]
 
     def starts_with_images(self, folder: str) -> bool:
         """Return whether a folder contains images itself, and not just in folders below it."""
@@ -93,7 +93,7 @@ class FolderListing:
             if not entry.is_file():
                 self._other_files["not a regular file"] += 1
             elif self._is_image(entry.name):
-                found.append(self._found(entry.path, patiently(entry.stat, entry.path)))
+                found.append(self._found(entry.path, entry.stat()))
             else:
                 self._other_files[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
         return sorted(found)
@@ -116,7 +116,7 @@ class FolderListing:
             first = os.path.relpath(min(self._links), self.root)
             yield f"followed {len(self._links)} symbolic links, such as {first}; the folder of a link is its class"
 
-    def _files_below(self, folder: str, chain: Sequence[str]) -> Iterator[os.DirEntry[str]]:
+    def _files_below(self, folder: str, chain: Sequence[str]) -> Iterator[Entry]:
         """Yield the files below a folder; `chain` has the real paths of the folders that lead there."""
         for entry in self.entries(folder):
             if not entry.is_dir():

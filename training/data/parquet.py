@@ -23,7 +23,7 @@ from training.data.archives import Entry, Index, Kind
 from training.data.class_names import clean, label_of
 from training.data.columns import FactColumns, find_column
 from training.data.reading.remote_files import RemoteFiles
-from training.data.reading.retry import patiently
+from training.data.reading.retry import is_file, patiently
 from training.data.reading.sources import ROW_BITS
 from training.data.records import Listing
 from training.data.table import Row, listing_of
@@ -38,7 +38,7 @@ MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 def listing(options: DataOptions) -> Listing:
     """Return the images of Parquet files; see `archives.read`, and `table.listing` for files without images."""
     path = Path(os.path.expanduser(options.data))
-    if path.is_file() and not _image_columns(schema := _opened(path).schema_arrow, options.label_column):
+    if is_file(path) and not _image_columns(schema := _opened(path).schema_arrow, options.label_column):
         return listing_of(schema.names, _rows(path), options)
     return archives.read(kind_of(options), options)
 

@@ -52,19 +52,58 @@ def patiently(
     return patiently(action, path, waits_s[1:])
 
 
-def entries_of(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+class Entry:
+    """An `os.DirEntry` that asks the server as `patiently` does: it does where an entry is a link, or of no known type.
+
+    Attributes:
+        name: As an entry of its folder.
+        path: Of the folder, and the name.
+    """
+
+    __slots__ = ("_entry", "name", "path")
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self._entry, self.name, self.path = entry, entry.name, entry.path
+
+    def is_dir(self) -> bool:
+        """Whether it is, or leads to, a folder."""
+        return patiently(self._entry.is_dir, self.path)
+
+    def is_file(self) -> bool:
+        """Whether it is, or leads to, a regular file."""
+        return patiently(self._entry.is_file, self.path)
+
+    def is_symlink(self) -> bool:
+        """Whether it is a link."""
+        return patiently(self._entry.is_symlink, self.path)
+
+    def stat(self) -> os.stat_result:
+        """Return the status of the file that it is, or leads to."""
+        return patiently(self._entry.stat, self.path)
+
+
+def entries_of(folder: str | os.PathLike[str]) -> list[Entry]:
     """Return the entries of a folder, sorted by name; the errors are those of `patiently`."""
 
-    def listed() -> list[os.DirEntry[str]]:
+    def listed() -> list[Entry]:
         with os.scandir(folder) as scan:
-            return sorted(scan, key=lambda entry: entry.name)
+            return sorted(map(Entry, scan), key=lambda entry: entry.name)
 
     return patiently(listed, folder)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """As `os.path.isdir`, which takes a server's silence for a no; the error is that of `patiently`."""
+    return _is(stat.S_ISDIR, path)
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """As `os.path.isfile`, likewise."""
+    return _is(stat.S_ISREG, path)
+
+
+def _is(kind: Callable[[int], bool], path: str | os.PathLike[str]) -> bool:
     try:
-        return stat.S_ISDIR(patiently(partial(os.stat, path), path).st_mode)
+        return kind(patiently(partial(os.stat, path), path).st_mode)
     except (OSError, ValueError):  # ValueError: a null character in the name
         return False
