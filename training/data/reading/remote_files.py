@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -23,6 +24,7 @@ from training.data.reading.retry import patiently
 PAGE_BYTES = 2**16  # of which each has a checksum
 BLOCK_BYTES = 2**20  # most bytes of a request
 CONNECTIONS = 16  # of each process
+COUNTER, COUNTER_BYTES = ".added", 8  # of bytes since the last look for what goes
 KEPT_SHARE = 0.9  # of a cache that was full
 DAMAGED = "these are other bytes than its index was made of"
 
@@ -46,11 +48,11 @@ class PieceCache:
 
     Args:
         folder: The folder.
-        max_bytes: Most bytes in it; each process may exceed them by a fiftieth.
+        max_bytes: Most bytes in it; all processes together may exceed them by a fiftieth.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder, self.max_bytes, self._added = folder, max_bytes, 0
+        self.folder, self.max_bytes = folder, max_bytes
 
     def get(self, key: str, start: int, size: int) -> bytes:
         """Return a part of a piece, b'' if it is not here."""
@@ -65,10 +67,21 @@ class PieceCache:
             (self.folder / key).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self.folder / key) as temporary:
                 temporary.write_bytes(content)
-        self._added += len(content)
-        if self._added * 50 > self.max_bytes:
-            self._added = 0
-            self._remove_oldest()
+        with suppress(OSError):
+            self._count(len(content))
+
+    def _count(self, added: int) -> None:
+        """Count bytes together with the other processes; look for what goes after each fiftieth of the bound."""
+        counter = os.open(self.folder / COUNTER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(counter, fcntl.LOCK_EX)
+            added += int.from_bytes(os.pread(counter, COUNTER_BYTES, 0), "little")
+            if added * 50 > self.max_bytes:
+                self._remove_oldest()
+                added = 0
+            os.pwrite(counter, added.to_bytes(COUNTER_BYTES, "little"), 0)
+        finally:
+            os.close(counter)
 
     def _remove_oldest(self) -> None:
         found = []
