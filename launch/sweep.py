@@ -6,6 +6,7 @@ itself: successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) with 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -138,7 +139,6 @@ class RunningSweep:
     epochs: int
     best_by: str
     ranks: int
-    _processes: set[subprocess.Popen] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopped: bool = False
     _left: int = 0  # places
@@ -219,11 +219,8 @@ class RunningSweep:
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
 
     def stop(self) -> None:
-        """Let the trials that run save and leave; no other begins."""
-        with self._lock:
-            self._is_stopped = True
-            for process in self._processes:
-                process.send_signal(signal.SIGTERM)
+        """Let the trials that run save and leave; no other begins. Signal handlers call this: it waits for nothing."""
+        self._is_stopped = True
 
     def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[Place | None]) -> SweepTrial:
         """Train a trial up to the end of an epoch, if it is not that far; a failure is its state.
@@ -262,19 +259,16 @@ class RunningSweep:
         variables = os.environ | place.variables | {CALLER_VARIABLE: str(os.getpid())}
         start = time.monotonic()
         output = self.folder / f"{trial.number:03}.log"
-        with output.open("ab") as log, self._lock:
-            if self._is_stopped:
-                return 0
+        if self._is_stopped:
+            return 0
+        with output.open("ab") as log:
             process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
-            self._processes.add(process)
-        is_asked = False
+        is_asked, epochs = False, _EpochCount(trial.folder / METRICS)
         while process.poll() is None:
-            if not is_asked and until < self.epochs and _progress(trial.folder)[0] >= until:
+            if not is_asked and (self._is_stopped or (until < self.epochs and epochs.look() >= until)):
                 process.send_signal(signal.SIGTERM)  # the step after the epoch's last is kept too
                 is_asked = True
             time.sleep(POLL_SECONDS)
-        with self._lock:
-            self._processes.discard(process)
         trial.seconds += time.monotonic() - start
         trial.epochs, trial.score = _progress(trial.folder)
         if process.returncode == DIVERGED_EXIT_CODE:
@@ -458,6 +452,25 @@ def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]
     epochs = [line for line in lines if line.get("kind") == "epoch" and line["epoch"] <= until]
     best = best_epoch(epochs)
     return max((line["epoch"] for line in epochs), default=0), score_in(best)[1] if best else None
+
+
+class _EpochCount:
+    """Counts the epochs of a run that trains: reads each line of its metrics.jsonl once."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._read_bytes, self._epochs = file, 0, 0
+
+    def look(self) -> int:
+        """Return how many epochs have been trained and evaluated so far."""
+        with contextlib.suppress(OSError), self._file.open("rb") as lines:  # not there yet
+            lines.seek(self._read_bytes)
+            for line in lines:
+                if not line.endswith(b"\n"):  # being written
+                    break
+                self._read_bytes += len(line)
+                if b'"epoch"' in line and (point := json.loads(line)).get("kind") == "epoch":
+                    self._epochs = max(self._epochs, point["epoch"])
+        return self._epochs
 
 
 def _last_error(output: Path) -> str:

@@ -7,6 +7,8 @@ import json
 import math
 import statistics
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -165,6 +167,42 @@ def test_stopped_and_continued(actor):
     assert running.trials[0].state == "finished"
     again = prepare(asked)
     assert [(trial.state, trial.epochs) for trial in again.run(1)] == [("finished", 9)] * 2
+
+
+def test_a_stop_waits_for_nothing_that_a_second_signal_could_interrupt(actor, monkeypatch):
+    """The handler of the first signal may be anywhere when the second comes, in the same thread."""
+    monkeypatch.setenv("RUNGS", "1")  # the trial waits for a signal
+    running = prepare(made(actor, "learning-rate=0.01"))
+    ended = []
+    training = threading.Thread(target=lambda: ended.extend(running.run(1)), daemon=True)
+    training.start()
+    while not (actor / "runs" / "rates-1" / "metrics.jsonl").exists():
+        time.sleep(0.02)
+    with running._lock:
+        stopping = threading.Thread(target=running.stop, daemon=True)
+        stopping.start()
+        stopping.join(5)
+        assert not stopping.is_alive()
+    training.join(20)
+    assert [(trial.state, trial.epochs) for trial in ended] == [("paused", 1)]
+
+
+def test_each_line_of_a_trial_that_trains_is_parsed_once(tmp_path, monkeypatch):
+    """Step lines name their epoch, too: of a long run there are a million."""
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(sweeps.json, "loads", lambda line: (parsed.append(line), loads(line))[1])
+    count = sweeps._EpochCount(tmp_path / "metrics.jsonl")
+    assert count.look() == 0
+    with (tmp_path / "metrics.jsonl").open("w", buffering=1) as lines:
+        for epoch in (1, 2, 3):
+            for step in range(100):
+                print(json.dumps({"kind": "step", "epoch": epoch, "step": step}), file=lines)
+            line = json.dumps({"kind": "epoch", "epoch": epoch})
+            for written, expected in ((line[:-5], epoch - 1), (line[-5:], epoch - 1), ("\n", epoch)):
+                lines.write(written)
+                lines.flush()
+                assert [count.look() for _ in range(5)] == [expected] * 5
+    assert len(parsed) == 303
 
 
 @pytest.mark.parametrize(
