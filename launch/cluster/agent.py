@@ -92,6 +92,7 @@ class Agent:
         """Follow orders; return when the launch is gone, or has closed the connection."""
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
         # It stays until the launch leaves, also after "ended": ending with a message unread would reset the connection,
         # and the launch might miss the last answer.
         while (order := self._orders.get()) is not None:
@@ -115,6 +116,11 @@ class Agent:
         while True:
             failing = self._node_run is not None and self._node_run.monitor.first_failure() is not None
             self._channel.send({"kind": "beat", "failing": failing})
+            time.sleep(BEAT_SECONDS)
+
+    def _watch(self) -> None:
+        """Let the ranks leave if the launch is silent; a beat that cannot be sent, to a full pipe, waits elsewhere."""
+        while True:
             silent_s = time.monotonic() - self._last_message
             if not self._is_closed and silent_s > LOST_SECONDS:
                 self._leave()

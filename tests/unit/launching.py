@@ -69,6 +69,10 @@ def train():
     heartbeat.beat("train", step=5)
     if fault.isdigit():
         leave(int(fault))
+    if fault == "talk":  # more than pipes hold, and then a while nothing
+        print("x" * 500_000, flush=True)
+        time.sleep(2.5)
+        fault = "finish"
     if rank == 1 and fault == "kill":
         write()
         os.kill(os.getpid(), signal.SIGKILL)

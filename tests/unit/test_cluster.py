@@ -259,9 +259,12 @@ FAKES = {"ssh": FAKE_SSH, "srun": FAKE_SRUN}
 DRIVER = """
 import json, os, sys
 from launch.arguments import check_training, read_arguments
-from launch.cluster import multi_node, rendezvous
+from launch.cluster import multi_node, nodes, rendezvous
 from launch.cluster.plan import Plan
+from training.base.lasting_output import outlast_readers
+nodes.LOST_SECONDS = float(os.environ.get("LOST_SECONDS", nodes.LOST_SECONDS))
 remote_shell, outcome, *words = sys.argv[1:]
+outlast_readers()
 rendezvous.FIRST_PATIENCE_SECONDS = rendezvous.RETURN_SECONDS = 1.0
 multi_node.Plan = lambda given, arguments, config, hosts, _ssh, port: Plan(
     given, arguments, config, hosts, remote_shell, port)
@@ -330,6 +333,16 @@ def test_ranks_of_two_nodes_finish(tmp_path: Path, remote_shell: str) -> None:
     assert launch.wait_for_rank(0)["port"] == launch.wait_for_rank(1)["port"]
     assert launch.record() == {"code": 0, "reason": "", "position": -1, "run_name": "run-7"}
     assert not list(launch.folder.glob(".*"))  # the mark that the others looked for is gone
+
+
+def test_nodes_are_not_lost_while_nobody_reads_what_their_ranks_print(tmp_path: Path) -> None:
+    """A terminal is paused by Ctrl-S, the pipe to a pager or to a stopped reader is full."""
+    launch = StubLaunch(tmp_path, "--fault", "talk", LOST_SECONDS="2")
+    launch.wait_for_rank(1)
+    time.sleep(4)
+    printed, errors = launch.process.communicate(timeout=90)
+    assert launch.process.returncode == 0, errors
+    assert printed.count("x") == 2 * 500_000
 
 
 @pytest.mark.parametrize("fault", ["kill", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("7", "stop"))])

@@ -1,9 +1,12 @@
 """Standard output that nobody reads any more or that is full: a training goes on, a script says so or ends."""
 
+import contextlib
 import os
 import pty
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,71 @@ def exit_code_after_the_reader_has_gone(place: str, *words: str) -> int:
 def test_a_process_outlasts_its_readers(place):
     assert exit_code_after_the_reader_has_gone(place) != 7
     assert exit_code_after_the_reader_has_gone(place, "outlast") == 7
+
+
+PAUSED_SCRIPT = """
+import sys
+from training.base.lasting_output import finish_output, outlast_readers
+
+outlast_readers()
+print("read")
+sys.stdin.readline()
+for number in range(int(sys.argv[1])):
+    print(number, "x" * 1000)
+open(sys.argv[2], "w").close()
+finish_output(float(sys.argv[3]))
+print("the end", flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("place", ["pipe", "terminal"])
+@pytest.mark.parametrize("lines", [300, 20_000])
+def test_a_process_does_not_wait_for_a_paused_reader(place, lines, tmp_path):
+    """It keeps what was printed until somebody reads it, up to 16 MB."""
+    ours, theirs = pty.openpty() if place == "terminal" else os.pipe()
+    command = [sys.executable, "-c", PAUSED_SCRIPT, str(lines), str(tmp_path / "said"), "60"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=theirs) as process:
+        os.close(theirs)
+        printed = os.read(ours, 6)
+        if place == "terminal":
+            os.write(ours, b"\x13")  # Ctrl-S
+        process.stdin.write(b"go on\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "said").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (tmp_path / "said").exists()
+        assert process.poll() is None  # the rest is still to be read
+        if place == "terminal":
+            os.write(ours, b"\x11")  # Ctrl-Q
+        with contextlib.suppress(OSError):  # a terminal whose other end is closed
+            while read := os.read(ours, 2**16):
+                printed += read
+        process.communicate()
+    os.close(ours)
+    said = printed.decode().splitlines()
+    assert process.returncode == 7
+    assert (said[0], said[-1]) == ("read", "the end")
+    numbers = [int(line.split()[0]) for line in said if line.endswith("x")]
+    assert numbers == [*range(len(numbers))]
+    if lines == 300:
+        assert len(numbers) == lines
+    else:
+        assert 16_000 < len(numbers) < lines
+        assert re.fullmatch(r"\.\.\. \d+ bytes are left out: nobody read them \.\.\.", said[-2])
+
+
+def test_a_process_that_ends_waits_for_a_paused_reader_only_so_long(tmp_path):
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", PAUSED_SCRIPT, "300", str(tmp_path / "said"), "0.2"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    command[2] = PAUSED_SCRIPT.replace("sys.exit(7)", "import os; os._exit(7)")  # as a rank ends
+    done = subprocess.run(command, env=environment, input=b"\n", stdout=writer, check=False, timeout=60)
+    assert done.returncode == 7
+    os.close(reader)
+    os.close(writer)
 
 
 def three_lines(_: object) -> int:

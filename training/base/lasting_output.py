@@ -1,13 +1,22 @@
-"""Standard output and error that can no longer be written: a training goes on, other scripts go on or end."""
+"""Standard output and error that cannot be written, for now or any more: a training goes on, other scripts may end."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import io
+import math
 import os
 import sys
+import threading
+import time
+from collections import deque
 from typing import Any, TextIO
 
 from training.base.errors import UserError
+
+KEEP_UP_SECONDS = 0.5  # that a write may take; for a longer one nothing waits
+MOST_WAITING = 16 * 2**20  # bytes, of a process's standard output or error
 
 
 class ReaderGone(Exception):
@@ -31,6 +40,66 @@ class _LastingFile(io.FileIO):
         """Go on in silence."""
 
 
+class _UnhurriedFile(_LastingFile):
+    """The same, but nobody waits for whoever reads it: a terminal may be paused (Ctrl-S), a pipe be full.
+
+    A thread writes. Each write waits for it as long as it keeps up, so that normally all is written in order at once;
+    once it does not, what is to be written waits in memory, up to `MOST_WAITING` bytes.
+    """
+
+    def __init__(self, descriptor: int, mode: str, *, closefd: bool) -> None:
+        super().__init__(descriptor, mode, closefd=closefd)
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes, self._left_out_bytes, self._keeps_up = 0, 0, True
+        self._changed = threading.Condition()
+        self._process = 0  # that has the thread: no fork does
+        with contextlib.suppress(RuntimeError):  # too many threads: all is written at once
+            threading.Thread(target=self._write_waiting, daemon=True).start()
+            self._process = os.getpid()
+
+    def write(self, data: Any, /) -> int:
+        if self._process != os.getpid():
+            return super().write(data)
+        content = bytes(data)
+        with self._changed:
+            if self._waiting_bytes + len(content) > MOST_WAITING:
+                self._left_out_bytes += len(content)
+                return len(content)
+            self._waiting.append(content)
+            self._waiting_bytes += len(content)
+            self._changed.notify_all()
+            if self._keeps_up:
+                self._keeps_up = self._changed.wait_for(lambda: not self._waiting, KEEP_UP_SECONDS)
+        return len(content)
+
+    def finish(self, seconds: float) -> None:
+        """Wait until all is written, at most so long; what comes after is written at once, or no more."""
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._waiting, seconds)
+            self._process = 0 if is_done else self._process
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                rest = memoryview(self._waiting[0])
+                self._waiting_bytes -= len(rest)
+            while rest:
+                written = super().write(rest)
+                if written is None:  # another process has let the terminal refuse what it cannot take at once
+                    time.sleep(KEEP_UP_SECONDS)
+                rest = rest[written or 0 :]
+            with self._changed:
+                self._waiting.popleft()
+                if not self._waiting:
+                    self._keeps_up = True
+                    if self._left_out_bytes:
+                        note = f"\n... {self._left_out_bytes} bytes are left out: nobody read them ...\n".encode()
+                        self._waiting.append(note)
+                        self._waiting_bytes, self._left_out_bytes = len(note), 0
+                self._changed.notify_all()
+
+
 class _ReportingFile(_LastingFile):
     """The same, but a full disk ends the script; a reader who has gone does not."""
 
@@ -49,9 +118,19 @@ class _ProductFile(_ReportingFile):
 
 
 def outlast_readers() -> None:
-    """Let this process go on, and say nothing more, if its standard output or error cannot be written."""
-    sys.stdout = _replaced(sys.stdout, _LastingFile)
-    sys.stderr = _replaced(sys.stderr, _LastingFile)
+    """Let this process go on if its standard output or error cannot be written, and wait for no reader of them."""
+    sys.stdout = _replaced(sys.stdout, _UnhurriedFile)
+    sys.stderr = _replaced(sys.stderr, _UnhurriedFile)
+    atexit.register(finish_output)
+
+
+def finish_output(seconds: float = math.inf) -> None:
+    """Wait, at most so long, until standard output and error are written: before the end of a process."""
+    for stream in (sys.stdout, sys.stderr):
+        file = getattr(getattr(stream, "buffer", None), "raw", None)
+        if isinstance(file, _UnhurriedFile):
+            stream.flush()
+            file.finish(seconds)
 
 
 def report_failed_output(*, is_product: bool) -> None:
