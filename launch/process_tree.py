@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 
 from training.base.heartbeat import LAUNCH_VARIABLE as MARK
+from training.base.helper_processes import process_space
 
 POLL_SECONDS = 0.1
+LONGEST_BUILD_SECONDS = 3600.0
 KILL_SECONDS = 30.0  # do not wait for ever for a process that the kernel does not end
 
 
@@ -78,18 +80,24 @@ def extensions_folder() -> str:
     return os.environ.get("TORCH_EXTENSIONS_DIR") or f"{sys.prefix}/torch_extensions"
 
 
-def unheld_build_locks(folder: Path) -> set[Path]:
-    """Return the locks of compile jobs that do not run here; torch keeps a lock's file open while it compiles."""
+def remove_stale_build_locks(folder: Path) -> None:
+    """Remove the locks of compile jobs that no longer run; of others that may, on another machine, print a note.
+
+    A rank signs its locks (`training.engines.deepspeed_engine`), and torch keeps a lock's file open while it compiles:
+    so it is known of those that were made here. One without our signature is stale after `LONGEST_BUILD_SECONDS`.
+    """
     locks = {str(path) for path in folder.glob("**/lock")}
     for process in psutil.process_iter() if locks else ():
-        try:
+        with contextlib.suppress(psutil.Error):
             locks -= {opened.path for opened in process.open_files()}
-        except psutil.Error:
-            continue
-    return {Path(lock) for lock in locks}
-
-
-def remove_stale_build_locks(folder: Path) -> None:
-    """Remove the locks of compile jobs that no longer run."""
-    for lock in unheld_build_locks(folder):
-        lock.unlink(missing_ok=True)
+    for lock in map(Path, sorted(locks)):
+        with contextlib.suppress(OSError):  # it has been released meanwhile, or is another user's
+            facts = lock.stat()
+            was_ours = facts.st_uid == os.getuid() and lock.read_text() == process_space()
+            if was_ours or time.time() - facts.st_mtime > LONGEST_BUILD_SECONDS:
+                lock.unlink()
+            else:
+                print(
+                    f"note: {lock} may be held by another machine or user: remove it if nothing compiles there",
+                    file=sys.stderr,
+                )

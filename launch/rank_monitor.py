@@ -30,6 +30,7 @@ SUSPECT_SHARE = 0.5  # of the time allowed: if one rank is overdue, those silent
 STACK_SECONDS = 2.0
 STACK_LINES = 15
 INNERMOST_LINES = 7
+IMPORT_SYSTEM = ('File "<frozen importlib.', '/importlib/__init__.py"')
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
 # The ranks agree on these among themselves: if one ends with them, the others end by themselves.
@@ -202,14 +203,15 @@ def how_it_ended(code: int | None) -> str:
 def main_thread(dump: str) -> list[str]:
     """Return at most `STACK_LINES` lines of a dump of faulthandler: the main thread, most recent call first.
 
-    Faulthandler begins with the youngest thread, so the main thread is its last. If its stack is deep, the frames
-    of installed libraries beyond the innermost `INNERMOST_LINES` are left out.
+    Faulthandler begins with the youngest thread, so the main thread is its last. The frames of Python's own import
+    system are left out: five of them stand between each module and the one that it imports. If the stack is deep, so
+    are those of installed libraries beyond the innermost `INNERMOST_LINES`.
     """
     blocks: list[list[str]] = []
     for line in dump.splitlines():
         if "(most recent call first)" in line:
             blocks.append([])
-        elif blocks and line.startswith("  "):
+        elif blocks and line.startswith("  ") and not any(part in line for part in IMPORT_SYSTEM):
             blocks[-1].append(line)
     stack = blocks[-1] if blocks else []
     if len(stack) > STACK_LINES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.utils.file_baton import FileBaton
 
 from launch import node_run
 from launch.launch_folder import HeartbeatFolder
@@ -25,6 +27,7 @@ from launch.process_tree import MARK, Launch, code_of_zombie, is_alive, remove_s
 from launch.rank_monitor import Death, RankMonitor, main_thread
 from launch.restart_policy import RestartPolicy, signal_within
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
+from training.engines.deepspeed_engine import _sign_build_locks
 from training.world.network_interfaces import free_port
 
 NO_RESTART = ("--max-restarts", "0")
@@ -321,6 +324,10 @@ def test_the_stack_is_the_main_threads_and_our_own_frames_stay() -> None:
     other = 'Thread 0x1 (most recent call first):\n  File "/usr/threading.py", line 1 in wait\n\n'
     dump = "\n".join([other + "Current thread 0x2 (most recent call first):", *library, *ours, ""])
     assert main_thread(dump) == library[:7] + ours
+    imports = [f'  File "<frozen importlib._bootstrap>", line {n} in _find_and_load' for n in range(4)]
+    imports.append('  File "/usr/lib/python3.11/importlib/__init__.py", line 126 in import_module')
+    deep = [line for frame in [*library[:3], *ours] for line in (frame, *imports)]
+    assert main_thread("\n".join(["Current thread 0x2 (most recent call first):", *deep])) == library[:3] + ours
     assert main_thread(other) == ['  File "/usr/threading.py", line 1 in wait']
     assert main_thread("") == []
 
@@ -338,15 +345,26 @@ def test_a_zombie_still_tells_how_it_ended(how: str, expected: int) -> None:
     assert code_of_zombie(process.pid) is None
 
 
-def test_stale_build_locks_go_and_held_ones_stay(tmp_path: Path) -> None:
-    held, stale = tmp_path / "cpu_adam" / "lock", tmp_path / "deepspeed_shm_comm" / "lock"
-    for lock in (held, stale):
-        lock.parent.mkdir()
-        lock.touch()
-    with held.open():
-        remove_stale_build_locks(tmp_path)
-        assert held.exists()
-        assert not stale.exists()
+def test_stale_build_locks_go_and_held_ones_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that are held where we cannot see: on another machine, or by another user."""
+    _sign_build_locks()
+    batons = {}
+    for name in ("held", "stale", "elsewhere", "of-others", "old"):
+        (tmp_path / name).mkdir()
+        batons[name] = FileBaton(str(tmp_path / name / "lock"))
+        assert batons[name].try_acquire()
+        assert not batons[name].try_acquire()
+        if name != "held":
+            os.close(batons[name].fd)
+    (tmp_path / "elsewhere/lock").write_text("node-2 pid:[4026531836]")
+    for name in ("of-others", "old"):  # made by another program, which signs nothing
+        (tmp_path / name / "lock").write_text("")
+    os.utime(tmp_path / "old/lock", (0, 0))
+    remove_stale_build_locks(tmp_path)
+    assert sorted(path.parent.name for path in tmp_path.glob("*/lock")) == ["elsewhere", "held", "of-others"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(r".*/(.*)/lock .*", r"\1", line) for line in lines] == ["elsewhere", "of-others"]
+    batons["held"].release()
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 2), (-9, 137), (143, 143), (1, 1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 
@@ -65,3 +66,10 @@ def temporary_files_in(place: str) -> Iterator[None]:
         yield
     finally:
         tempfile.tempdir = before
+
+
+def process_space() -> str:
+    """Return this machine's name and its space of process ids: the processes that can be seen from here."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()

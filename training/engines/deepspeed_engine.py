@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from training.base.helper_processes import process_space
 from training.base.timing import communication
 from training.engines.compilation import compile_mode
 from training.engines.engine import Engine, EngineSetup, StepResult
@@ -47,6 +50,7 @@ class DeepSpeedEngine(Engine):
         # What decorates DeepSpeed's own Muon, which is not used here: torch.compile would import its code generation
         # into each rank (3 CPU seconds).
         deepspeed.runtime.compiler.compile = lambda: lambda function: function
+        _sign_build_locks()
         self.module, self._world = setup.module, setup.world
         self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
         _forget_destroyed_group()
@@ -182,6 +186,22 @@ def _forget_destroyed_group() -> None:
             dist.get_global_rank(groups._WORLD_GROUP, 0)
         except ValueError:
             groups._WORLD_GROUP = None
+
+
+@functools.cache
+def _sign_build_locks() -> None:
+    """Let the locks of this process's builds of operators say where it runs, see `launch.process_tree`."""
+    from torch.utils.file_baton import FileBaton
+
+    acquire = FileBaton.try_acquire
+
+    def acquire_and_sign(baton: FileBaton) -> bool | None:
+        if is_acquired := acquire(baton):
+            with contextlib.suppress(OSError):
+                Path(baton.lock_file_path).write_text(process_space())
+        return is_acquired
+
+    FileBaton.try_acquire = acquire_and_sign
 
 
 class TimedBackend:
