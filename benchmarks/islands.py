@@ -32,8 +32,8 @@ from benchmarks.report import machine_name, today, versions
 from tests.cluster.hosts import SHARED, Hosts
 from tests.cluster.trainings import RUN, Training, read_metrics
 from training.config import TrainConfig
+from training.prepare import FIRST_START
 from training.run import set_up, train
-from training.world.signals import StopRequest
 from training.world.world import start_world, stop_world
 
 RECIPE = {"model_type": "basic_cnn", "batch_size": 16, "image_size": 16, "learning_rate": 1e-3, "augmentation": "none"}
@@ -104,9 +104,9 @@ def train_cases(cases: list[tuple[dict[str, Any], int, str, int, int]]) -> None:
             logs = {"log_dir": folder, "run_name": RUN, "tensorboard": False, "report": False, "progress": "off"}
             context = set_up(TrainConfig(**recipe, **own, **logs), world)
             weights = sum(parameter.numel() for parameter in context.built.module.parameters())
-            total, stop = context.config.epochs * context.plan.steps_per_epoch, StopRequest()
-            assert train(context, stop) == 0
-            stop.close()
+            total = context.config.epochs * context.plan.steps_per_epoch
+            assert train(context) == 0
+            FIRST_START.stop.close()
             context.close()
             if world.is_main:
                 lines = [json.loads(line) for line in (context.folder.path / "metrics.jsonl").read_text().splitlines()]

@@ -155,7 +155,8 @@ def _train(watched: WatchedStep) -> None:
     state = context.state
     if context.found is not None:
         restore(context.found, state, context.world)
-    loop = dataclasses.replace(train_context(context, watched.stop, FIRST_START), step=watched, saver=None)
+    start = dataclasses.replace(FIRST_START, stop=watched.stop)
+    loop = dataclasses.replace(train_context(context, start), step=watched, saver=None)
     while not watched.seen:
         begin_epoch(context)
         if state.progress.step < context.plan.steps_per_epoch:

@@ -339,7 +339,7 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
     if config.batch_size != "auto":
         return job
     ranks = data_ranks(job.ranks, config.tensor_parallel)
-    global_batch = config.global_batch or usual_global_batch(ranks)
+    global_batch = config.global_batch or usual_global_batch(ranks, job.images)
     sizes = micro_batches(global_batch, ranks, 0 if job.has_gpus else MOST_IMAGES_ON_CPU)
     configs = [dataclasses.replace(divided(config, size, global_batch, ranks), global_batch=0) for size in sizes]
     fitting = [each for each in configs if fits(job, each, FILL)]

@@ -22,12 +22,19 @@ from training.base.run_logger import Loggers
 from training.base.units import format_bytes, plural
 from training.checkpoint.shards import Snapshot
 from training.config import TrainConfig
-from training.config.global_batch import MOST_IMAGES_ON_CPU, divided, largest_divisor, micro_batches, usual_global_batch
+from training.config.global_batch import (
+    MOST_IMAGES_ON_CPU,
+    divided,
+    few_steps_note,
+    largest_divisor,
+    micro_batches,
+    usual_global_batch,
+)
 from training.observe.environment import RunFacts
 from training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
 from training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
 from training.prepare import Prepared, RunStart
-from training.trial import free_memory, shortened, train_shortly, trial, trial_settings
+from training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
 from training.world.collectives import agreed, broadcast_object, gather_objects
 from training.world.exchange import exactly, flag, list_of, optional, row_of, whole_number
 from training.world.world import World
@@ -89,12 +96,16 @@ def choose_batch_size(prepared: Prepared, start: RunStart) -> Prepared:
     if size and config.global_batch in (0, global_batch) and not global_batch % world.data.size:
         size, how = largest_divisor(global_batch // world.data.size, size), "found at the run's first start"
     else:
-        global_batch = config.global_batch or usual_global_batch(world.data.size)
-        size, how = _search(prepared, global_batch, start)
+        global_batch = config.global_batch or usual_global_batch(world.data.size, len(prepared.data.train))
+        try:
+            size, how = _search(prepared, global_batch, start)
+        except TrialStopped:  # as the run, which is about to end
+            size, how = micro_batches(global_batch, world.data.size)[0], "because the search was stopped"
     config = divided(config, size, global_batch, world.data.size)
     unit, units = world.units()
     product = f"x {units} x {plural(config.gradient_accumulation_steps, 'accumulation step')}"
     note = f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"
+    note += few_steps_note(global_batch, world.data.size, len(prepared.data.train))
     return dataclasses.replace(prepared, config=config).decide(note)
 
 
@@ -207,13 +218,13 @@ def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -
     # Gathered before any rank takes more, because ranks of a machine divide what is free.
     rooms = gather_objects(memory_room(device, world.local_size), whole_number, world)
     reset_peak_memory(device)
-    with trial(prepared, TRIAL_FOLDER) as context:
+    with trial(prepared, start, TRIAL_FOLDER) as context:
         copy = Snapshot()  # of a checkpoint, which stays while it is written beside the steps
         copy.take(context.state.engine.state(), context.state.sums.state())
         plan, epochs = shortened(context.plan, STEPS)
         last = config.epochs - 1  # with the largest images
         try:
-            train_shortly(context, plan, [last] * epochs, context.schedule, Loggers([]), start.heartbeat)
+            train_shortly(context, plan, [last] * epochs, context.schedule, Loggers([]), start)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

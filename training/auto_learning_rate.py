@@ -14,22 +14,24 @@ import contextlib
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from training.base.atomic_write import write_json
 from training.base.errors import AgreedError, shown
-from training.base.heartbeat import SLOW_PHASE, HeartbeatWriter
+from training.base.heartbeat import SLOW_PHASE
 from training.base.points import StepPoint
 from training.base.run_folder import LEARNING_RATE, RunFolder
 from training.base.run_logger import Loggers, RunLogger
+from training.base.units import plural
 from training.config import FIELDS, TrainConfig
 from training.config.values import is_allowed
 from training.prepare import Prepared, RunStart
 from training.recipe.loss import GUESSES
 from training.setup import Run
-from training.trial import free_memory, shortened, train_shortly, trial, trial_settings
+from training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
 from training.world.collectives import broadcast_object
 from training.world.exchange import number, optional
 from training.world.world import World
@@ -72,7 +74,10 @@ def choose_learning_rate(prepared: Prepared, start: RunStart) -> Prepared:
         rate = broadcast_object(earlier, optional(number), world)
         source = "found at the run's first start"
         if rate is None:
-            rate, source = _search(prepared, start)
+            try:
+                rate, source = _search(prepared, start)
+            except TrialStopped:  # as the run, which is about to end
+                rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
         raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is no rate: give one.")
     return prepared.decide(f"--learning-rate auto is {rate:g}: {source}", learning_rate=rate)
@@ -96,13 +101,22 @@ def _search(prepared: Prepared, start: RunStart) -> tuple[float, str]:
     """Return the best rate and what was tried in words, and write all losses into the run's folder; a collective."""
     config, world, classes = prepared.config, prepared.world, len(prepared.data.class_names)
 
+    def say(text: str) -> None:
+        if world.is_main and config.progress != "off":
+            print(f"--learning-rate auto: {text}", flush=True)
+
     def measure(rate: float) -> list[float | None]:
         start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
-        with trial(prepared.changed(learning_rate=rate, ema=0.0), TRIAL_FOLDER) as context:
-            losses = _train(context, start.heartbeat)
+        started = time.monotonic()
+        with trial(prepared.changed(learning_rate=rate, ema=0.0), start, TRIAL_FOLDER) as context:
+            losses = _train(context, start)
         del context
         free_memory(world)
+        steps, seconds = plural(len(losses), "step"), time.monotonic() - started
+        say(f"{rate:g} has a loss of {final_loss(losses):.3f} after {steps} ({seconds:.0f} s)")
         return losses
+
+    say("short trainings find it, each with another rate; a line for each")
 
     usual: float = FIELDS["learning_rate"].default  # type: ignore[assignment]  # it has one
     rate, tried = find_rate(usual, LOWEST, HIGHEST, GUESSES[config.loss](max(classes, 2)), measure)
@@ -129,7 +143,7 @@ class _Losses(RunLogger):
         self.losses.append(point.loss)
 
 
-def _train(context: Run, heartbeat: HeartbeatWriter) -> list[float | None]:
+def _train(context: Run, start: RunStart) -> list[float | None]:
     """Train the run in small, or until no step is applied any more; return the loss of each step; a collective."""
     run = context.schedule
     plan, epochs = shortened(context.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, run.total_steps)))
@@ -138,7 +152,7 @@ def _train(context: Run, heartbeat: HeartbeatWriter) -> list[float | None]:
     # Over and over those before the run's last ones, in which nothing is mixed.
     mixed = context.config.epochs - context.config.mixup_off_epochs if context.config.mixup_off_epochs else epochs
     numbers = [number % max(mixed, 1) for number in range(epochs)]
-    train_shortly(context, plan, numbers, schedule, Loggers([logged]), heartbeat, only_head=is_head_first)
+    train_shortly(context, plan, numbers, schedule, Loggers([logged]), start, only_head=is_head_first)
     return logged.losses
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +26,7 @@ from training.resume import Resolved, resolve
 from training.steps.audit import check_audit
 from training.world.collectives import agreed, broadcast_object
 from training.world.exchange import row_of, text
+from training.world.signals import StopRequest
 from training.world.world import World
 
 
@@ -38,12 +39,14 @@ class RunStart:
         heartbeat: signs of life for the launcher.
         predict: writes on rank 0 the memory that is predicted for a run, when it ends.
         plan_memory: predicts on rank 0 the bytes that a rank takes under configurations of the run.
+        stop: the ranks' agreement on stopping.
     """
 
     origin: Origin
     heartbeat: HeartbeatWriter
     predict: Callable[[RunFacts], None] | None = None
     plan_memory: Callable[[RunFacts, Sequence[TrainConfig]], list[int]] | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
 
 
 FIRST_START = RunStart(Origin(), HeartbeatWriter(None, 0, 0.0))

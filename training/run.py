@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 import traceback
@@ -76,8 +77,8 @@ def run(
 def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> int:
     config = check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
-    stop = StopRequest()
-    stop.install()
+    start = dataclasses.replace(start, stop=StopRequest())
+    start.stop.install()
     try:
         world = start_world(deterministic=config.deterministic)
     except OSError as error:  # a rank did not come, or belongs to another run
@@ -86,7 +87,7 @@ def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> 
     context = None
     try:
         context = set_up(config, world, start)
-        exit_code = train(context, stop, start, deliver)
+        exit_code = train(context, start, deliver)
     except (UserError, RunEnded) as error:
         if world.is_main or not isinstance(error, (AgreedError, RunEnded)):
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -110,7 +111,7 @@ def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> 
         # The other ranks do not know of it. Closing anything that needs them would wait for ever.
         print(known_failure(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1
-    stop.close()
+    start.stop.close()
     if context is not None:
         context.close()
     stop_world()
@@ -129,16 +130,16 @@ def set_up(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> 
         return build(choose_learning_rate(choose_batch_size(prepared, start), start))
 
 
-def train(context: Run, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
+def train(context: Run, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
     """Train to the last epoch, to early stopping or to a signal; return the exit code. A collective.
 
     Raises:
         RunEnded: on all ranks, if the run cannot go on.
     """
-    config, world, state = context.config, context.world, context.state
+    config, world, state, stop = context.config, context.world, context.state, start.stop
     _resume(context, start)
     announce_start(context)
-    loop = train_context(context, stop, start)
+    loop = train_context(context, start)
     assert loop.saver is not None
     start.heartbeat.beat("first step", context.position, allowed_s=SLOW_PHASE * config.hang_timeout)
     stop_signal = stop.poll_now(world)

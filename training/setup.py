@@ -60,7 +60,6 @@ from training.steps.outer_step import OuterSteps
 from training.steps.weight_average import WeightAverages
 from training.teacher import Teacher, load_teacher
 from training.world.collectives import agreed, copy_from_main, ranks_per_machine
-from training.world.signals import StopRequest
 from training.world.world import World
 
 
@@ -333,7 +332,7 @@ def set_up_engine(
     return setup, name
 
 
-def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainContext:
+def train_context(context: Run, start: RunStart) -> TrainContext:
     """Build what the loop uses in every step; a collective."""
     config, world, state, loggers = context.config, context.world, context.state, context.loggers
     saver = Saver(
@@ -377,7 +376,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         log_every_steps=config.log_every_steps,
         epochs=config.epochs,
         loggers=loggers,
-        stop=stop,
+        stop=start.stop,
         guard=guard,
         heartbeat=start.heartbeat,
         saver=saver,

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from training.base.errors import RunEnded
-from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
 from training.base.run_folder import RunFolder
 from training.base.run_logger import Loggers
@@ -29,13 +28,12 @@ from training.data.sampler import BatchPlan
 from training.loop import train_one_epoch
 from training.observe.new_run import make_folders
 from training.observe.step_metrics import Timing
-from training.prepare import Prepared
+from training.prepare import Prepared, RunStart
 from training.recipe.schedule import Schedule
 from training.setup import Run, build
 from training.steps.context import TrainContext
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.world.collectives import agreed
-from training.world.signals import StopRequest
 from training.world.world import World
 
 MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
@@ -47,24 +45,40 @@ def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, A
     return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)} | facts))
 
 
+class TrialStopped(Exception):
+    """The run was asked to stop during a trial: every rank raises it at the same point."""
+
+
 @contextmanager
-def trial(prepared: Prepared, name: str) -> Iterator[Run]:
+def trial(prepared: Prepared, start: RunStart, name: str) -> Iterator[Run]:
     """Build a run, and leave nothing of it behind; a collective.
 
     Args:
         prepared: the run that this is a trial for, with the settings to try.
+        start: which start of the run this is.
         name: of the trial's folder inside the run's, which is removed.
+
+    Raises:
+        TrialStopped: instead, if the run was asked to stop.
     """
+    if start.stop.poll_now(prepared.world):
+        raise TrialStopped
     world, folder = prepared.world, RunFolder(prepared.folder.path / name, "trial")
     quiet = dataclasses.replace(prepared.config, compile="off", progress="off", loggers="none", profile=0)
     if world.is_main:
         shutil.rmtree(folder.log_dir, ignore_errors=True)  # of a trial that did not end
     agreed(lambda: make_folders(folder) if world.is_main else None, world)
     context = build(dataclasses.replace(prepared, config=quiet, folder=folder, lock=None, notes=[]))
-    yield context
+    is_stopped = False
+    try:
+        yield context
+    except TrialStopped:
+        is_stopped = True
     context.close()
     if world.is_main:
         shutil.rmtree(folder.log_dir, ignore_errors=True)
+    if is_stopped:
+        raise TrialStopped
 
 
 def free_memory(world: World) -> None:
@@ -89,11 +103,11 @@ def train_shortly(
     epochs: Sequence[int],
     schedule: Schedule,
     loggers: Loggers,
-    heartbeat: HeartbeatWriter,
+    start: RunStart,
     *,
     only_head: bool = False,
-) -> int:
-    """Train and return the number of the signal that ended it, 0 for none; a collective.
+) -> None:
+    """Train; a collective.
 
     It ends early, too, after `MOST_BAD_STEPS` in a row that were not finite.
 
@@ -103,8 +117,11 @@ def train_shortly(
         epochs: whose images are used, each as far as the plan goes.
         schedule: learning rate by step.
         loggers: get every step.
-        heartbeat: of the run.
+        start: of the run.
         only_head: whether the head alone is trained.
+
+    Raises:
+        TrialStopped: if the run was asked to stop, after the step that was under way.
     """
     world, state, signal = context.world, context.state, 0
     loop = TrainContext(
@@ -118,7 +135,7 @@ def train_shortly(
         log_every_steps=1,
         epochs=len(epochs),
         loggers=loggers,
-        stop=StopRequest(),  # a signal waits for the end of the trial
+        stop=start.stop,
         guard=NonFiniteGuard(
             state.engine,
             world.data,
@@ -127,7 +144,7 @@ def train_shortly(
             context.data.train.source.name,
             by_island=context.config.has_islands,
         ),
-        heartbeat=heartbeat,
+        heartbeat=start.heartbeat,
         timing=Timing(),
         averages=context.averages,
     )
@@ -140,4 +157,5 @@ def train_shortly(
             if signal:
                 break
     loop.stop.close()
-    return signal
+    if signal:
+        raise TrialStopped

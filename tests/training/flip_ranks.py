@@ -11,8 +11,8 @@ import torch
 from tests.training.out_of_memory_ranks import SETTINGS
 from training.config import TrainConfig
 from training.engines import buckets
+from training.prepare import FIRST_START
 from training.run import set_up, train
-from training.world.signals import StopRequest
 from training.world.world import World
 
 
@@ -25,7 +25,6 @@ def run(world: World, log_dir: str, name: str, wrong: str = "", rank: int = 0, s
     """Train five steps of four leaves; of `wrong`, "outputs" or "gradients", a rank gets a bit wrong in a step."""
     changes = {"batch_size": 50, "gradient_accumulation_steps": leaves, "log_dir": log_dir, "run_name": name}
     config = TrainConfig(**(SETTINGS | changes | {"log_hashes": 1, "threads_per_rank": 1}))
-    stop = StopRequest()
     with few_elements():
         context = set_up(config, world)
     module, calls = context.state.engine.module, itertools.count(1)
@@ -41,7 +40,7 @@ def run(world: World, log_dir: str, name: str, wrong: str = "", rank: int = 0, s
         module.register_forward_hook(lambda *given: flip(given[-1]))
     if world.rank == rank and wrong == "gradients":
         next(module.parameters()).register_hook(flip)
-    exit_code = train(context, stop)
-    stop.close()
+    exit_code = train(context)
+    FIRST_START.stop.close()
     context.close()
     return exit_code

@@ -21,26 +21,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from models import MODELS
 from training.config.command_line import parse_args
 from training.engines.strategies import STRATEGIES
+from training.prepare import FIRST_START
 from training.run import set_up, train
-from training.world.signals import StopRequest
 from training.world.world import start_world, stop_world
 
 
 def main() -> int:
     config, _ = parse_args(sys.argv[1:-1])
     world = start_world()
-    stop = StopRequest()
     for strategy, name in itertools.product(STRATEGIES, sys.argv[-1].split(",")):
         weights = config.weights if MODELS[name].always_pretrained else ""
         changes = {"strategy": strategy, "model_type": name, "run_name": f"{strategy}-{name}", "weights": weights}
         if name == "vgg":
             changes |= {"epochs": 1, "learning_rate": config.learning_rate / 10, "engine": "deepspeed"}
         context = set_up(dataclasses.replace(config, **changes), world)
-        exit_code = train(context, stop)
+        exit_code = train(context)
         context.close()
         if exit_code:
             return exit_code
-    stop.close()
+    FIRST_START.stop.close()
     stop_world()
     return 0
 

@@ -20,7 +20,6 @@ from training.config import TrainConfig
 from training.engines.torch_engine import TorchEngine
 from training.prepare import FIRST_START
 from training.run import set_up, train
-from training.world.signals import StopRequest
 from training.world.world import World
 
 SETTINGS: dict[str, Any] = {"data": "fake", "model_type": "basic_cnn", "image_size": 16, "epochs": 1}
@@ -32,11 +31,10 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 def run(world: World, log_dir: str, name: str, rate_trial_steps: int = 100, **changes: Any) -> dict[str, Any]:
     """Train; return the exit code, and the sha256 of the weights that the run has exported."""
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
-    stop = StopRequest()
     with mock.patch("training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps):
         context = set_up(config, world)
-    result: dict[str, Any] = {"code": train(context, stop)}
-    stop.close()
+    result: dict[str, Any] = {"code": train(context)}
+    FIRST_START.stop.close()
     context.close()
     if context.folder.weights.exists():
         result["weights"] = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
@@ -61,7 +59,7 @@ def find_batch_size(
     """
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name, "batch_size": "auto"} | changes))
     start = dataclasses.replace(FIRST_START, plan_memory=plan_memory)
-    is_short, stop, forward = world.rank == FAILING_RANK, StopRequest(), TorchEngine.forward
+    is_short, forward = world.rank == FAILING_RANK, TorchEngine.forward
 
     def fail(engine: TorchEngine, images: torch.Tensor) -> torch.Tensor:
         if is_short and most and engine.module.training and len(images) > most:
@@ -72,9 +70,9 @@ def find_batch_size(
         if is_short and limit_mb:
             by_limit(limit_mb)
         context = set_up(config, world, start)
-        result: dict[str, Any] = {"code": train(context, stop, start)}
+        result: dict[str, Any] = {"code": train(context, start)}
     _set_soft_limit(resource.RLIM_INFINITY)
-    stop.close()
+    FIRST_START.stop.close()
     context.close()
     weights = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
     found = context.folder.path / BATCH_SIZE

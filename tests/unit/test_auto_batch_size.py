@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import resource
 import shutil
 
@@ -19,7 +20,7 @@ from training.auto_batch_size import Trial, largest_that_fits
 from training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from training.base.run_folder import BATCH_SIZE
 from training.config import FIELDS, TrainConfig
-from training.config.global_batch import micro_batches, usual_global_batch
+from training.config.global_batch import few_steps_note, micro_batches, usual_global_batch
 from training.data import load_data
 from training.engines.torch_engine import TorchEngine
 from training.observe.memory_limit import FILL, memory_room
@@ -74,6 +75,25 @@ def test_the_usual_global_batch_is_near_256_on_any_number_of_ranks():
         assert images % (8 * ranks) == 0
         assert abs(images - 256) <= 4 * ranks or images == 8 * ranks
         assert micro_batches(images, ranks)
+
+
+@pytest.mark.parametrize("images", [1, 100, 421, 1437, 5000, 5121, 10**6])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 16])
+def test_an_epoch_keeps_20_steps_or_the_line_says_what_to_type(images, ranks):
+    batch = usual_global_batch(ranks, images)
+    steps = math.ceil(images / batch)
+    assert micro_batches(batch, ranks)
+    if images > 20 * 300:
+        assert batch == usual_global_batch(ranks)
+    if steps < 20:  # not even with 8 images for each rank
+        assert batch == 8 * ranks
+        cure = "fewer ranks, or a number below 8 for --batch-size, make them more"
+        assert few_steps_note(batch, ranks, images) == f"; an epoch has only {steps} of these: {cure}"
+        return
+    assert few_steps_note(batch, ranks, images) == ""
+    if images < 5000:  # a batch that somebody gave
+        told = few_steps_note(256 * ranks, ranks, images)
+        assert told.endswith(f": --global-batch {batch} makes them {steps}")
 
 
 # What may be taken.
@@ -178,7 +198,8 @@ def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path,
     line = next(line for line in capsys.readouterr().out.splitlines() if "--batch-size auto is" in line)
     assert "16 per CPU rank (planned 64; 8: fits with" in line
     assert "64: out of memory, 32: out of memory, 16: fits with" in line
-    assert line.endswith("x 1 CPU rank x 4 accumulation steps = global batch 64")
+    few = "; an epoch has only 2 of these: --global-batch 8 makes them 16"
+    assert line.endswith(f"x 1 CPU rank x 4 accumulation steps = global batch 64{few}")
     assert not (auto / auto_batch_size.TRIAL_FOLDER).exists()
 
     typed, _ = train(tmp_path, "typed", batch_size=16, gradient_accumulation_steps=4, ema=0.9)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import re
 import shutil
+import signal
 
 import numpy as np
 import pytest
 import torch
 
-from training.auto_learning_rate import HIGHEST, LOWEST, find_rate
+from training import auto_learning_rate
+from training.auto_learning_rate import HIGHEST, LOWEST, _Losses, find_rate
 from training.base.run_folder import LEARNING_RATE, METRICS
 from training.config import TrainConfig
 from training.data.mixing import Mixing
@@ -197,3 +201,34 @@ def test_no_clear_fall_ends_the_run_and_names_the_default(tmp_path, monkeypatch,
     assert train_run(TrainConfig(**(RECIPE | {"log_dir": str(tmp_path), "learning_rate": "auto"}))) == 2
     told = "no rate from 0.00032 to 0.0032 has clearly lowered the loss within 100 steps: give a number (the default is"
     assert f"{told} 0.001)." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["in a trial", "between trials"])
+def test_a_stop_during_the_search_is_obeyed_at_the_next_step_with_the_usual_end(tmp_path, monkeypatch, capsys, when):
+    trials, steps, free = [], _Losses.steps, auto_learning_rate.free_memory
+
+    def logged(losses, point):
+        steps(losses, point)
+        if not trials or trials[-1] is not losses:
+            trials.append(losses)
+        if when == "in a trial" and len(trials) == 2 and len(losses.losses) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def freed(world):
+        free(world)
+        if when == "between trials":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(_Losses, "steps", logged)
+    monkeypatch.setattr(auto_learning_rate, "free_memory", freed)
+    changes = {"progress": "lines", "learning_rate": "auto", "epochs": 3, "log_dir": str(tmp_path), "run_name": "r"}
+    assert train_run(TrainConfig(**(RECIPE | changes))) == 143
+    assert [len(losses.losses) for losses in trials] == ([24, 3] if when == "in a trial" else [24])
+    lines = capsys.readouterr().out.splitlines()
+    own = [line for line in lines if line.startswith("--learning-rate auto: ")]
+    assert len(own) == 2
+    assert re.fullmatch(r"--learning-rate auto: 0\.001 has a loss of \d\.\d{3} after 24 steps \(\d+ s\)", own[1])
+    told = "stopped by SIGTERM before the first step; start with the same line, --run-name r --resume auto"
+    assert [line for line in lines if told in line]
+    assert not (tmp_path / "runs" / "r" / LEARNING_RATE).exists()
+    assert not (tmp_path / "runs" / "r" / "learning-rate-trial").exists()

@@ -15,15 +15,36 @@ from training.world.mesh_sizes import data_ranks
 # The global batch of `--batch-size auto` without `--global-batch`: the same on any hardware, so that a learning rate
 # keeps its meaning, and about what the default rate is for.
 USUAL_GLOBAL_BATCH = 256
+FEWEST_STEPS = 20  # of an epoch: few images have a smaller global batch, about a power of two
 # Of CPU ranks: a core is full with it (benchmarks/results/scaling_2cpu_2026-11-21.md), more takes memory alone.
 MOST_IMAGES_ON_CPU = 64
 MOST_RANKS = 100_000  # that a message suggests
 
 
-def usual_global_batch(ranks: int) -> int:
-    """Return the multiple of 8 images for each rank that is nearest to `USUAL_GLOBAL_BATCH`."""
-    images = FEWEST_IMAGES * ranks
-    return max(1, round(USUAL_GLOBAL_BATCH / images)) * images
+def usual_global_batch(ranks: int, training_images: int = 0) -> int:
+    """Return the multiple of 8 images for each rank that is nearest to `USUAL_GLOBAL_BATCH`, less for few images.
+
+    Args:
+        ranks: that share it.
+        training_images: of which an epoch shall have `FEWEST_STEPS` batches, if 8 for each rank do; 0 for any number.
+    """
+    unit = FEWEST_IMAGES * ranks
+    most = (training_images - 1) // (FEWEST_STEPS - 1) if training_images else 2 * USUAL_GLOBAL_BATCH * ranks
+    wanted = min(USUAL_GLOBAL_BATCH, 2 ** (max(most, 1).bit_length() - 1))
+    nearest = max(1, round(wanted / unit)) * unit
+    return nearest if nearest <= most else max(1, most // unit) * unit
+
+
+def few_steps_note(global_batch: int, ranks: int, training_images: int) -> str:
+    """Return that an epoch has fewer than `FEWEST_STEPS` batches, and what to type; '' if it has as many."""
+    steps = -(-training_images // global_batch)
+    if steps >= FEWEST_STEPS:
+        return ""
+    better = usual_global_batch(ranks, training_images)
+    cure = f"--global-batch {better} makes them {-(-training_images // better)}"
+    if better >= global_batch:
+        cure = f"fewer ranks, or a number below {FEWEST_IMAGES} for --batch-size, make them more"
+    return f"; an epoch has only {steps} of these: {cure}"
 
 
 def micro_batches(global_batch: int, ranks: int, most: int = 0) -> list[int]:
