@@ -242,10 +242,11 @@ def compare(path: str) -> None:
         print(f"| {name} | {len(rows)} | {' | '.join(cells)} |")
 
 
-def measure_copies(count: int, each: int, folder: str) -> None:
+def measure_copies(count: int, each: int, folder: str, photographs: str) -> None:
     """Print how many of `each` copies of every change are found among `count` images, and false alarms.
 
-    All images are left in a folder, for `copy_finders.py`, if one is named.
+    All images are left in a folder, for `copy_finders.py`, if one is named. So it is done with all photographs below
+    another folder, of whose originals some may be copies of one another.
     """
     from PIL import Image, ImageEnhance, ImageOps
     from sklearn.datasets import load_digits
@@ -279,6 +280,8 @@ def measure_copies(count: int, each: int, folder: str) -> None:
     }
     digits = [Image.fromarray((image * 15.9).astype(np.uint8)).resize((32, 32)) for image in load_digits().images]
     sets = {"digits": [image.convert("RGB") for image in digits[:count]], "scenes": scenes(count)}
+    if photographs:
+        sets["photographs"] = [Image.open(path).convert("RGB") for path in sorted(Path(photographs).rglob("*.jpg"))]
     print("| images | copies | found |\n|---|---|---|")
     for name, images in sets.items():
         put_in, every = {}, list(images)
@@ -356,6 +359,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=600)
     parser.add_argument("--each", type=int, default=10)
     parser.add_argument("--pictures", default="", help="folder for the images of `copies`")
+    parser.add_argument("--photographs", default="", help="folder of photographs for `copies`, *.jpg at any depth")
     parser.add_argument("--listed", default="duplicates_cifar10.csv")
     parser.add_argument("--drawing", default="others.png")
     parser.add_argument("--seeds", type=int, default=3)
@@ -369,7 +373,7 @@ def main() -> None:
     given = parser.parse_args()
     only = cases(given.rates, given.seeds)
     if given.what == "copies":
-        measure_copies(given.images, given.each, given.pictures)
+        measure_copies(given.images, given.each, given.pictures, given.photographs)
     elif given.what == "cifair":
         measure_cifair(given.file, given.listed, given.drawing)
     elif given.what == "labels":

@@ -15,10 +15,11 @@ import timm
 import torch
 from torch import nn
 
-from delivery.audit.catalogue import Catalogue, embeddings, picture_features
+from delivery.audit.catalogue import Catalogue, embeddings, groups_of_table, picture_features
 from delivery.audit.copies import find_copies
 from delivery.audit.findings import (
     DROP,
+    GROUP,
     KINDS,
     Finding,
     Fix,
@@ -26,6 +27,7 @@ from delivery.audit.findings import (
     copy_fixes,
     equal_files,
     label_findings,
+    scene_groups,
     small_classes,
 )
 from delivery.audit.labels import doubt_labels, outliers
@@ -91,7 +93,7 @@ def audit(
     wanted, values = (values_of(each or {}) for each in (seen_as, datasets.preprocessing))
     if trained and wanted != values:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {values}: convert it.")
-    catalogue = Catalogue(datasets)
+    catalogue = Catalogue(datasets, groups_of_table(options))
     if fixes and not catalogue.are_files:
         raise UserError("--fixes: these images are no files, so no table can name them: change the arrays instead.")
     if fixes:
@@ -186,6 +188,7 @@ def _examine(
             note += ", so labels are not judged" + ("" if trained else ": give the --run of a trained model")
     broken = {number: Fix(DROP, "", 1.0, reason) for number, reason in catalogue.unreadable.items()}
     fixes = [*({**label_fixes, **dict(copy_fixes(catalogue, copies, label_fixes)), **broken}).items()]
+    fixes += scene_groups(catalogue, copies, {number for number, fix in fixes if fix.action == DROP})
     is_own = catalogue.parts[numbers] == "train"
     score = None if catalogue.has_several else neighbours_score(features[numbers], catalogue.labels[numbers], is_own)
     near = [] if score is None else [f"the nearest training images predict {score:.1%} of the other labels (k-NN)"]
@@ -221,8 +224,12 @@ def _show(
     if few := facts["small_classes"]:
         print(f"{len(few):6} classes of fewer than {SMALL_CLASS} training images, such as {printable(few[0][0])}")
     actions = Counter(fix.action for _, fix in fixes)
+    grouped = actions.pop(GROUP, 0)
     print("fixes  " + (", ".join(f"{count} {action}" for action, count in actions.items()) or "none"))
+    if grouped and catalogue.are_files:
+        made = f"--fixes {shown_path(folder / FIXES)}"
+        print(f"groups {grouped} images are of a scene that others show, too: {made} gives each scene a group")
     print(f"page   {shown_path(folder / PAGE)}")
     task = f" --task {MULTILABEL}" if catalogue.has_several else ""
-    if fixes and catalogue.are_files:
+    if actions and catalogue.are_files:
         print(f"to train on the data with {FIXES}: --data {shown_path(folder / FIXED)}{task}")

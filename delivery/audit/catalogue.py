@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from torch import nn
 
 from delivery.audit.copies import SIDE
 from models.image_size import as_names
+from training.data import DataOptions, find_dataset
 from training.data.augment import viewable
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.loader import Loader, most_workers
 from training.data.reader import Batch
+from training.data.reading.boxes import Edges
 from training.data.reading.sources import UNKNOWN, FileSource, grey
 from training.data.sampler import EvaluationPlan
 from training.data.table import EDGES
@@ -33,6 +36,7 @@ class Catalogue:
 
     Args:
         datasets: the data.
+        groups: see `groups_of_table`.
 
     Attributes:
         class_names: name of each label; of images with several labels, of each set of them.
@@ -40,10 +44,11 @@ class Catalogue:
         has_several: whether an image may have several labels.
         parts: name of each image's part, [N].
         labels: int64 [N].
+        groups: of each image, as a table gives it, '' without.
         unreadable: reason by number, of the images that `read` could not read.
     """
 
-    def __init__(self, datasets: DatasetPair) -> None:
+    def __init__(self, datasets: DatasetPair, groups: Mapping[tuple[str, Edges], str] | None = None) -> None:
         self._sets = datasets.parts
         self._starts = np.cumsum([0, *map(len, self._sets.values())])
         self.class_names, self.num_classes = datasets.label_names, len(datasets.class_names)
@@ -51,6 +56,9 @@ class Catalogue:
         self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])
         self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])
         self.unreadable: dict[int, str] = {}
+        self.groups = [""] * len(self)
+        if groups:
+            self.groups = [groups.get((self.name(number), self._box(number)), "") for number in range(len(self))]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -69,7 +77,7 @@ class Catalogue:
         weights = [torch.ones(len(one.labels)) if one.loss_weights is None else one.loss_weights for one in sources]
         if any(source.loss_weights is not None for source in sources):
             columns["weight"] = torch.cat(weights).tolist()
-        boxes = [source.box(index) for source in sources for index in range(len(source.labels))]
+        boxes = [self._box(number) for number in range(len(self))]
         if any(boxes):
             columns |= {name: [box[place] if box else "" for box in boxes] for place, name in enumerate(EDGES)}
         return columns
@@ -136,9 +144,26 @@ class Catalogue:
                 digests[numbers[is_read]] = batch.digests[is_read]
         return pictures, colours, digests
 
+    def _box(self, number: int) -> Edges:
+        part, position = self._place(number)
+        source = self._sets[part].source
+        return source.box(position) if isinstance(source, FileSource) else ()
+
     def _place(self, number: int) -> tuple[str, int]:
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
         return list(self._sets)[part], number - int(self._starts[part])
+
+
+def groups_of_table(options: DataOptions) -> dict[tuple[str, Edges], str]:
+    """Return the group of each image that has one, by full path and box; nothing of data that are no list.
+
+    The list is read again: a training needs no groups any more once it is divided.
+    """
+    module = importlib.import_module(find_dataset(options.data).module)
+    if not hasattr(module, "listing"):
+        return {}
+    listing = module.listing(options)
+    return {(str(listing.root / one.path), one.box): one.group for one in listing.records if one.group}
 
 
 def _whole(set_: ImageDataset) -> dict:

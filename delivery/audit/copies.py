@@ -29,6 +29,7 @@ CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of what is t
 DETAIL_SIDE = 5  # of the squares whose means are taken off, which leaves lines and texture
 DETAIL_SHARE = 0.40  # of the cube of what is typical of details: the more alike all images are, the stricter
 LEAST_LIMIT = 0.001
+REPORTED = 0.7  # confidence; most pairs below are other things of one kind, such as two shirts on one table
 ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
 CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # beyond two cells' images, each is compared with those of a few cells
@@ -57,7 +58,7 @@ class Copy(NamedTuple):
 
 
 def find_copies(pictures: np.ndarray) -> list[Copy]:
-    """Return the pairs of images that show the same; flat ones are passed over.
+    """Return the pairs of images that show the same with a confidence of `REPORTED`; flat ones are passed over.
 
     Args:
         pictures: uint8 [N, SIDE, SIDE], the whole images in grey.
@@ -197,7 +198,7 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
 
 
 def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Iterator[tuple[int, float]]:
-    """Yield the place of each pair that differs by no more than one of its limits [2, P], and by which share of it."""
+    """Yield the place of each pair that differs little enough, and by which share of one of its limits [2, P]."""
     for places in torch.arange(len(pairs.one)).split(COMPARED_AT_ONCE // SIDE**2 // 8):
         scales, *starts = torch.tensor(WINDOWS)[pairs.window[places]].T
         boxes = torch.stack([2 * (1 - scales) * start - 1 for start in reversed(starts)], 1)
@@ -208,7 +209,7 @@ def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Itera
         boxes, _ = _fit(images, pairs, places, boxes[near], FINE_STEPS)
         laid = _looks(_windows(_whole(images, pairs, places), boxes))
         shares = ((1 - (laid * _looks(images[pairs.other[places]])).sum(2)) / limits[:, places]).amin(0)
-        same = shares <= 1
+        same = shares <= 2 * (1 - REPORTED)
         yield from zip(places[same].tolist(), shares[same].tolist(), strict=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +15,15 @@ from training.data.datasets import DatasetPair
 from training.data.duplicates import first_of_each
 
 KINDS = {
-    "leak": "The same image in two parts",
-    "conflict": "The same image under two labels",
+    "leak": "The same scene in two parts",
+    "conflict": "The same scene under two labels",
     "label": "Suspected wrong labels",
-    "repeat": "The same image twice in one part",
+    "repeat": "The same scene twice in one part",
     "outlier": "Images unlike all others",
     "unreadable": "Images that cannot be read",
 }
-DROP, RELABEL, MOVE = "drop", "relabel", "move"
+DROP, RELABEL, MOVE, GROUP = "drop", "relabel", "move", "group"
+APPLIED = 0.9  # confidence from which two images are one; below they may be two shots of one scene
 
 
 class Finding(NamedTuple):
@@ -47,8 +48,8 @@ class Fix(NamedTuple):
     """What to do with an image.
 
     Attributes:
-        action: `DROP`, `RELABEL` or `MOVE`.
-        new: the new label, or the new part; empty for `DROP`.
+        action: `DROP`, `RELABEL`, `MOVE` or `GROUP`.
+        new: the new label, part or group; empty for `DROP`.
         confidence: 0 to 1.
         reason: in one line.
     """
@@ -77,16 +78,17 @@ def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]
         # Of two parts the image that is not for training comes first, as in the notes of a run.
         pair = sorted((copy.one, copy.other), key=lambda number: (catalogue.parts[number] == "train", -number))
         parts, labels = catalogue.parts[pair], catalogue.labels[pair]
-        how = "a mirrored copy" if copy.is_mirrored else "the same picture" if copy.difference < 1e-6 else "a copy"
+        how = "the same picture" if copy.difference < 1e-6 else "a copy" if copy.confidence >= APPLIED else "the scene"
+        how = f"{how}, mirrored" if copy.is_mirrored else how
         if labels[0] != labels[1]:
             names = [catalogue.class_names[label] for label in labels]
             reason = f"{how}, labelled {names[0]!r} here and {names[1]!r} there"
             findings.append(Finding("conflict", pair[0], reason, copy.confidence, pair[1]))
         if parts[0] != parts[1]:
-            reason = f"in {parts[0]}, and {how} of it in {parts[1]}"
+            reason = f"in {parts[0]}, and {how} in {parts[1]}"
             findings.append(Finding("leak", pair[0], reason, copy.confidence, pair[1]))
         elif labels[0] == labels[1]:
-            findings.append(Finding("repeat", pair[0], f"{how} of an image of {parts[1]}", copy.confidence, pair[1]))
+            findings.append(Finding("repeat", pair[0], f"{how} twice in {parts[1]}", copy.confidence, pair[1]))
     return findings
 
 
@@ -109,24 +111,51 @@ def groups_of(copies: Iterable[Copy]) -> list[list[int]]:
     return list(groups.values())
 
 
+def _surest(copies: Iterable[Copy]) -> dict[int, float]:
+    """Return the highest confidence that each image has another one."""
+    sure: dict[int, float] = {}
+    for copy in copies:
+        for number in copy[:2]:
+            sure[number] = max(sure.get(number, 0.0), copy.confidence)
+    return sure
+
+
+def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[int]) -> list[tuple[int, Fix]]:
+    """Return a group for the images of each scene, by number, so that no division of the data separates them.
+
+    Test images get none, because their part stays as it is, nor does a scene of which two images have other groups.
+
+    Args:
+        catalogue: the images.
+        copies: pairs of them.
+        gone: images that are dropped.
+    """
+    sure, offers = _surest(copies), []
+    for scene in groups_of(copies):
+        kept = [number for number in scene if number not in gone and catalogue.parts[number] != "test"]
+        names = {catalogue.groups[number] for number in kept} - {""}
+        if len(kept) > 1 and len(names) < 2:
+            name = names.pop() if names else f"scene of {catalogue.name(kept[0])}"
+            alone = [number for number in kept if not catalogue.groups[number]]
+            offers += [(number, Fix(GROUP, name, sure[number], f"{len(kept)} show this scene")) for number in alone]
+    return offers
+
+
 def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int, Fix]) -> list[tuple[int, Fix]]:
     """Return what to do with copies, by number, so that each group has one label and is in one part.
 
     The test part stays as it is. Of a group in training and validation the copies in the larger part stay: training
     images are dropped, or if they are more, validation images become training images. Of labels that contradict each
     other that of most copies is kept; if there is none, all of them are dropped but those of the test part. Copies in
-    one part with one label harm nothing and stay.
+    one part with one label harm nothing and stay, as do all pairs that are less sure than `APPLIED`.
 
     Args:
         catalogue: the images.
         copies: pairs of them.
         labels: fixes of single labels, which are made before.
     """
-    sure: dict[int, float] = {}
-    for copy in copies:
-        for number in copy[:2]:
-            sure[number] = max(sure.get(number, 0.0), copy.confidence)
-    fixes: list[tuple[int, Fix]] = []
+    copies = [copy for copy in copies if copy.confidence >= APPLIED]
+    sure, fixes = _surest(copies), []
     gone = {number for number, fix in labels.items() if fix.action == DROP}
     for whole in groups_of(copies):
         kept = group = [number for number in whole if number not in gone]

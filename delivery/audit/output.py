@@ -7,7 +7,8 @@ import csv
 import io
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from delivery.audit.catalogue import Catalogue
-from delivery.audit.findings import DROP, KINDS, MOVE, RELABEL, Finding, Fix
+from delivery.audit.findings import DROP, GROUP, KINDS, MOVE, RELABEL, Finding, Fix
 from delivery.evaluation_files import thumbnail
 from delivery.report import formatting
 from delivery.report.page import TEMPLATE as REPORT_TEMPLATE
@@ -65,25 +66,40 @@ def write_audit(
         write_json(new / FACTS, facts | {"images": len(catalogue), "findings": listed})
         write_csv(new / FIXES, COLUMNS, rows)
         if catalogue.are_files:
-            write_fixed(new / FIXED, catalogue, fixes)
-        page = _page(facts, findings, dict(fixes), catalogue)
+            write_fixed(new / FIXED, catalogue, [one for one in fixes if one[1].action != GROUP])
+        page = _page(facts, findings, fixes, catalogue)
         (new / PAGE).write_text(page, encoding="utf-8", errors="replace")
 
 
 def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
     """Write the table of all images with the fixes; return how many there are."""
-    labels, parts = [catalogue.class_names[label] for label in catalogue.labels], catalogue.parts.tolist()
+    labels = [catalogue.class_names[label] for label in catalogue.labels]
+    parts, groups = catalogue.parts.tolist(), [*catalogue.groups]
     dropped = {number for number, fix in fixes if fix.action == DROP}
+    columns = {RELABEL: labels, MOVE: parts, GROUP: groups}
     for number, fix in fixes:
-        if fix.action == RELABEL:
-            labels[number] = fix.new
-        if fix.action == MOVE:
-            parts[number] = fix.new
+        if number not in dropped:
+            columns[fix.action][number] = fix.new
     kept = [number for number in range(len(catalogue)) if number not in dropped]
-    others = catalogue.other_columns()
+    _into_one_part(kept, groups, parts, {number for number, fix in fixes if fix.action == MOVE})
+    others = ({"group": groups} if any(groups) else {}) | catalogue.other_columns()
     rows = ((catalogue.name(one), labels[one], parts[one], *(cells[one] for cells in others.values())) for one in kept)
     write_csv(path, ("path", "label", "split", *others), rows)
     return len(kept)
+
+
+def _into_one_part(numbers: Sequence[int], groups: list[str], parts: list[str], moved: Collection[int]) -> None:
+    """Put each group, which `--data` refuses in two parts, into that of a moved image, else of most of its images."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for number in numbers:
+        members[groups[number]].append(number)
+    members.pop("", None)
+    for group in members.values():
+        counts = Counter(parts[number] for number in group)
+        part = max(counts, key=lambda name: (counts[name], name))
+        part = next((parts[number] for number in group if number in moved), part)
+        for number in group:
+            parts[number] = part
 
 
 def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
@@ -107,8 +123,8 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
                 place = f"--fixes {path}, line {reader.line_num}"
                 if name not in numbers:
                     raise UserError(f"{place}: {shown(name)} is no image of the data.")
-                if new not in allowed.get(action, ()):
-                    listed = ", ".join([DROP, f"{RELABEL} with a class", f"{MOVE} with train, val or test"])
+                if new not in allowed.get(action, ()) and not (action == GROUP and new):
+                    listed = f"{DROP}, {RELABEL} with a class, {MOVE} with train, val or test, {GROUP} with a name"
                     raise UserError(f"{place}: {shown(action)} {shown(new)}; expected {listed}.")
                 fixes.append((numbers[name], Fix(action, new, 1.0, "given")))
     except (OSError, csv.Error) as error:
@@ -116,7 +132,7 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     return fixes
 
 
-def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: dict[int, Fix], catalogue: Catalogue) -> str:
+def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, catalogue: Catalogue) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
         autoescape=True,
@@ -125,16 +141,18 @@ def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: dict[int, F
         lstrip_blocks=True,
     )
     environment.filters |= {"clip": formatting.clip, "count": formatting.count, "percent": formatting.percent}
+    made = {number: fix for number, fix in fixes if fix.action != GROUP}
     sections = []
     for kind, title in KINDS.items():
         of_kind = [one for one in findings if one.kind == kind]
-        cards = [_card(one, fixes.get(one.image), catalogue) for one in of_kind[:SHOWN_OF_A_KIND]]
+        cards = [_card(one, made.get(one.image), catalogue) for one in of_kind[:SHOWN_OF_A_KIND]]
         sections.append({"kind": kind, "title": title, "count": len(of_kind), "cards": cards})
     return environment.get_template("page.html").render(
         **facts,
         images=len(catalogue),
         sections=sections,
-        fixes=len(fixes),
+        fixes=len(made),
+        groups=len(fixes) - len(made),
         has_table=catalogue.are_files,
         style=Markup((REPORT_TEMPLATE / "style.css").read_text(encoding="utf-8")),
         written=formatting.date_and_time(time.time()),
