@@ -194,6 +194,24 @@ def test_several_labels_in_a_cell_are_those_that_others_have_alone(spelling, tmp
     assert {"a;b", "b;c", "c", ""} <= {*pair.label_sets.names}
 
 
+@pytest.mark.parametrize(
+    ("cells", "names", "options"),
+    [
+        (["(1)", "b", "(1);b"], ["(1)", "b"], {}),
+        (["a\tb", "a", "b"], ["a", "b"], {}),
+        (["['x;y', 'a']", "a"], "contains ; or", {}),
+        (["x;y,a", "a"], "contains ; or", {"label_separator": ","}),
+    ],
+)
+def test_odd_cells_of_several_labels(cells, names, options, tmp_path):
+    data = make_table(tmp_path / "set", rows(labels=cells))
+    if isinstance(names, list):
+        assert load(data, task="multilabel", label_column="labels", **options).class_names == names
+    else:
+        with pytest.raises(UserError, match=names):
+            load(data, task="multilabel", label_column="labels", **options)
+
+
 def test_names_with_blanks_are_names_where_lists_are_written_otherwise(tmp_path):
     data = make_table(tmp_path / "set", rows(labels=["New York;Rome", "Rome", "New York", ""]))
     assert load(data, task="multilabel", label_column="labels").class_names == ["New York", "Rome"]

@@ -46,11 +46,7 @@ def label_of(value: object) -> Label | None:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
-        if any("\ud800" <= mark <= "\udfff" for mark in value):
-            raise ValueError(f"the label {shown(value)} is not encoded as UTF-8")
-        if not (name := clean(value)):
-            raise ValueError("the label is empty")
-        return name
+        return _name(value)
     if value is None or value == UNLABELLED:
         return None
     if isinstance(value, bool):
@@ -62,6 +58,17 @@ def label_of(value: object) -> Label | None:
     if isinstance(value, float | Decimal):
         raise ValueError(f"the label is {value}, a number with a fraction; expected a name, or a whole number")
     return clean(str(value))  # a date
+
+
+@lru_cache(2**16)
+def _name(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that are no text, which Python keeps as surrogates
+        raise ValueError(f"the label {shown(text)} is not encoded as UTF-8") from None
+    if not (name := clean(text)):
+        raise ValueError("the label is empty")
+    return name
 
 
 def number_classes(labels: Collection[Label], given: Sequence[str], where: str) -> tuple[list[str], dict[Label, int]]:

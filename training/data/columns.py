@@ -22,6 +22,9 @@ class Facts(NamedTuple):
     weight: float = 1.0
 
 
+NO_FACTS = Facts()
+
+
 class FactColumns:
     """The columns of a source that contain facts of an image.
 
@@ -45,7 +48,7 @@ class FactColumns:
     def facts(self, row: Mapping[str, object]) -> Facts:
         """Return the facts of an image; raise ValueError, which names the column, if a value means nothing."""
         if not self.of_facts:
-            return Facts()
+            return NO_FACTS
         texts = {fact: _text(row.get(name)) for fact, name in self.of_facts.items()}
         part, column = texts.get("part", ""), self.of_facts.get("part", "")
         if part and column.casefold() == "is_valid":

@@ -73,17 +73,15 @@ def list_in(cell: object) -> Cell:
     """Return the labels of a cell that is a list, or whose text is one of JSON or Python; of any other cell its text.
 
     Raises:
-        ValueError: A label of the list is none, or contains ; or |.
+        ValueError: A label of the list is none.
     """
+    listed = cell
     if isinstance(cell, str) and re.fullmatch(r"\s*[\[({].*[\])}]\s*", cell, re.DOTALL):
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            cell = literal_eval(cell.strip())
-    if not isinstance(cell, list | tuple | set):
+            listed = literal_eval(cell.strip())
+    if not isinstance(listed, list | tuple | set):
         return clean(str(cell))
-    names = [str(one) for one in map(label_of, cell) if one is not None]
-    if bad := [name for name in names if SEPARATORS.search(name)]:
-        raise ValueError(f"the label {shown(bad[0])} contains ; or |: rename it")
-    return tuple(names)
+    return tuple(str(one) for one in map(label_of, listed) if one is not None)
 
 
 def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell, str]:
@@ -98,7 +96,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
         where: Of the column, for messages.
 
     Raises:
-        UserError: Whether a cell has several labels cannot be told.
+        UserError: Whether a cell has several labels cannot be told, or a label contains ; or |.
     """
     parts = {cell: _certain_parts(cell, separator) for cell in cells}
     known = {part for found in parts.values() if found is not None for part in found}
@@ -119,6 +117,9 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
             )
         else:
             parts[cell] = [cell]
+    found_labels = {part for found in parts.values() for part in found or ()}
+    if bad := sorted(label for label in found_labels if SEPARATORS.search(label)):
+        raise UserError(f"{where}: the label {shown(bad[0])} contains ; or |: rename it.")
     return {cell: SEPARATOR.join(sorted({part for part in found or () if part})) for cell, found in parts.items()}
 
 
@@ -131,7 +132,7 @@ def _certain_parts(cell: Cell, separator: str) -> list[str] | None:
     elif SEPARATORS.search(cell):
         found = SEPARATORS.split(cell)
     else:
-        return None if LISTS.search(cell) or " " in cell else [cell]
+        return None if LISTS.search(cell) or len(cell.split()) > 1 else [cell]
     return [clean(as_given(clean(part))) for part in found]
 
 

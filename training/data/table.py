@@ -74,7 +74,7 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -
     if not records:
         raise UserError(f"--data {options.data}: there is no line below the header.")
     class_names, names = columns.names_of(labels, options)
-    if names:
+    if any(name != label for label, name in names.items()):
         records = [record._replace(label=names[record.label]) for record in records]
     notes = [f"passed over {left_out} lines without a label"] if left_out else []
     return Listing(Path(), records, class_names, notes=[*notes, *columns.notes()])
