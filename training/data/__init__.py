@@ -82,7 +82,8 @@ def data_options(config: TrainConfig) -> DataOptions:
     own = {"interpolation": "interpolation", "eval_crop": "crop", "fit": "fit"}
     for name in own | dict.fromkeys(("image_size", "eval_image_size")):
         if values[name] not in ("auto", 0):
-            made_for = [one._replace(**{own.get(name, "image_size"): None}) for one in made_for]
+            unasked: dict[str, Any] = {own.get(name, "image_size"): None}
+            made_for = [one._replace(**unasked) for one in made_for]
     for name, is_allowed in FROM_WEIGHTS.items():
         if values[name] == "auto":
             found = {getattr(one, own[name]) for one in made_for}

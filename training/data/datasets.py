@@ -400,9 +400,9 @@ def make_file_datasets(
             more = f"\0{file.box}\0{file.weight}" if file.box or file.weight != 1 else ""
             digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}{more}\n"))
     all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
-    if options.decode != NUMBERS and len(sources[0].labels):
+    if options.decode != NUMBERS and (options.cache != "off" or not hasattr(archive, "expect")):  # else nothing is read
         all_notes += note_unused_range(sources[0], options.max_megapixels * 10**6)
-    elif len(sources[0].labels):
+    if options.decode == NUMBERS and len(sources[0].labels):
         if tested and tested.values != sources[0].values:
             raise UserError(f"the test images are {tested.values}, the others {sources[0].values}: give all one type.")
         mean, std = _statistics_of_some(sources[0])

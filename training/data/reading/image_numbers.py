@@ -70,7 +70,8 @@ def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> 
 
 def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
     """Return a note if the images of more than 8 bits among some of a set fill little of their range, else none."""
-    chosen = np.unique(np.linspace(0, len(source.labels) - 1, IMAGES_LOOKED_AT).astype(int)).tolist()
+    count = len(source.labels)
+    chosen = np.linspace(0, count - 1, min(count, IMAGES_LOOKED_AT)).astype(int).tolist()
     source.expect(chosen)
     ranges = []
     for index in chosen:
