@@ -21,8 +21,9 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from delivery.predict import Prediction
+from delivery.predict import Prediction, load_predictor
 from delivery.prediction_output import FORMATS, write_predictions
+from delivery.serve import make_server
 from delivery.trained_model import read_run_config
 from launch.node_launcher import local_ranks_command
 from models.build import build_model
@@ -409,6 +410,28 @@ def test_predict_decodes_as_the_run_did(call, run, tmp_path, decode):
     given = {name: probabilities("--decode", name) for name in ("cpu", "exact")}
     assert given["cpu"] != given["exact"]
     assert probabilities() == given[decode]
+
+
+def test_the_largest_image_is_the_runs_unless_the_flag_says_another(call, run, pictures, tmp_path):
+    folder, classes = tmp_path / "run", tmp_path / "classes"
+    shutil.copytree(run, folder)
+    write_json(folder / "config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", max_megapixels=1)))
+    for name in CLASSES:
+        (classes / name).mkdir(parents=True)
+        shutil.copy(pictures / "class 0" / "00.png", classes / name)
+    large = classes / "0" / "large.jpg"
+    Image.new("L", (1500, 1000)).save(large, quality=20)
+    refusal = "1,500,000 pixels, more than the 1 megapixels of --max-megapixels"
+    evaluated = (evaluate, folder, "--data", classes, "--split", "all", "--output", tmp_path / "scores")
+    for words, refused in (((predict, folder, large), 1), (evaluated, 2)):
+        code, _, errors = call(*words)
+        assert code == refused
+        assert refusal in errors
+        assert call(*words, "--max-megapixels", "2")[0] == 0
+    assert load_predictor(folder / "model.safetensors").reader.max_pixels == 10**6
+    assert load_predictor(shutil.copy(folder / "model.safetensors", tmp_path)).reader.max_pixels == 179 * 10**6
+    with make_server(folder, "127.0.0.1", 0, max_megapixels=3) as server:
+        assert server.predictor.reader.max_pixels == 3 * 10**6
 
 
 def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_path):
