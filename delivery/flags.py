@@ -100,13 +100,8 @@ def export_parser(description: str | None) -> OneLineParser:
 
 def add_max_megapixels(parser: OneLineParser) -> None:
     """Add the flag of the largest image."""
-    parser.add_number(
-        "--max-megapixels",
-        1,
-        MOST_MEGAPIXELS,
-        default=0,
-        help="Largest image file that is read; default: the run's.",
-    )
+    most = "Largest image that is read; default: the run's."
+    parser.add_number("--max-megapixels", 1, MOST_MEGAPIXELS, default=0, help=most)
 
 
 def audit_data_parser(description: str | None) -> OneLineParser:

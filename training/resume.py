@@ -168,7 +168,7 @@ def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpo
             raise ValueError
     except (TypeError, ValueError, LookupError):
         raise UserError(f"checkpoint {found.path} cannot be used: its normalization is {shown(saved)}.") from None
-    return load_data(dataclasses.replace(data_options(config), **kept))
+    return load_data(dataclasses.replace(data_options(config), made_for=(), **kept))
 
 
 def preparation_of(data: DatasetPair) -> dict[str, Any]:
