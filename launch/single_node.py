@@ -33,7 +33,7 @@ from training.base.control_groups import quota_note, usable_cores
 from training.base.errors import UserError
 from training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
 from training.world.gpus import machine_gpus, visible_gpus
-from training.world.launchers import refuse_a_pod_alone
+from training.world.launchers import refuse_a_pod_alone, remember_line
 from training.world.network_interfaces import check_chosen_interfaces, free_port
 
 MAX_CPU_RANKS_PER_CORE = 8
@@ -67,6 +67,8 @@ def main(arguments: list[str]) -> int:
     if given.dry_run:
         print_command(["env", *(f"{name}={value}" for name, value in variables.items()), *command])
         return 0
+
+    remember_line(["bash"], given.script, arguments)
 
     def command_of(restart: int) -> list[str]:
         # A port that was chosen here may be busy for a while after a failure.

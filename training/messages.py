@@ -14,6 +14,7 @@ from training.base.points import SCORE_NAMES, RunPoint, merit
 from training.base.progress import Progress
 from training.base.run_folder import shown_path
 from training.base.units import plural
+from training.config.values import launch_command
 from training.data.augment import viewable
 from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
@@ -23,12 +24,14 @@ from training.engines.precision import note_slow_bf16
 from training.observe.best_weights import epoch_of
 from training.observe.neighbours import NEIGHBOURS
 from training.recipe.schedule import schedule_notes
+from training.world.launchers import line_to_go_on
 from training.world.signals import can_handle_signals
 
 if TYPE_CHECKING:
     from training.setup import Run
 
 AUGMENTED_IMAGES_SHOWN = 16
+NOT_OF_ANOTHER_START = ("preset", "run_name", "resume", "profile")  # see `training.config.values.OF_ONE_RUN`
 
 
 def announce_start(context: Run) -> None:
@@ -62,12 +65,9 @@ def announce_end(context: Run, stop_signal: int, point: RunPoint) -> None:
     for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
         log(line)
     if stop_signal:
-        name, again = signal.Signals(stop_signal).name, f"the same line, --run-name {context.folder.name} --resume auto"
-        if context.position == 0:
-            log(f"stopped by {name} before the first step; start with {again}")
-        else:
-            done = f"in epoch {progress.epoch + 1} after {progress.step} steps"
-            log(f"stopped by {name} {done}, checkpoint saved; continue with {again}")
+        done = f"in epoch {progress.epoch + 1} after {progress.step} steps, checkpoint saved"
+        done = done if context.position else "before the first step"
+        log(f"stopped by {signal.Signals(stop_signal).name} {done}")
     if context.world.is_main:
         for line in _result(context):
             log(line)
@@ -80,6 +80,14 @@ def announce_end(context: Run, stop_signal: int, point: RunPoint) -> None:
     cache = context.data.train.source.cache_folder
     if cache is not None and cache.is_relative_to(SHARED_MEMORY):
         log(f"memory       decoded images stay in it for the next run; to free it: rm -r {cache}")
+    if stop_signal:
+        log(f"to continue  {_line_to_go_on(context)}")
+
+
+def _line_to_go_on(context: Run) -> str:
+    world = context.world
+    command = launch_command(context.config, world.size, world.local_size, NOT_OF_ANOTHER_START)
+    return line_to_go_on(context.folder.name, command)
 
 
 def _result(context: Run) -> list[str]:

@@ -24,6 +24,7 @@ from launch.node_run import receive_signals
 from launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from training.base.errors import UserError
 from training.config import REPO_ROOT
+from training.world.launchers import remember_line
 
 
 def main(arguments: list[str]) -> int:
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
         return code
     if not shutil.which("ssh"):
         raise UserError("ssh is not installed here: install OpenSSH's client.")
+    remember_line(["bash"], given.script, arguments)
     plan = Plan(given, given.training, config, hosts, "ssh", given.master_port)
     return train(plan, given.max_restarts, receive_signals()).ending.code
 

@@ -10,6 +10,7 @@ from launch.arguments import LaunchArguments, check_training
 from launch.process_tree import extensions_folder
 from training.config import REPO_ROOT, TrainConfig
 from training.observe.environment import software
+from training.world.launchers import remembered_line
 
 # What the ranks may need of the launching shell's variables. Which GPUs a process sees is each machine's own matter.
 FORWARDED_PREFIXES = (
@@ -57,7 +58,7 @@ class Plan:
     def environment(self) -> dict[str, str]:
         """Return the variables of the ranks beside those of their machine."""
         forwarded = forwarded_environment(self.given.forward_env.split(","))
-        return forwarded | {"TORCH_EXTENSIONS_DIR": extensions_folder()}
+        return forwarded | remembered_line() | {"TORCH_EXTENSIONS_DIR": extensions_folder()}
 
     def usable_nodes(self, reachable: int) -> int:
         """Return how many of the reachable nodes can share the global batch, 0 if they are too few."""

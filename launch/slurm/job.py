@@ -32,6 +32,7 @@ from training.base.atomic_write import replacing
 from training.base.errors import UserError
 from training.config import TrainConfig
 from training.observe.new_run import run_folder
+from training.world.launchers import remember_line
 from training.world.network_interfaces import port_if_free
 
 WARNED_CODE = 128 + signal.SIGUSR1
@@ -141,6 +142,7 @@ def main(arguments: list[str]) -> int:
     hosts = host_names(job.node_list)
     if not job.restarts and (code := run_preflight(given, training)):
         return code
+    remember_line(["sbatch", f"--nodes={nodes}"], given.script, arguments)
     port = given.master_port or port_if_free(job.preferred_port)
     plan = Plan(given, training, config, hosts, "srun", port)
     received, all_received = _receive_signals()

@@ -6,6 +6,8 @@ And a run that gives up by itself says why, on the console and in its report.
 from __future__ import annotations
 
 import html
+import re
+import shlex
 import signal
 import subprocess
 import time
@@ -25,8 +27,13 @@ STEPS_PER_EPOCH = 45  # 1,437 digits, 32 at a time
 
 
 def start(logs, name, *flags):
+    own = ("--run-name", name, "--log-dir", str(logs))
+    return begin(["bash", "scripts/launch_distributed.sh", *WORDS, *FLAGS, *flags, *own])
+
+
+def begin(line):
     return subprocess.Popen(
-        ["bash", "scripts/launch_distributed.sh", *WORDS, *FLAGS, *flags, "--run-name", name, "--log-dir", str(logs)],
+        line,
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -56,7 +63,7 @@ def ranks_of(run_name):
     found = []
     for process in psutil.process_iter(["pid", "ppid", "cmdline", "environ", "name"]):
         is_rank = "LOCAL_RANK" in (process.info["environ"] or {}) or (process.info["name"] or "").startswith("rank ")
-        if is_rank and run_name in (process.info["cmdline"] or []):
+        if is_rank and {run_name, f"--run-name={run_name}"} & {*(process.info["cmdline"] or [])}:
             found.append(process)
     pids = {process.pid for process in found}
     return [process for process in found if process.info["ppid"] not in pids]
@@ -122,7 +129,10 @@ def test_a_run_that_is_stopped_twice_ends_with_the_bytes_of_one_that_never_was(t
     assert not (folder / "README.md").exists()
     assert (folder / "checkpoints" / "last").read_text().startswith("step-00000-")
 
-    process = start(tmp_path, "stopped", "--resume", "auto")
+    line = shlex.split(re.search(r"^to continue  (.*)$", output, re.MULTILINE)[1])
+    typed = ["bash", "scripts/launch_distributed.sh", *WORDS, *FLAGS, "--workers", "1"]
+    assert line == [*typed, "--log-dir", str(tmp_path), "--run-name=stopped", "--resume=auto"]
+    process = begin([*line, "--workers", "0"])  # so that ranks alone are found
     wait_until(lambda: len(ranks_of("stopped")) == 2, process)
     rank = ranks_of("stopped")[-1]  # found before, because the evaluation is short
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH), process)

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from training.base.errors import UserError
-from training.world.launchers import launched_world
+from training.base.settings import REPO_ROOT
+from training.world.launchers import launched_world, line_to_go_on, remember_line
 
 ACCELERATE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # 1.15
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -102,3 +103,23 @@ def test_processes_that_would_train_alone_are_refused(monkeypatch, variables, me
     with pytest.raises(UserError, match=rf"^[^\n]*{message}[^\n]*$"):
         launched_world()
     assert "LOCAL_WORLD_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (["m", "ddp", "2"], "bash scripts/launch.sh m ddp 2 --run-name=a --resume=auto"),
+        (["m", "--run-name", "b", "--seed=1"], "bash scripts/launch.sh m --seed=1 --run-name=a --resume=auto"),
+        (
+            ["--resume=must", "--data", "my photos"],
+            "bash scripts/launch.sh --data 'my photos' --run-name=a --resume=auto",
+        ),
+        (None, "torchrun train.py --run-name=a --resume=auto"),
+    ],
+)
+def test_the_line_that_goes_on_with_a_run_is_the_launchers_own(typed, line, monkeypatch):
+    monkeypatch.setenv("ZEROVISION_LINE", "")
+    monkeypatch.chdir(REPO_ROOT)
+    if typed is not None:
+        remember_line(["bash"], "launch.sh", typed)
+    assert line_to_go_on("a", ["torchrun", "train.py", "--resume", "never"]) == line

@@ -12,6 +12,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from training.base.errors import UserError
+from training.base.run_folder import shown_path
+from training.base.settings import REPO_ROOT
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 # Rank, local rank, all ranks, ranks of this machine. srun sets PMI_RANK and PMI_SIZE too, but not the other two.
@@ -21,6 +23,7 @@ _MPIRUN_VARIABLES = (
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
 )
 _POD_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PET_NNODES", "PET_NODE_RANK")
+_LINE_VARIABLE = "ZEROVISION_LINE"  # what was typed to start our launcher
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _DEFAULT_PORT = 29500  # torchrun's
@@ -50,6 +53,24 @@ def launched_world() -> tuple[int, int, int, int]:
         raise UserError(
             f"the launcher's environment is incomplete: {said}. Start through deepspeed or torchrun."
         ) from None
+
+
+def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:
+    """Let the ranks that this launcher will start know how it was started."""
+    os.environ[_LINE_VARIABLE] = shlex.join([*start, shown_path(REPO_ROOT / "scripts" / script), *arguments])
+
+
+def remembered_line() -> dict[str, str]:
+    """Return the variable of `remember_line`, for ranks on other machines; empty without."""
+    return {name: os.environ[name] for name in (_LINE_VARIABLE,) if name in os.environ}
+
+
+def line_to_go_on(run_name: str, otherwise: Sequence[str]) -> str:
+    """Return the line that goes on with a run: as it was typed for our launcher, or another one, and two flags."""
+    words = shlex.split(os.environ.get(_LINE_VARIABLE, "")) or otherwise
+    flags, pairs = ("--run-name", "--resume"), zip(["", *words], words, strict=False)
+    kept = [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
+    return shlex.join([*kept, f"--run-name={run_name}", "--resume=auto"])
 
 
 def environment_for_ranks() -> dict[str, str]:
