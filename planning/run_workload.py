@@ -52,6 +52,11 @@ class Workload:
     exchanged: tuple[int, ...] = ()
 
     @property
+    def saved_bytes(self) -> int:
+        """Of the weights in their file and of one checkpoint, without buffers."""
+        return FLOAT32_BYTES * (self.sizes.parameters + round(self.sizes.trained * (1 + self.optimizer_values)))
+
+    @property
     def has_batchnorm(self) -> bool:
         """Whether any of its layers normalizes over the images of a micro-batch."""
         return any(isinstance(part, _BatchNorm) for part in self.network.modules())

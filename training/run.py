@@ -138,9 +138,13 @@ def train(context: Run, start: RunStart = FIRST_START, deliver: Deliver | None =
     """
     config, world, state, stop = context.config, context.world, context.state, start.stop
     _resume(context, start)
-    announce_start(context)
     loop = train_context(context, start)
     assert loop.saver is not None
+    with removed_if_refused(context.folder):
+        no_room = loop.saver.check_room(is_new=context.found is None and not start.origin.restarts)
+    announce_start(context)
+    if no_room:
+        context.loggers.message(f"note: {no_room}")
     start.heartbeat.beat("first step", context.position, allowed_s=SLOW_PHASE * config.hang_timeout)
     stop_signal = stop.poll_now(world)
     if config.features == "cached" and not stop_signal:

@@ -127,6 +127,7 @@ def request_of(given: argparse.Namespace) -> Request:
         command=command,
         log_dir=str(Path(config.log_dir).expanduser().absolute() if config.log_dir else REPO_ROOT / "logs"),
         data=data_fields(config) if given.has_training or given.data is not None else None,
+        training=config if given.has_training else None,
     )
 
 

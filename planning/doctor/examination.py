@@ -7,7 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from planning.doctor.machine import assess_machine
 from planning.doctor.probe import PROBE, Answer, Probe, Unreachable, ask_all
 from planning.doctor.table import Row, join_hosts, some_of
 from training.base.units import format_bytes
+from training.config import TrainConfig
 from training.observe.environment import software
 from training.world.network_interfaces import interface_of
 
@@ -39,12 +40,14 @@ class Request:
         command: returns the command that runs a program on a host.
         log_dir: absolute path of the folder of all logs.
         data: fields of `DataOptions`; None if no data set is examined.
+        training: the configuration; None if no training is examined.
     """
 
     slots: Mapping[str, int]
     command: Callable[[str, list[str]], Command]
     log_dir: str
     data: Mapping[str, Any] | None
+    training: TrainConfig | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -64,7 +67,9 @@ def examine(request: Request) -> list[Row]:
             writing = [probes[host] for host, facts in hosts.items() if not facts["log_folder"]["problem"]]
             rows += _examine_shared_logs(request.log_dir, writing)
         has_gpus, all_ranks = any(facts["gpus"] for facts in hosts.values()), sum(request.slots.values())
+        saved_bytes = _saved_bytes(request, hosts)
         for host, facts in hosts.items():
+            facts["log_folder"]["saved_bytes"] = saved_bytes
             found = assess_machine(facts, request.slots[host], all_ranks, cluster_has_gpus=has_gpus)
             rows += [replace(row, host=host) for row in found]
         rows += _examine_network(request, hosts, probes)
@@ -79,6 +84,20 @@ def _ask_machine(probe: Probe, request: Request) -> Answer:
     if "problem" in facts:
         raise Unreachable(f"the probe fails: {facts['problem']}", "bring the code there to the same commit")
     return facts
+
+
+def _saved_bytes(request: Request, hosts: Mapping[str, Answer]) -> int:
+    """Return the bytes of the weights and a checkpoint of the training, 0 if it is not known."""
+    network = next((facts["data"]["network"] for facts in hosts.values() if "network" in facts["data"]), None)
+    if request.training is None or network is None:
+        return 0
+    from planning.run_workload import workload_of
+
+    size = network["image_size"]
+    config = replace(request.training, image_channels=network["image_channels"])
+    with suppress(Exception):  # a network that cannot be counted without data
+        return workload_of(config, network["classes"], tuple(size) if isinstance(size, list) else size).saved_bytes
+    return 0
 
 
 def assess_versions(hosts: Mapping[str, Answer], here: Mapping[str, str]) -> list[Row]:

@@ -86,8 +86,8 @@ def log_folder_facts(folder: Path) -> dict[str, Any]:
     return {"path": str(folder), "free_bytes": shutil.disk_usage(existing).free, "problem": problem}
 
 
-def data_facts(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a data set `holds`, and a `hash` that differs between copies that differ; or the `problem`."""
+def data_facts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a data set `holds`, its `hash`, and what a `network` for it has; or the `problem`."""
     from training.data import DataOptions, load_data
 
     try:
@@ -95,7 +95,10 @@ def data_facts(options: Mapping[str, Any]) -> dict[str, str]:
     except (UserError, FileServerError) as error:
         return {"problem": str(error)}
     counts = f"{sum(found.train_counts)} + {sum(found.val_counts)} images"
-    return {"holds": f"{options['data']}: {len(found.class_names)} classes, {counts}", "hash": found.fingerprint}
+    shown = f"{options['data']}: {len(found.class_names)} classes, {counts}"
+    size, channels = found.train.sizes[-1], found.image_channels
+    network = {"classes": len(found.class_names), "image_size": size, "image_channels": channels}
+    return {"holds": shown, "hash": found.fingerprint, "network": network}
 
 
 def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus: bool) -> list[Row]:
@@ -171,13 +174,17 @@ def _limit(row: Row, available: float, needed: float, show: Callable[[float], st
 
 
 def assess_log_folder(facts: Facts) -> Row:
-    """Assess whether the log folder is writable and has room for the least that a run writes."""
+    """Assess whether the log folder is writable and has room for the least that a run writes.
+
+    That is its logs, its weights and a checkpoint, whose bytes the log folder's facts have if the training is known.
+    """
     path, free, problem = (facts["log_folder"][name] for name in ("path", "free_bytes", "problem"))
     if problem:
         cure = "give the folder to the user who trains, free space there, or name another one with --log-dir"
         return Row("log folder", "wrong", f"{path} cannot be written to: {problem}", cure)
+    needed = LOG_BYTES + facts["log_folder"].get("saved_bytes", 0)
     cure = "free space there, name another --log-dir, or keep fewer checkpoints (--keep-last)"
-    return _limit(Row("log folder", "wrong", f"{path}: {format_bytes(free)} free", cure), free, LOG_BYTES)
+    return _limit(Row("log folder", "wrong", f"{path}: {format_bytes(free)} free", cure), free, needed)
 
 
 def assess_data(facts: Facts) -> Row | None:

@@ -8,12 +8,13 @@ import itertools
 import math
 import os
 import signal
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 from small_checkpoints import ALONE, IDENTITY, PretendedRank, holds_weights_of, newest
 
-from training.base.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
+from training.base.errors import CANNOT_SAVE_EXIT_CODE, USER_ERROR_EXIT_CODE, RunEnded, UserError
 from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
@@ -24,6 +25,7 @@ from training.checkpoint.saver import Saver
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
 from training.observe.scores import ScoreSums
+from training.run import run
 from training.world.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("no_sync")
@@ -213,3 +215,39 @@ def test_a_commit_that_fails_half_way_keeps_what_was_good(tmp_path, monkeypatch)
     assert training.newest_step() == 2
     training.train(1)
     assert training.newest_step() == 6
+
+
+Usage = namedtuple("Usage", "free")
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_first_step(tmp_path, monkeypatch):
+    training = Training(tmp_path / "run" / "checkpoints", monkeypatch)
+    training.train(1)
+    weights = 4 * sum(map(math.prod, training.engine.state().shapes.values()))
+    each = 3 * weights  # with two moments
+    (shard,) = newest(training.folder)[0].path.glob("shard-*")
+    assert each <= shard.stat().st_size <= each + 2000, "what a save really writes has some facts besides"
+
+    def with_free(free, **given):
+        monkeypatch.setattr(saver_module.shutil, "disk_usage", lambda _: Usage(free))
+        return training.saver.check_room(**given)
+
+    line = rf"^{tmp_path}/run has 479 B free: the weights take 120 B, a checkpoint 360 B: free space there, or give ano"
+    with pytest.raises(UserError, match=line):
+        with_free(weights + each - 1, is_new=True)
+    few = "free for up to 4 checkpoints"
+    assert few in with_free(0, is_new=False), "a run that goes on may get room"
+    assert few in with_free(weights + each, is_new=True)
+    assert few in with_free(weights + 4 * each - 1, is_new=True)
+    assert with_free(weights + 4 * each, is_new=True) == ""
+
+
+def test_a_run_that_could_not_be_saved_is_refused_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(saver_module.shutil, "disk_usage", lambda _: Usage(1000))
+    given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 1}
+    config = TrainConfig(**given, log_dir=str(tmp_path), run_name="r", cache="off", report=False, tensorboard=False)
+    assert run(config) == USER_ERROR_EXIT_CODE
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 1
+    assert said.err.startswith(f"error: {tmp_path}/runs/r has 1 kB free: the weights take ")
+    assert not (tmp_path / "runs" / "r").exists()

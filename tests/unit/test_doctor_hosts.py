@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from models.build import build_model
 from planning.doctor.examination import (
     FailedPath,
     Request,
+    _saved_bytes,
     assess_all_reduce,
     assess_copies,
     assess_paths,
@@ -24,6 +26,7 @@ from planning.doctor.examination import (
 from planning.doctor.network import measure_network
 from planning.doctor.probe import Probe, Unreachable, ask_all, explain, local_command
 from planning.doctor.table import Row, join_hosts, some_of
+from training.config import TrainConfig
 from training.world.network_interfaces import free_port, own_addresses
 
 COMPLAINTS = {
@@ -167,6 +170,16 @@ def test_rows_of_several_hosts_are_joined() -> None:
         Row("memory", "ok", "1 GB", "", "a"),
     ]
     assert some_of(["a"]) == "a"
+
+
+def test_what_a_training_saves_is_counted_by_what_the_hosts_know_of_its_data() -> None:
+    training = TrainConfig(model_type="basic_cnn", optimizer="adamw")
+    request = Request({"a": 1}, local_command, "/logs", {}, training)
+    network = {"classes": 7, "image_size": 32, "image_channels": 1}
+    found = _saved_bytes(request, {"a": {"data": {"problem": "no folder"}}, "b": {"data": {"network": network}}})
+    module = build_model("basic_cnn", num_classes=7, image_size=32, image_channels=1).module
+    assert found == 4 * 4 * sum(one.numel() for one in module.parameters())  # the weights twice, two moments
+    assert _saved_bytes(request, {"a": {"data": {}}}) == 0
 
 
 @pytest.mark.slow  # two probes and two ranks; of one machine: test_doctor.py

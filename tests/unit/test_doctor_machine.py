@@ -123,6 +123,15 @@ def test_a_gpus_health(given: tuple[str, ...], verdict: str, said: str) -> None:
         ("log folder", {}, 4, "ok"),
         ("log folder", {"log_folder": {"path": "/logs", "free_bytes": 99 * MIB, "problem": None}}, 4, "wrong"),
         ("log folder", {"log_folder": {"path": "/logs", "free_bytes": 10**12, "problem": "Read-only"}}, 4, "wrong"),
+        *(
+            (
+                "log folder",
+                {"log_folder": {"path": "/logs", "free_bytes": GIB, "problem": None, "saved_bytes": size}},
+                4,
+                is_ok,
+            )
+            for size, is_ok in ((GIB, "wrong"), (800 * MIB, "ok"))
+        ),
         ("data", {"data": {"problem": "no folder"}}, 4, "wrong"),
         ("data", {"data": {"holds": "2 classes", "hash": "1"}}, 4, "ok"),
     ],

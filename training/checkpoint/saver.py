@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +15,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from training.base.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, UserError, one_line
+from training.base.errors import CANNOT_SAVE_EXIT_CODE, AgreedError, RunEnded, UserError, one_line
 from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
+from training.base.units import format_bytes
 from training.checkpoint.frozen import FrozenWeights
 from training.checkpoint.manifest import Manifest, ShardFacts, shard_name
 from training.checkpoint.restore import TrainState
@@ -25,11 +28,12 @@ from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
 from training.data.sampler import BatchPlan
 from training.recipe.schedule import stable_epochs
-from training.world.collectives import gather_objects
+from training.world.collectives import broadcast_object, gather_objects
 from training.world.exchange import flag, optional, row_of, text, whole_number
 from training.world.signals import StopRequest
 from training.world.world import World
 
+BYTES = 4  # of a weight in fp32
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 120.0
 GIVE_UP_SECONDS = 600.0  # of failed saves: somebody makes room on a disk, or a file server starts again
@@ -112,6 +116,34 @@ class Saver:
     def is_due_by_steps(self, position: int) -> bool:
         """Return whether a save is due after `position` steps of the run; the same on all ranks."""
         return self._config.save_every_steps > 0 and position % self._config.save_every_steps == 0
+
+    def check_room(self, *, is_new: bool) -> str:
+        """Return a note if the disk has no room for all checkpoints that are kept; a collective.
+
+        Args:
+            is_new: whether the run has no checkpoint yet, and was not started again by its launcher.
+
+        Raises:
+            UserError: on all ranks, if it has none for the weights and one checkpoint of a new run.
+        """
+        state, left_out = self._state.engine.state(), self._frozen.names if self._frozen else ()
+        shards = [shard for shard in state.shards if shard.name not in left_out]
+        own = [tensor.nbytes for shard in shards for tensor in shard.tensors.values()]
+        each = sum(gather_objects(sum(own), whole_number, self._world))
+        weights = BYTES * sum(map(math.prod, state.shapes.values()))
+        free = 0
+        if self._world.is_main:
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(self._folder).free
+        free = broadcast_object(free, whole_number, self._world)
+        sizes = f"the weights take {format_bytes(weights)}, a checkpoint {format_bytes(each)}"
+        cure = "free space there, or give another --log-dir"
+        if is_new and free < weights + each:
+            raise AgreedError(f"{self._folder.parent} has {format_bytes(free)} free: {sizes}: {cure}.")
+        kept = self._config.keep_last + 2  # while one is written all others stay, and the best epoch's besides
+        if free < weights + kept * each:
+            return f"{self._folder.parent} has {format_bytes(free)} free for up to {kept} checkpoints: {sizes}: {cure}"
+        return ""
 
     def save(self, write_best: Callable[[], None] | None = None) -> None:
         """Copy the current state and begin to write it; a collective.
