@@ -8,7 +8,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 UV_VERSION=0.13.8
 REQUIREMENTS=${1:?give requirements.txt or requirements-dev.txt}
 PYTHON=${PYTHON:-python3}
-STAMP=.venv/.installed-$REQUIREMENTS
+STAMP=.venv/.installed-
 UNFINISHED=.venv/.unfinished
 CROP_JPEG=training/data/reading/native/crop_jpeg.c
 SCRATCH=
@@ -24,12 +24,23 @@ cleanup() {
 trap cleanup EXIT
 
 wanted() {
-    cksum requirements.txt "$REQUIREMENTS"
+    cksum requirements.txt "$1"
     ! [[ -f $CROP_JPEG ]] || cksum "$CROP_JPEG"
 }
 
 up_to_date() {
-    [[ -f $STAMP && ! -e $UNFINISHED && -x .venv/bin/python && $(<"$STAMP") == "$(wanted)" ]]
+    local stamp=$STAMP$REQUIREMENTS
+    [[ -f $stamp && ! -e $UNFINISHED && -x .venv/bin/python && $(<"$stamp") == "$(wanted "$REQUIREMENTS")" ]]
+}
+
+version() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+# Sets CHOSEN to the version of PYTHON, which must be one that .venv can be made with.
+check_python() {
+    CHOSEN=$(version "$PYTHON") ||
+        die "'$PYTHON' is not Python 3.11 or later: name one, as in 'make setup PYTHON=python3.12'."
 }
 
 # Sets UV to a working uv, if need be a copy of its own in a throwaway folder; to nothing where there is none.
@@ -94,9 +105,14 @@ if command -v flock >/dev/null; then
     exec 9<requirements.txt
     flock 9
 fi
+if [[ $PYTHON != python3 ]]; then # somebody has chosen it: the default says nothing about a .venv that is there
+    check_python
+    present=$(version .venv/bin/python) || present=$CHOSEN
+    [[ $present == "$CHOSEN" || -e $UNFINISHED ]] ||
+        die ".venv has Python $present, and '$PYTHON' is $CHOSEN: remove it with 'make clean' first, or leave PYTHON out."
+fi
 up_to_date && exit
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    die "'$PYTHON' is not Python 3.11 or later: name one, as in 'make setup PYTHON=python3.12'."
+check_python
 printf 'setup: installing %s into .venv (5 GB; about a minute with a fast network)\n' "$REQUIREMENTS" >&2
 find_uv
 find_certificates
@@ -116,5 +132,7 @@ fi
 [[ -n $UV ]] || install_requirements || die "the packages of $REQUIREMENTS could not be installed: the lines above say why."
 compile_bytecode
 compile_crop_jpeg
-wanted >"$STAMP"
+for installed in "$REQUIREMENTS" $(sed -n 's/^-r //p' "$REQUIREMENTS"); do
+    wanted "$installed" >"$STAMP$installed"
+done
 rm "$UNFINISHED"

@@ -108,6 +108,37 @@ def test_a_failed_install_is_an_error_and_is_made_good_later(repo: Path) -> None
     assert make(repo, "setup")[0] == 0
 
 
+def python(repo: Path, name: str, version: str) -> str:
+    """Make a stand-in for a Python of another version; return its path."""
+    major, minor = version.split(".")
+    (repo / "tools" / name).write_text(f"#!/bin/bash\necho {version}\nexit $(( {major} < 3 || {minor} < 11 ))\n")
+    (repo / "tools" / name).chmod(0o755)
+    return str(repo / "tools" / name)
+
+
+def test_a_chosen_python_is_looked_at_also_if_the_environment_is_there(repo: Path) -> None:
+    make(repo, "setup")
+    for target in ("setup", "setup-dev", "train"):
+        code, said = make(repo, target, f"PYTHON={python(repo, 'python3.9', '3.9')}")
+        assert code != 0
+        assert "python3.9' is not Python 3.11 or later: name one" in said
+    code, said = make(repo, "setup", f"PYTHON={python(repo, 'python3.99', '3.99')}")
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert code != 0
+    assert f".venv has Python {own}, and '{repo}/tools/python3.99' is 3.99: remove it with 'make clean' first" in said
+    assert make(repo, "setup", f"PYTHON={sys.executable}") == (0, "")
+    python(repo, "python3", "3.9")  # the default, which nobody has chosen: the environment is newer
+    assert make(repo, "setup", "PYTHON=python3") == (0, "")
+
+
+def test_the_training_needs_nothing_more_after_the_development_tools(repo: Path) -> None:
+    assert SAYS_IT_WORKS in make(repo, "setup-dev")[1]
+    assert make(repo, "setup") == make(repo, "setup-dev") == (0, "")
+    (repo / "requirements.txt").write_text("# changed\n")
+    assert SAYS_IT_WORKS in make(repo, "setup")[1]
+    assert SAYS_IT_WORKS in make(repo, "setup-dev")[1]
+
+
 def test_a_python_that_does_not_exist_gets_one_line(repo: Path) -> None:
     code, said = make(repo, "setup", "PYTHON=no-such-python")
     assert code != 0
