@@ -93,10 +93,9 @@ def _saved_bytes(request: Request, hosts: Mapping[str, Answer]) -> int:
         return 0
     from planning.run_workload import workload_of
 
-    size = network["image_size"]
     config = replace(request.training, image_channels=network["image_channels"])
     with suppress(Exception):  # a network that cannot be counted without data
-        return workload_of(config, network["classes"], tuple(size) if isinstance(size, list) else size).saved_bytes
+        return workload_of(config, network["classes"], network["image_size"]).saved_bytes
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from training.base.errors import UserError
 from training.data.reading.formats import CURES, IMAGE_EXTENSIONS
-from training.data.reading.retry import Entry, entries_of, patiently
+from training.data.reading.retry import FolderEntry, entries_of, patiently
 
 FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in bytes, time of the last change in ns
 
@@ -42,7 +42,7 @@ class FolderListing:
         self._other_files: Counter[str] = Counter()
         self._loose: set[str] = set()
 
-    def entries(self, folder: str) -> list[Entry]:
+    def entries(self, folder: str) -> list[FolderEntry]:
         """Return what a folder contains, sorted by name, without hidden files and those of the system.
 
         Raises:
@@ -64,11 +64,11 @@ class FolderListing:
             raise UserError(f"the symbolic link {broken[0]!r}{more} broken: remove or repair it.")
         return kept
 
-    def folders(self, folder: str) -> list[Entry]:
+    def folders(self, folder: str) -> list[FolderEntry]:
         """Return the folders in a folder."""
         return [entry for entry in self.entries(folder) if entry.is_dir()]
 
-    def count_loose(self, entries: Iterable[Entry]) -> None:
+    def count_loose(self, entries: Iterable[FolderEntry]) -> None:
         """Count the images among the entries of a folder of classes, which belong to no class."""
         self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
 
@@ -116,7 +116,7 @@ class FolderListing:
             first = os.path.relpath(min(self._links), self.root)
             yield f"followed {len(self._links)} symbolic links, such as {first}; the folder of a link is its class"
 
-    def _files_below(self, folder: str, chain: Sequence[str]) -> Iterator[Entry]:
+    def _files_below(self, folder: str, chain: Sequence[str]) -> Iterator[FolderEntry]:
         """Yield the files below a folder; `chain` has the real paths of the folders that lead there."""
         for entry in self.entries(folder):
             if not entry.is_dir():

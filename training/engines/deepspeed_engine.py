@@ -201,7 +201,7 @@ def _sign_build_locks() -> None:
                 Path(baton.lock_file_path).write_text(process_space())
         return is_acquired
 
-    FileBaton.try_acquire = acquire_and_sign
+    FileBaton.try_acquire = acquire_and_sign  # type: ignore[assignment, method-assign]
 
 
 class TimedBackend:

@@ -52,7 +52,7 @@ def patiently(
     return patiently(action, path, waits_s[1:])
 
 
-class Entry:
+class FolderEntry:
     """An `os.DirEntry` that asks the server as `patiently` does: it does where an entry is a link, or of no known type.
 
     Attributes:
@@ -82,12 +82,12 @@ class Entry:
         return patiently(self._entry.stat, self.path)
 
 
-def entries_of(folder: str | os.PathLike[str]) -> list[Entry]:
+def entries_of(folder: str | os.PathLike[str]) -> list[FolderEntry]:
     """Return the entries of a folder, sorted by name; the errors are those of `patiently`."""
 
-    def listed() -> list[Entry]:
+    def listed() -> list[FolderEntry]:
         with os.scandir(folder) as scan:
-            return sorted(map(Entry, scan), key=lambda entry: entry.name)
+            return sorted(map(FolderEntry, scan), key=lambda entry: entry.name)
 
     return patiently(listed, folder)
 
