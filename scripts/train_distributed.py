@@ -18,13 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.base.errors import USER_ERROR_EXIT_CODE, UserError
-from training.base.heartbeat import HeartbeatWriter
+from training.base.heartbeat import LEAVE_SECONDS, HeartbeatWriter
 from training.base.lasting_output import finish_output, outlast_readers
 from training.config.command_line import parse_args, run_script
 from training.engines.deepspeed_config import read_strategy_json
 from training.world.launchers import adopt_rank
-
-OUTPUT_SECONDS = 60.0  # that a paused terminal keeps a rank that has ended
 
 
 def train(arguments: list[str]) -> int:
@@ -60,7 +58,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     outlast_readers()
     exit_code = run_script("error", list, train)
-    finish_output(OUTPUT_SECONDS)
+    finish_output(LEAVE_SECONDS)
     # Not sys.exit: everything is closed and synced by now, and taking the interpreter down under the threads of gloo,
     # NCCL and DeepSpeed now and then ends in an abort after a run that went well (about 1 in 50 here).
     os._exit(exit_code)

@@ -70,7 +70,7 @@ sys.exit(7)
 def test_a_process_does_not_wait_for_a_paused_reader(place, lines, tmp_path):
     """It keeps what was printed until somebody reads it, up to 16 MB."""
     ours, theirs = pty.openpty() if place == "terminal" else os.pipe()
-    command = [sys.executable, "-c", PAUSED_SCRIPT, str(lines), str(tmp_path / "said"), "60"]
+    command = [sys.executable, "-c", PAUSED_SCRIPT, str(lines), str(tmp_path / "said"), "60" if lines == 300 else "0"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=theirs) as process:
         os.close(theirs)
@@ -110,6 +110,27 @@ def test_a_process_that_ends_waits_for_a_paused_reader_only_so_long(tmp_path):
     command[2] = PAUSED_SCRIPT.replace("sys.exit(7)", "import os; os._exit(7)")  # as a rank ends
     done = subprocess.run(command, env=environment, input=b"\n", stdout=writer, check=False, timeout=60)
     assert done.returncode == 7
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_signal_ends_a_process_that_waits_for_a_paused_reader_at_its_end(tmp_path):
+    """Also one that handles them, as launchers do."""
+    reader, writer = os.pipe()
+    start = "import signal; signal.signal(signal.SIGTERM, lambda *_: None)" + PAUSED_SCRIPT
+    command = [sys.executable, "-c", start, "300", str(tmp_path / "said"), "0"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=writer) as process:
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        while not (tmp_path / "said").exists():
+            time.sleep(0.05)
+        for _ in range(100):
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+                break
+    assert process.returncode == -15
     os.close(reader)
     os.close(writer)
 

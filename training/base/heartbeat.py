@@ -44,6 +44,7 @@ CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
 LONGEST_NAME = 80  # of a phase or a host: a record must fit its bytes
 PR_SET_PDEATHSIG = 1
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
+LEAVE_SECONDS = 60.0  # that a rank which has ended may wait for whoever reads what it has printed
 SLOW_IMPORT_S = 300.0  # a thousand ranks that read torch from one network disk at once
 
 
@@ -124,7 +125,7 @@ class HeartbeatWriter:
 
     def ended(self, exit_code: int) -> None:
         """Write the last beat, with the exit code of this rank."""
-        self._write(ENDED, -1, self._hang_timeout_s, exit_code)
+        self._write(ENDED, -1, self._hang_timeout_s + LEAVE_SECONDS, exit_code)
 
     def run_name(self, name: str) -> None:
         """Write the run's name, on rank 0: a restart goes on in its folder."""

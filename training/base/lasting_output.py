@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -72,8 +72,8 @@ class _UnhurriedFile(_LastingFile):
                 self._keeps_up = self._changed.wait_for(lambda: not self._waiting, KEEP_UP_SECONDS)
         return len(content)
 
-    def finish(self, seconds: float) -> None:
-        """Wait until all is written, at most so long; what comes after is written at once, or no more."""
+    def finish(self, seconds: float | None) -> None:
+        """Wait until all is written, at most so long if not None; what comes after is written at once, or no more."""
         with self._changed:
             is_done = self._changed.wait_for(lambda: not self._waiting, seconds)
             self._process = 0 if is_done else self._process
@@ -121,11 +121,18 @@ def outlast_readers() -> None:
     """Let this process go on if its standard output or error cannot be written, and wait for no reader of them."""
     sys.stdout = _replaced(sys.stdout, _UnhurriedFile)
     sys.stderr = _replaced(sys.stderr, _UnhurriedFile)
-    atexit.register(finish_output)
+    atexit.register(_finish_at_exit)
 
 
-def finish_output(seconds: float = math.inf) -> None:
-    """Wait, at most so long, until standard output and error are written: before the end of a process."""
+def _finish_at_exit() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # handled until now: they end the wait
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    finish_output(None)
+
+
+def finish_output(seconds: float | None) -> None:
+    """Wait, at most so long if not None, until standard output and error are written: before the end of a process."""
     for stream in (sys.stdout, sys.stderr):
         file = getattr(getattr(stream, "buffer", None), "raw", None)
         if isinstance(file, _UnhurriedFile):
