@@ -15,6 +15,7 @@ from timm.models import adapt_input_conv
 from torch import nn
 
 from models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
+from models.class_order import head_by_name, published_classes
 from models.ensemble import Ensemble
 from models.errors import UserError, one_line
 from models.image_size import as_names, create_for_image_size, set_strides
@@ -54,6 +55,7 @@ def build_model(
     dropout: float | Literal["auto"] = "auto",
     drop_path: float | Literal["auto"] = "auto",
     embedding: int = 0,
+    class_names: Sequence[str] = (),
 ) -> BuiltModel:
     """Build the network that is to be trained, in float32 on the CPU.
 
@@ -71,6 +73,7 @@ def build_model(
             nor `drop_path` is part of the description, because they are for training alone.
         drop_path: see `models.timm_models.create`; "auto": the model's own.
         embedding: width of a projection in place of the classifier; 0 for a classifier.
+        class_names: of the data, by which the loaded weights' classifier is put in order; none to take it as it is.
 
     Raises:
         UserError: for a name, size, batch or file that does not work, with what to type; for dropout or a drop path of
@@ -94,8 +97,9 @@ def build_model(
         )
         always = model_spec(part["model_type"]).always_pretrained and pretrained is not None
         if not weights and (pretrained or always):
-            module = _create_pretrained(part, create, notes)
+            fresh, module = module, _create_pretrained(part, create, notes)
             set_strides(module, {name: new for name, (_, new) in changes.items()})
+            notes += _order_head(part, module, fresh, class_names)
         modules.append(module)
         heads += [prefix + name for name in as_names(getattr(module, "default_cfg", {}).get("classifier"))]
         for name, (old, new) in changes.items():
@@ -106,7 +110,8 @@ def build_model(
     module = _assemble(description, modules)
     if weights:
         adapt = partial(_adapt_weights, description, modules)
-        notes += load_weights_file(module, weights, description=description, heads=heads, adapt=adapt)
+        taken = {"description": description, "heads": heads, "adapt": adapt, "class_names": class_names}
+        notes += load_weights_file(module, weights, **taken)
     head_names = (name for name, _ in module.named_parameters() for head in heads if name.startswith(f"{head}."))
     return BuiltModel(module, description, notes, frozenset(head_names))
 
@@ -285,6 +290,28 @@ def _create_pretrained(part: dict[str, Any], create: Callable[..., nn.Module], n
     if channels_of(part) != 3:
         notes.append(f"{name}: first layer adapted: 3 -> {channels_of(part)} channels")
     return module
+
+
+def _order_head(part: dict[str, Any], module: nn.Module, fresh: nn.Module, class_names: Sequence[str]) -> Iterator[str]:
+    """Put a published classifier with as many classes as the data in their order, and yield notes about it.
+
+    Args:
+        part: the network's description.
+        module: with the published weights.
+        fresh: with random ones.
+        class_names: of the data.
+    """
+    published = getattr(module, "default_cfg", {})
+    if not class_names or "embedding" in part or published.get("num_classes") != len(class_names):
+        return
+    prefixes = tuple(f"{name}." for name in as_names(published.get("classifier")))
+    head, random = (
+        {key: tensor for key, tensor in network.state_dict().items() if key.startswith(prefixes)}
+        for network in (module, fresh)
+    )
+    head, notes = head_by_name(head, random, class_names, published_classes(published))
+    module.load_state_dict(head, strict=False)
+    yield from (f"{part['model_type']}: {note}" for note in notes)
 
 
 class ProjectionHead(nn.Sequential):

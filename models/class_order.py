@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
+
+from models.errors import shown
 
 Names = Sequence[str]
 
@@ -62,3 +65,34 @@ def classes_beside(path: str) -> list[Names]:
         return published_classes({"num_classes": config.get("num_classes"), "label_names": config.get("label_names")})
     except (OSError, ValueError, AttributeError, KeyError, TypeError):  # none, or of another form
         return []
+
+
+def head_by_name(
+    head: Mapping[str, torch.Tensor], fresh: Mapping[str, torch.Tensor], names: Names, known: Sequence[Names]
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return a trained classifier for the classes of the data, and notes about it.
+
+    It stays if it has these classes, put into their order. If it has others it starts from random weights; if they have
+    no names they are taken for those of the data.
+
+    Args:
+        head: its tensors, with as many outputs as there are names.
+        fresh: the same with random weights.
+        names: of the data's classes.
+        known: lists of the outputs' names.
+    """
+    known = [outputs for outputs in known if len(outputs) == len(names)]
+    if not known:
+        taken = f"the data's in their order, from {shown(names[0])} to {shown(names[-1])}"
+        return {**head}, [f"head kept: its {len(names)} classes have no names, they are taken for {taken}"]
+    order, missing = order_of(names, known)
+    if missing:
+        why = (
+            f"its {len(names)} classes are others, such as {shown(known[0][0])}, the data's such as {shown(missing[0])}"
+        )
+        return {**fresh}, [f"head replaced: {why}; it starts from random weights"]
+    if order == sorted(order):
+        return {**head}, []
+    per_class = {key for key, tensor in head.items() if tensor.ndim and len(tensor) == len(names)}
+    ordered = {key: tensor[order] if key in per_class else tensor for key, tensor in head.items()}
+    return ordered, ["head put in order: its classes are those of the data, in another order"]

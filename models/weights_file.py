@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from models.class_order import classes_beside, head_by_name
 from models.errors import UserError, shown
 from models.weights_metadata import WrongMetadata, open_weights, read_facts
 
@@ -26,8 +27,9 @@ def load_weights_file(
     description: Mapping[str, Any],
     heads: Iterable[str],
     adapt: Callable[[StateDict], StateDict],
+    class_names: Sequence[str] = (),
 ) -> list[str]:
-    """Load a safetensors or `weights_only` file into `module`; a head of another kind or class count stays as it is.
+    """Load a safetensors or `weights_only` file into `module`; a head of another kind or classes stays as it is.
 
     Args:
         module: the network to fill, in place.
@@ -36,6 +38,7 @@ def load_weights_file(
         heads: names of the classifier's submodules.
         adapt: returns the same network's tensors for `module`'s image size and channels, from those of another size; or
             those that it is given, if they do not fit.
+        class_names: of the data; none to take a head of as many classes as it is.
 
     Returns:
         Messages for the log, one line each.
@@ -60,6 +63,12 @@ def load_weights_file(
     elif not has_projection:
         _check_class_names(path, facts, {found for _, found in counts})
     replaced = sorted((found, wanted) for wanted, found in counts if found != wanted)
+    head_notes: list[str] = []
+    if counts and not replaced and class_names and not has_projection:
+        known = [facts["class_names"]] if facts else classes_beside(path)
+        head, fresh = ({key: of[key] for key in head_keys & tensors.keys()} for of in (tensors, expected))
+        head, head_notes = head_by_name(head, fresh, class_names, known)
+        tensors |= head
     shapes = {key: (expected[key].shape, tensors[key].shape) for key in head_keys & tensors.keys()}
     left_out = {key for key, (ours, found) in shapes.items() if ours and found[1:] == ours[1:] and found != ours}
     resized = _other_shapes(expected, tensors, left_out)
@@ -69,6 +78,7 @@ def load_weights_file(
     check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
     notes = [f"weights loaded from {path}", *read_notes, *_other_strides(facts.get("description"), description)]
+    notes += head_notes
     if has_none:
         notes.append("head added: the file has none, it starts from random weights")
     elif is_other_head:

@@ -40,6 +40,7 @@ CASES = {  # a value, and what gives it an effect
     "label_separator": (",", {"task": "multilabel"}),
     "shuffle_window": (100, {"order": "shards"}),
     "eval_crop": (0.9, {"fit": "crop"}),
+    "teacher_classes": ("names.txt", {"teacher": "large", "distill": "kl:4"}),
     "temperature": (0.2, {"loss": "supcon"}),
     "islands": (2, {"local_steps": 10}),
     "outer_learning_rate": (0.5, {"local_steps": 10}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -27,7 +28,13 @@ from training.world.world import World
 
 
 def new_model(
-    config: RecipeSettings, classes: int, image_size: ImageSize, image_channels: int, *, loads_weights: bool
+    config: RecipeSettings,
+    classes: int,
+    image_size: ImageSize,
+    image_channels: int,
+    *,
+    loads_weights: bool,
+    class_names: Sequence[str] = (),
 ) -> BuiltModel:
     """Build a run's network in fp32 on PyTorch's default device, all of it trained yet.
 
@@ -37,6 +44,7 @@ def new_model(
         image_size: of the images in pixels.
         image_channels: of these.
         loads_weights: whether it begins with the configured weights; else with random ones.
+        class_names: of the data set, by which a loaded classifier is put in order; none to take it as it is.
 
     Raises:
         UserError: if it cannot be built.
@@ -54,6 +62,7 @@ def new_model(
         dropout=config.dropout,
         drop_path=config.drop_path,
         embedding=EMBEDDING_SIZE if config.is_contrastive else 0,
+        class_names=class_names,
     )
 
 
@@ -80,8 +89,8 @@ def build_training_model(
     def build() -> BuiltModel:
         # The same seed on every rank: all have the same initial weights.
         torch.manual_seed(config.seed)
-        size = data.preprocessing["image_size"]
-        built = new_model(config, len(data.class_names), size, channels, loads_weights=loads_weights)
+        size, names = data.preprocessing["image_size"], data.class_names
+        built = new_model(config, len(names), size, channels, loads_weights=loads_weights, class_names=names)
         for size in data.train.sizes:
             is_other = size != data.preprocessing["image_size"]
             if is_other and forward_failure(built.module, size, config.micro_batch, channels):
