@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from models.names_elsewhere import ours
@@ -16,7 +16,9 @@ from training.data.class_names import label_of, number_classes
 from training.data.datasets import DatasetPair, first_names, make_file_datasets
 from training.data.folder_listing import FolderListing, FoundFile
 from training.data.folder_parts import CLASSES_ANYWAY, Layout, find_layout
+from training.data.folds import Member, held_out_units, unit_hash
 from training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
+from training.data.reading.images import read_file
 from training.data.reading.retry import is_folder
 from training.data.reading.sources import ImageFile
 from training.data.settings import NUMBERS
@@ -41,8 +43,7 @@ def load(options: DataOptions) -> DatasetPair:
         listing.count_loose(listing.entries(str(listing.root)))
     train = _merged(read_classes(listing, folder, names) for folder in layout.train)
     if layout.val is None:
-        split = {name: hold_out(files, options) for name, files in train.items()}
-        train, val = ({name: parts[side] for name, parts in split.items()} for side in (0, 1))
+        train, val = hold_out(listing.root, train, options)
     else:
         val = read_classes(listing, layout.val, names)
         compare_classes(train, val, "validation part")
@@ -193,18 +194,25 @@ def compare_classes(train: Classes, other: Classes, what: str) -> None:
         raise UserError(f"the training part and the {what} must have the same classes; {'; '.join(found)}.")
 
 
-def hold_out(files: Sequence[FoundFile], options: DataOptions) -> tuple[list[FoundFile], list[FoundFile]]:
-    """Return the training and the validation files of one class, by `split_class` or in equal folds.
-
-    Fold k of K has the files from (k - 1) / K to k / K of the order of their hashes: each file is in one fold, and when
-    images are added only those at a fold's ends move to another.
-    """
-    folds, fold, seed = options.folds, options.fold, options.split_seed
-    if not folds:
-        return split_class(files, options.val_fraction, seed)
-    ranked = [file for _, file in sorted((_unit_hash(file[0], seed), file) for file in files)]
-    first, last = (len(files) * end // folds for end in (fold - 1, fold))
-    return ranked[:first] + ranked[last:], ranked[first:last]
+def hold_out(root: Path, classes: Classes, options: DataOptions) -> tuple[Classes, Classes]:
+    """Return the training and the validation files, by `split_class` or in folds."""
+    if options.folds:
+        members = [
+            Member(path, name, size, partial(read_file, root / path))
+            for name, files in classes.items()
+            for path, size, _ in files
+        ]
+        held_out = held_out_units(members, options.folds, options.fold, options.split_seed)
+        split = {
+            name: [[file for file in files if (file[0] in held_out) == is_val] for is_val in (False, True)]
+            for name, files in classes.items()
+        }
+    else:
+        split = {
+            name: [*split_class(files, options.val_fraction, options.split_seed)] for name, files in classes.items()
+        }
+    train, val = ({name: parts[side] for name, parts in split.items()} for side in (0, 1))
+    return train, val
 
 
 def split_class(
@@ -223,16 +231,10 @@ def split_class(
         val_fraction: Share that is held out, above 0 and below 1.
         seed: Another one holds out other files.
     """
-    ranked = sorted((_unit_hash(file[0], seed), file) for file in files)
+    ranked = sorted((unit_hash(file[0], seed), file) for file in files)
     expected = val_fraction * len(files)
     slack = 1 + TOLERANCE * expected
     held_out = bisect.bisect_left(ranked, (val_fraction,))
     held_out = round(min(max(held_out, expected - slack), expected + slack))
     held_out = min(max(held_out, 1), len(files) - 1)
     return [file for _, file in ranked[held_out:]], [file for _, file in ranked[:held_out]]
-
-
-def _unit_hash(path: str, seed: int) -> float:
-    salt = seed.to_bytes(8, "little") if seed else b""
-    digest = hashlib.blake2b(os.fsencode(path), digest_size=8, salt=salt).digest()
-    return int.from_bytes(digest, "little") / 2**64

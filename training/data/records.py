@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import NamedTuple
 
 from training.base.errors import UserError, nearest, shown
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_file_datasets
-from training.data.folder import hold_out
+from training.data.folder import split_class
 from training.data.folder_parts import NO_PARTS, TEST, TRAIN, VAL, Layout, part_kind
+from training.data.folds import Member, held_out_units
 from training.data.label_sets import make_label_sets, rarest_class
 from training.data.reading.boxes import Edges
+from training.data.reading.images import read_file
 from training.data.reading.sources import Archive, ImageFile
 from training.data.settings import MULTILABEL
 
@@ -84,7 +87,7 @@ def load(listing: Listing, options: DataOptions) -> DatasetPair:
                     "or leave out the column split."
                 )
     if not parts[VAL]:
-        parts[TRAIN], parts[VAL] = _held_out(parts[TRAIN], options)
+        parts[TRAIN], parts[VAL] = _held_out(listing, parts[TRAIN], options)
     if not parts[VAL]:
         few = "fewer images or groups than --folds" if options.folds else "one image or group"
         raise UserError(f"--data {options.data}: each class has {few}, so none is left for validation: add images.")
@@ -135,31 +138,64 @@ def _kinds(given: set[str], options: DataOptions) -> Mapping[str, str]:
     return found
 
 
-def _held_out(records: Sequence[Record], options: DataOptions) -> tuple[list[Record], list[Record]]:
-    """Return what is trained and what is validated on: a share of each class's groups, see `folder.hold_out`.
+def _held_out(listing: Listing, records: Sequence[Record], options: DataOptions) -> tuple[list[Record], list[Record]]:
+    """Return what is trained and what is validated on: a share of each class's units, or a fold, see `folds`.
 
-    An image without a group is one with all other lines of its path, and boxes of an image are one; images of archives
-    that are called alike are not. A group of several classes counts for that of most of its images.
+    A group of several classes counts for that of most of its images.
     """
-    units: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        units[record.group or record.path].append(record)
-    for unit, members in [(unit, members) for unit, members in units.items() if len(members) > 1]:
-        apart = {(member.archive, member.place) for member in members if not (member.group or member.box)}
-        if len(apart) > 1:
-            del units[unit]
-            units |= {f"{unit}\0{member.archive}\0{member.place}": [member] for member in members}
-    by_class: dict[str, list[str]] = defaultdict(list)
     strata = rarest_class(record.label for record in records) if options.task == MULTILABEL else {}
-    for unit, members in units.items():
-        counts = Counter(strata.get(member.label, member.label) for member in members)
-        by_class[min(counts, key=lambda label: (-counts[label], label))].append(unit)
+    names = _units(records)
+    if options.folds:
+        members = [
+            Member(name, strata.get(record.label, record.label), record.size, partial(_read, listing, record))
+            for name, record in zip(names, records, strict=True)
+        ]
+        fold = held_out_units(members, options.folds, options.fold, options.split_seed)
+        train, val = (
+            [record for name, record in zip(names, records, strict=True) if (name in fold) == is_val]
+            for is_val in (False, True)
+        )
+        return train, val
+    units: dict[str, list[Record]] = defaultdict(list)
+    for name, record in zip(names, records, strict=True):
+        units[name].append(record)
+    by_class: dict[str, list[str]] = defaultdict(list)
+    for name, of_unit in units.items():
+        counts = Counter(strata.get(record.label, record.label) for record in of_unit)
+        by_class[min(counts, key=lambda label: (-counts[label], label))].append(name)
     sides: tuple[list[Record], list[Record]] = ([], [])
     for of_class in by_class.values():
-        split = hold_out([(unit, 0, 0) for unit in of_class], options)
+        split = split_class([(name, 0, 0) for name in of_class], options.val_fraction, options.split_seed)
         for side, chosen in zip(sides, split, strict=True):
-            side += [record for unit, *_ in chosen for record in units[unit]]
+            side += [record for name, *_ in chosen for record in units[name]]
     return sides
+
+
+def _units(records: Sequence[Record]) -> list[str]:
+    """Return for each image the name of the images that it is never divided from: its group, or those of its path.
+
+    Images of archives that are called alike are not one, unless they are boxes.
+    """
+    names = [record.group or record.path for record in records]
+    places: dict[str, tuple[int, int]] = {}
+    apart = {
+        name
+        for name, record in zip(names, records, strict=True)
+        if not (record.group or record.box)
+        and places.setdefault(name, (record.archive, record.place)) != (record.archive, record.place)
+    }
+    if not apart:
+        return names
+    return [
+        f"{name}\0{record.archive}\0{record.place}" if name in apart and not (record.group or record.box) else name
+        for name, record in zip(names, records, strict=True)
+    ]
+
+
+def _read(listing: Listing, record: Record) -> bytes:
+    if listing.archive is None:
+        return read_file(listing.root / record.path)
+    return listing.archive.read(record.archive, record.place, record.size)
 
 
 def _datasets(listing: Listing, parts: Sequence[list[Record]], test: list[Record], options: DataOptions) -> DatasetPair:

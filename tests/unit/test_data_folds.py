@@ -1,0 +1,120 @@
+"""Folds: groups and equal files in one, as even as scikit-learn's, and those of before where each image is alone."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.model_selection import StratifiedGroupKFold
+
+from training.data import DataOptions, load_data
+from training.data.folds import Member, held_out_units, unit_hash
+from training.data.reading.images import ImageError
+
+
+def members_of(units: list[str], labels: list[str]) -> list[Member]:
+    """Images of different bytes."""
+    return [
+        Member(unit, label, number, lambda: pytest.fail("read without need"))
+        for number, (unit, label) in enumerate(zip(units, labels, strict=True))
+    ]
+
+
+def folds_of(members: list[Member], folds: int, seed: int = 0) -> np.ndarray:
+    """The fold of each image, after a check that each unit is in one."""
+    held_out = [held_out_units(members, folds, fold, seed) for fold in range(1, folds + 1)]
+    assert sum(map(len, held_out)) == len({member.unit for member in members}) == len(set().union(*held_out))
+    return np.array([next(n for n, units in enumerate(held_out) if member.unit in units) for member in members])
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_where_each_image_is_alone_a_fold_is_a_piece_of_the_order_of_hashes(seed):
+    paths = [f"{label}/{number}.png" for label, count in (("a", 23), ("b", 11)) for number in range(count)]
+    found = folds_of(members_of(paths, [path[0] for path in paths]), 4, seed)
+    for label in "ab":
+        ranked = sorted((unit_hash(path, seed), path) for path in paths if path[0] == label)
+        for fold in range(4):
+            piece = ranked[len(ranked) * fold // 4 : len(ranked) * (fold + 1) // 4]
+            assert {path for _, path in piece} == {
+                p for p, at in zip(paths, found, strict=True) if at == fold and p[0] == label
+            }
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("draw", range(6))
+def test_groups_are_divided_as_evenly_as_by_scikit_learn(draw, mixed):
+    """Patients with 1 to 40 images, of one class or of several, and some images of nobody."""
+    random = np.random.default_rng(draw)
+    groups, labels = [], []
+    for patient in range(40):
+        own = random.choice(3, p=[0.6, 0.3, 0.1])
+        for _ in range(int(random.geometric(0.1))):
+            groups.append(f"patient {patient}")
+            labels.append(random.choice(3) if mixed else own)
+    for image in range(30):
+        groups.append(f"{image}.png")
+        labels.append(random.choice(3))
+    found = folds_of(members_of(groups, list(map(str, labels))), 5)
+    theirs = np.zeros(len(groups), dtype=int)
+    splitter = StratifiedGroupKFold(5, shuffle=True, random_state=0)
+    for fold, (_, test) in enumerate(splitter.split(groups, labels, groups)):
+        theirs[test] = fold
+
+    def unevenness(folds: np.ndarray) -> float:
+        counts = np.array(
+            [[np.sum((folds == fold) & (np.array(labels) == label)) for label in range(3)] for fold in range(5)]
+        )
+        return float((counts / counts.sum(0)).std(0).sum())
+
+    assert unevenness(found) <= 1.25 * unevenness(theirs) + 0.01
+
+
+def test_equal_files_are_in_one_fold_whatever_they_are_called(tmp_path):
+    """In a folder and in its table, also with another label, and with the group of one; only equal sizes are read."""
+    random, rows = np.random.default_rng(0), []
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        for number in range(24):
+            path = tmp_path / label / f"{number}.bmp"
+            Image.fromarray(random.integers(0, 255, (4 + number // 12, 4, 3), dtype=np.uint8)).save(path)
+            rows.append({"path": f"{label}/{number}.bmp", "label": label, "group": "g" if number < 2 else ""})
+    for copy, original in (("a/0.bmp", "a/9.bmp"), ("b/4.bmp", "a/9.bmp"), ("b/13.bmp", "b/20.bmp")):
+        (tmp_path / copy).write_bytes((tmp_path / original).read_bytes())
+    with (table := tmp_path / "list.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, ["path", "label"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    for folds in (2, 3, 5):
+        held_out = {}
+        for data in (tmp_path, table):
+            for fold in range(1, folds + 1):
+                val = load_data(DataOptions(data=str(data), folds=folds, fold=fold, image_size=8, cache="off")).val
+                names = {Path(val.source.name(index)).relative_to(tmp_path).as_posix() for index in range(len(val))}
+                assert held_out.setdefault(fold, names) == names, "the folder and the table have the same folds"
+                for together in ({"a/0.bmp", "a/9.bmp", "b/4.bmp"}, {"b/13.bmp", "b/20.bmp"}):
+                    assert len(names & together) in (0, len(together))
+        sizes = Counter(name[0] for names in held_out.values() for name in names)
+        assert sizes == {"a": 24, "b": 24}
+        assert max(map(len, held_out.values())) - min(map(len, held_out.values())) <= 2
+    with table.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, ["path", "label", "group"])
+        writer.writeheader()
+        writer.writerows(rows)
+    val = load_data(DataOptions(data=str(table), folds=3, fold=1, image_size=8, cache="off")).val
+    names = {Path(val.source.name(index)).relative_to(tmp_path).as_posix() for index in range(len(val))}
+    together = {"a/0.bmp", "a/1.bmp", "b/0.bmp", "b/1.bmp", "a/9.bmp", "b/4.bmp"}
+    assert len(names & together) in (0, 6)
+
+
+def test_an_unreadable_file_is_no_copy():
+    def missing() -> bytes:
+        raise ImageError("x.png", "no such file")
+
+    members = [Member(f"{number}.png", "a", 7, missing if number < 2 else lambda: b"same") for number in range(4)]
+    found = folds_of(members, 3)
+    assert found[2] == found[3]
+    assert sorted(Counter(found.tolist()).values()) == [1, 1, 2]
