@@ -118,12 +118,11 @@ def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
     own = hits * (2 * per_image - 2 * loss) ** 2 + (union - 2 * hits) * loss**2
     both = (cells * loss[true[wrong]] * loss[predicted[wrong]]).sum()
     both += (scale * loss * (loss.sum() - loss)).sum() / others
-    of_f1 = [part[plain.occurs] for part in (smooth.f1, own, support)]
-    of_recall = [
-        part[support > 0]
-        for part in (smooth.recall, smooth.recall * (1 - smooth.recall) / np.maximum(support, 1), support)
-    ]
-    unbiased = float((plain.f1 + _bias(plain))[plain.occurs].mean())
+    occurs, has_images = plain.occurs, support > 0
+    recall = smooth.recall[has_images]
+    of_f1 = smooth.f1[occurs], own[occurs], support[occurs]
+    of_recall = recall, recall * (1 - recall) / support[has_images], support[has_images]
+    unbiased = float((plain.f1 + _bias(plain))[occurs].mean())
     return {
         "macro_f1": _of_mean(plain.macro_f1, unbiased, *of_f1, shared=2 * both),
         "balanced_accuracy": _of_mean(plain.balanced_accuracy, plain.balanced_accuracy, *of_recall),
