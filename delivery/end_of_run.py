@@ -7,13 +7,17 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+
 from delivery.activation_map import explainer
 from delivery.evaluation_files import write_evaluation
-from training.base.run_folder import EVALUATION, METRICS, REPORT, TEST_EVALUATION, RunFolder, shown_path
+from training.base.atomic_write import write_json
+from training.base.run_folder import EVALUATION, METRICS, PREDICTION, REPORT, TEST_EVALUATION, RunFolder, shown_path
 from training.base.units import format_bytes
 from training.checkpoint.weights import load_model, read_metadata
 from training.data.reading.sources import Source
 from training.observe.evaluation import read_scores
+from training.observe.memory_limit import peak_memory
 
 
 def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: bool, with_report: bool) -> list[str]:
@@ -37,22 +41,31 @@ def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: 
     }
     if "test" in sources:
         steps["evaluation of the test part"] = lambda: _write_evaluation(folder, TEST_EVALUATION, sources["test"])
+    steps["memory"] = lambda: count_evaluation(folder.path)
     if with_card:
         steps["model card"] = lambda: write_model_card(folder.path)
     if with_report:
         steps["report"] = lambda: write_report([folder.path], report)
-    lines = {}
-    with contextlib.suppress(Exception):  # a prediction that cannot be read, whatever it is
-        if line := prediction_line(folder.path):
-            lines["prediction"] = line
-    if with_report:
-        lines["report"] = f"report       {shown_path(report)}"
+    notes = {}
     for name, write in steps.items():
         try:
             write()
         except Exception as error:  # whatever it is
-            lines[name] = f"note: the {name} could not be written ({type(error).__name__}: {error})"
-    return list(lines.values())
+            notes[name] = f"note: the {name} could not be written ({type(error).__name__}: {error})"
+    shown = {"report": f"report       {shown_path(report)}"} if with_report else {}
+    lines = [*(shown | notes).values()]
+    with contextlib.suppress(Exception):  # a prediction that cannot be read, whatever it is
+        if line := prediction_line(folder.path):
+            lines.insert(0, line)
+    return lines
+
+
+def count_evaluation(folder: Path) -> None:
+    """Note the most memory that this process has had, of a CPU rank, beside the run's prediction, if there is one."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # as of a prediction that failed
+        prediction = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
+        if prediction["memory_bytes"]["process"]:
+            write_json(folder / PREDICTION, prediction | {"rank_0_bytes": peak_memory(torch.device("cpu"))})
 
 
 def prediction_line(folder: Path) -> str | None:

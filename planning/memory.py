@@ -45,8 +45,9 @@ class StateRule:
     """Whether the gradients of a bucket are copied into one tensor to be sent, and their norm is taken in fp64."""
     gathered: float = 0
     """Whole weights that forward and backward gather temporarily, if there is more than one rank."""
-    gathered_blocks: float = 0
-    """The same of the largest block, beside what is in no block."""
+    gathers_blocks: bool = False
+    """Whether these are only those of a block next to the largest, beside what is in no block: while the gradients of
+    one are sent, the next is gathered."""
     gathers_twice: bool = False
     """Whether CPU ranks gather into memory that is copied, up to a bucket of weights at once."""
     channels_last: bool = False
@@ -78,7 +79,7 @@ STATE_RULES: dict[tuple[str, int], StateRule] = {
         sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathered=1, block_gradients=2
     ),
     ("torch", 3): StateRule(
-        sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathered_blocks=2, block_gradients=2
+        sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathers_blocks=True, block_gradients=2
     ),
 }
 # At stage 1 PyTorch's engine shares one copy of the weights between a machine's CPU ranks: each is charged its part.
@@ -105,6 +106,7 @@ class ModelSizes:
         trained: elements that are trained.
         largest_parameter: elements of the largest parameter.
         largest_block: of the repeated block with the most elements, that FSDP2 gathers at once; 0 without blocks.
+        next_block: of the larger one before or after it.
         outside: elements of what is in no block, and gathered with the whole network.
         buffer_bytes: of what is no parameter, such as BatchNorm's statistics.
     """
@@ -113,6 +115,7 @@ class ModelSizes:
     trained: int
     largest_parameter: int
     largest_block: int = 0
+    next_block: int = 0
     outside: int = 0
     buffer_bytes: int = 0
 
@@ -268,7 +271,7 @@ def _traffic(rule: StateRule, sizes: ModelSizes, plan: ParallelPlan, ranks: int,
     sent = FLOAT32_BYTES * max(min(plan.bucket_elements, sizes.trained), alone)
     outside = sizes.outside if rule.block_gradients else 0
     gathered = rule.gathered if ranks > 1 else 0
-    blocks = rule.gathered_blocks * sizes.largest_block + bool(rule.gathered_blocks) * sizes.outside
+    blocks = sizes.next_block + sizes.outside if rule.gathers_blocks else 0
     weights = FLOAT32_BYTES * (gathered * sizes.trained + blocks)
     gradients = FLOAT32_BYTES * (rule.block_gradients * sizes.largest_block + outside)
     most = filled + weights + gradients

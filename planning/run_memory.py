@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from models.activations import LARGEST_KEPT_BYTES
 from planning.machines import CPU, GPUS, find_machine
 from planning.memory import FLOAT32_BYTES, MemoryPlan
 from planning.run_workload import Workload
@@ -15,6 +18,7 @@ from planning.search import PlannedJob, memory_of
 from training.base.atomic_write import write_json
 from training.base.run_folder import PREDICTION
 from training.config import TrainConfig
+from training.engines.activation_checkpointing import repeated_blocks
 from training.engines.strategies import STRATEGIES
 from training.observe.environment import RunFacts
 
@@ -22,8 +26,15 @@ from training.observe.environment import RunFacts
 # loaded after the engine's choice (kernels, FSDP2, DeepSpeed itself), and what the heap grows by in the first steps
 # because batches lie between a step's pieces; and of the activations, what the C library keeps of freed memory.
 LOADED_LATER_BYTES = {"torch": 66_000_000, "deepspeed": 156_000_000}
-FSDP2_BYTES = 16_000_000
 ALLOCATOR_SLACK = 0.17
+# Of FSDP2, besides: its code, less what the heap grows by, which is part of what follows; by stage, how often a step
+# makes and frees a copy of a whole block (what is gathered, in forward and at stage 3 in backward; what is sent and
+# received of the gradients), and of each parameter (laid out, as often; the gradient); and which share of these pieces
+# malloc keeps beside those in use: memalign of glibc before 2.38 takes no freed piece of the very size that it is asked
+# for (https://sourceware.org/bugzilla/show_bug.cgi?id=14581).
+FSDP2_BYTES = -14_000_000
+FSDP2_COPIES = {2: (3, 1), 3: (4, 3)}
+FSDP2_SLACK = 0.45
 
 
 def plan_memory(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
@@ -78,11 +89,22 @@ def _process_bytes(facts: RunFacts, engine: str, memory: MemoryPlan, workload: W
     """
     sizes = workload.sizes
     whole = FLOAT32_BYTES * sizes.parameters
-    is_whole = STRATEGIES[facts.config["strategy"]].zero_stage == 1
+    stage = STRATEGIES[facts.config["strategy"]].zero_stage
+    is_whole = stage == 1
     loaded = LOADED_LATER_BYTES[engine] + (FSDP2_BYTES if engine == "torch" and not is_whole else 0)
     shared = 2 * whole * (1 - 1 / _data_ranks(facts)) if engine == "torch" and is_whole else 0
     slack = ALLOCATOR_SLACK * memory.activations
+    if engine == "torch" and not is_whole and _data_ranks(facts) > 1:
+        slack += FSDP2_SLACK * _copied_bytes(workload.network, *FSDP2_COPIES[stage])
     return round(facts.process_bytes - whole - sizes.buffer_bytes + loaded + slack + shared)
+
+
+def _copied_bytes(network: nn.Module, of_blocks: int, of_parameters: int) -> int:
+    """Return the bytes of so many copies of each block and of each parameter, in pieces that malloc keeps."""
+    blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in repeated_blocks(network)]
+    parameters = [parameter.nbytes for parameter in network.parameters()]
+    both = ((of_blocks, blocks), (of_parameters, parameters))
+    return sum(copies * size for copies, sizes in both for size in sizes if size <= LARGEST_KEPT_BYTES)
 
 
 def _data_ranks(facts: RunFacts) -> int:
@@ -90,11 +112,12 @@ def _data_ranks(facts: RunFacts) -> int:
 
 
 def _saving_bytes(facts: RunFacts, memory: MemoryPlan, workload: Workload) -> int:
-    """Return the bytes of rank 0's process that saving adds to the peak.
+    """Return the bytes of rank 0's process that saving, and the evaluation in full at the end, add to the peak.
 
     A checkpoint is written from a copy of the rank's part of the state, which stays, and the best weights from a whole
     one, both while the next epoch begins. After the last epoch the activations are gone, except what malloc keeps: the
-    weights find room there, the copy of the state has pages of its own.
+    weights find room there, the copy of the state has pages of its own. The evaluation loads the weights once more,
+    when the whole ones of the saving are gone.
     """
     sizes, epochs, every = workload.sizes, facts.config["epochs"], facts.config["save_every_steps"]
     state = FLOAT32_BYTES * sizes.trained * (1 + workload.optimizer_values) / _data_ranks(facts) + sizes.buffer_bytes
@@ -102,4 +125,4 @@ def _saving_bytes(facts: RunFacts, memory: MemoryPlan, workload: Workload) -> in
     if epochs > 1:
         return round(state + weights)
     at_the_end = memory.held + max(memory.heap, weights) + state - memory.tensors
-    return round(max(at_the_end, state if every else 0, 0))
+    return round(max(at_the_end + weights, state if every else 0, 0))

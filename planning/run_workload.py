@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -168,12 +169,14 @@ def sizes_of(network: nn.Module, names: Collection[str] | None = None) -> ModelS
     parameters = [parameter for name, parameter in network.named_parameters() if is_counted(name)]
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(network)]
-    total = sum(count for count, _ in counts)
+    total, largest = sum(count for count, _ in counts), max(blocks, default=0)
+    neighbours = (*itertools.pairwise(blocks), *itertools.pairwise(blocks[::-1]))
     return ModelSizes(
         parameters=total,
         trained=sum(count for count, trained in counts if trained),
         largest_parameter=max((count for count, _ in counts), default=0),
-        largest_block=max(blocks, default=0),
+        largest_block=largest,
+        next_block=max((other for one, other in neighbours if one == largest), default=0),
         outside=total - sum(blocks),
         buffer_bytes=sum(buffer.nbytes for name, buffer in network.named_buffers() if is_counted(name)),
     )

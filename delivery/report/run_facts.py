@@ -198,10 +198,11 @@ def compare_memory(folder: Path, end: Mapping[str, Any]) -> tuple[int, int] | No
         end: the `end` line of its metrics.
     """
     try:
-        predicted = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))["memory_bytes"]["peak"]
+        found = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
+        predicted = found["memory_bytes"]["peak"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    measured = max(end.get("memory_bytes_per_rank") or [0])
+    measured = max([found.get("rank_0_bytes", 0), *(end.get("memory_bytes_per_rank") or [])])
     return (predicted, measured) if measured else None
 
 

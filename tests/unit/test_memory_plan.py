@@ -18,7 +18,9 @@ from training.engines.activation_checkpointing import enable_activation_checkpoi
 from training.engines.strategies import ParallelPlan
 
 PARAMETERS, BUCKET = 1_000_000, 10_000
-SIZES = ModelSizes(PARAMETERS, PARAMETERS, largest_parameter=0, largest_block=100_000, outside=50_000)
+SIZES = ModelSizes(
+    PARAMETERS, PARAMETERS, largest_parameter=0, largest_block=100_000, next_block=80_000, outside=50_000
+)
 ACTIVATIONS = Activations(500, ((0, 0),))
 
 
@@ -69,7 +71,7 @@ def test_pytorchs_own():
     for sharded in (stage_2, stage_3):
         found = (sharded.weights, sharded.optimizer, sharded.gradients)
         assert found == (4 * PARAMETERS / 4, 8 * PARAMETERS / 4, 4 * PARAMETERS / 4)
-    assert stage_2.communication - stage_3.communication == 4 * (PARAMETERS - (2 * 100_000 + 50_000))
+    assert stage_2.communication - stage_3.communication == 4 * (PARAMETERS - (80_000 + 50_000))
     assert plan(2, 4, "torch", accumulation_steps=2).gradients == stage_2.gradients + 4 * PARAMETERS
 
 
@@ -107,7 +109,7 @@ def test_gradients_are_taken_as_backward_computes_them():
 def test_fsdp_sends_what_is_in_no_block_when_backward_ends(shards):
     """Until then the gradients of the blocks that are done are sharded: here of all but the 50,000."""
     found = plan(3, shards, "torch", activations=MOMENTS)
-    gathered, whole_gradients = 4 * (2 * 100_000 + 50_000), 4 * (2 * 100_000 + 50_000)
+    gathered, whole_gradients = 4 * (80_000 + 50_000), 4 * (2 * 100_000 + 50_000)
     sharded = 4 * (PARAMETERS // 2 - 50_000) / shards
     at_half = gathered + whole_gradients + sharded + MOMENTS.moments[1][0]
     at_first = gathered + MOMENTS.moments[0][0]
@@ -270,7 +272,12 @@ def test_sizes_of_a_model():
     network = Blocks()
     found = sizes_of(network)
     block = 3 * (3 * 3 + 3)
-    assert found == ModelSizes(4 * block, 4 * block, 9, largest_block=block, outside=0, buffer_bytes=0)
+    assert found == ModelSizes(
+        4 * block, 4 * block, 9, largest_block=block, next_block=block, outside=0, buffer_bytes=0
+    )
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(3, width)) for width in (9, 2, 7, 1)))
+    sizes = sizes_of(nn.Sequential(stages))
+    assert (sizes.largest_block, sizes.next_block) == (4 * 9, 4 * 2)
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     norm[0].requires_grad_(False)
     assert sizes_of(norm).trained == 8
@@ -279,6 +286,8 @@ def test_sizes_of_a_model():
 
 @pytest.mark.parametrize(("engine", "device"), [*itertools.product(("torch", "deepspeed"), ("cpu", "cuda"))])
 def test_every_part_grows_with_the_model(engine, device):
-    larger = ModelSizes(2 * PARAMETERS, 2 * PARAMETERS, 0, 2 * SIZES.largest_block, 2 * SIZES.outside)
+    larger = ModelSizes(
+        2 * PARAMETERS, 2 * PARAMETERS, 0, 2 * SIZES.largest_block, 2 * SIZES.next_block, 2 * SIZES.outside
+    )
     for stage in (1, 2, 3):
         assert plan(stage, 2, engine, larger, device=device).peak > plan(stage, 2, engine, device=device).peak

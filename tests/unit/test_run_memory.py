@@ -6,10 +6,22 @@ import dataclasses
 import json
 
 import pytest
+from torch import nn
 
-from delivery.end_of_run import prediction_line
+from delivery.end_of_run import count_evaluation, prediction_line
+from models.activations import LARGEST_KEPT_BYTES
 from planning.plan_command import parse
-from planning.run_memory import ALLOCATOR_SLACK, LOADED_LATER_BYTES, job_of, predict_run, write_prediction
+from planning.run_memory import (
+    ALLOCATOR_SLACK,
+    FSDP2_BYTES,
+    FSDP2_COPIES,
+    FSDP2_SLACK,
+    LOADED_LATER_BYTES,
+    _copied_bytes,
+    job_of,
+    predict_run,
+    write_prediction,
+)
 from planning.search import evaluate
 from training.base.run_folder import METRICS, PREDICTION
 from training.config import TrainConfig
@@ -83,9 +95,39 @@ def test_saving_after_the_only_epoch_finds_room_where_the_step_had_it(facts, ste
     sizes, plan = job.workload.sizes, evaluate(job, job.config).memory
     state = 4 * 3 * sizes.trained / 2 + sizes.buffer_bytes
     assert plan.heap > 4 * sizes.parameters  # of basic_cnn
-    after = state + plan.held + plan.heap - plan.tensors
+    evaluated = 4 * sizes.parameters + sizes.buffer_bytes  # loaded once more
+    after = state + plan.held + plan.heap - plan.tensors + evaluated
     found = predict_run(cpu)["memory_bytes"]["saving"]
     assert found == pytest.approx(state if in_epoch else after, abs=2)
+
+
+def test_malloc_keeps_a_share_of_what_fsdp2_gathers_and_sends(facts):
+    """Of the pieces that it keeps at all: a block of 48 MB is none, its four parameters of 12 MB each are."""
+    network = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Linear(4, width)) for width in (5, 600_000))))
+    small, large, weights = 4 * 5 * 5, 4 * 5 * 600_000, 4 * 4 * 600_000
+    assert large <= LARGEST_KEPT_BYTES
+    assert _copied_bytes(network, 4, 3) == 7 * small + (4 + 3) * large
+    network[0].append(nn.Sequential(*(nn.Linear(4, 600_000) for _ in range(4))))
+    assert 4 * large > LARGEST_KEPT_BYTES > weights
+    assert _copied_bytes(network, 4, 3) == 7 * small + (4 + 3) * large + 3 * 4 * large
+    config = facts.config | {"strategy": "fsdp_stage3"}
+    cpu = dataclasses.replace(facts, gpu_name="", process_bytes=10**9, ranks=2, ranks_per_machine=2, config=config)
+    job = job_of(cpu)
+    kept = FSDP2_SLACK * _copied_bytes(job.workload.network, *FSDP2_COPIES[3])
+    whole = 4 * job.workload.sizes.parameters + job.workload.sizes.buffer_bytes
+    loaded = LOADED_LATER_BYTES["torch"] + FSDP2_BYTES
+    loaded += ALLOCATOR_SLACK * evaluate(job, job.config).memory.activations
+    assert predict_run(cpu)["memory_bytes"]["process"] == pytest.approx(10**9 - whole + loaded + kept, abs=2)
+
+
+def test_what_the_evaluation_at_the_end_took_counts_as_measured(tmp_path, monkeypatch):
+    """Of rank 0, which does it; not where the tensors of a GPU are compared."""
+    monkeypatch.setattr("delivery.end_of_run.peak_memory", lambda device: 1200)
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "end", "memory_bytes_per_rank": [1000, 1100]}) + "\n")
+    for process, ratio in ((500, "1.2 kB measured, ratio 0.67"), (0, "1.1 kB measured, ratio 0.73")):
+        (tmp_path / PREDICTION).write_text(json.dumps({"memory_bytes": {"peak": 800, "process": process}}))
+        count_evaluation(tmp_path)
+        assert prediction_line(tmp_path).endswith(f"({ratio})")
 
 
 def test_predicted_beside_measured(facts, tmp_path):
