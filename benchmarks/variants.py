@@ -53,7 +53,7 @@ def ablation() -> dict[str, list[str]]:
 
 def zoo() -> dict[str, list[str]]:
     """Return the commands, two for each model that needs no pretrained weights: a short training, and a longer one."""
-    line = f"bash scripts/launch_distributed.sh {{}} ddp 2 64 {{}} --image-size {IMAGE_SIZE}"
+    line = f"bash scripts/launch_distributed.sh {{}} ddp 2 64 {{}} --image-size {IMAGE_SIZE} --learning-rate 0.001"
     short = {name: shlex.split(line.format(name, SHORT)) for name in ZOO}
     return short | {long_name(name): shlex.split(line.format(name, LONG)) for name in ZOO}
 

@@ -18,6 +18,7 @@ LARGEST_IMAGE_SIZE = 4096  # pixels
 MOST_IMAGE_CHANNELS = 1024
 MOST_MEMBERS = 32  # of an ensemble
 DEFAULT_MEMBERS = ("mobilenet", "efficientnet", "vgg")
+USUAL_RATE = 1e-3  # of AdamW
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class ModelSpec:
     """The network's name in timm, if timm makes it."""
     always_pretrained: bool = False
     """Whether the model is refused without pretrained weights, from the hub or from `--weights FILE`."""
+    learning_rate: float = USUAL_RATE
+    """Peak of AdamW from random weights if none is given, see docs/models.md."""
     takes_members: bool = False
     """Whether the network is made of other models of this table."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -47,14 +50,16 @@ MODELS: dict[str, ModelSpec] = {
         "models.airbench", "airbench's CNN, which trains fast on small images", options={"width": 64}
     ),
     "airbench_small": ModelSpec("models.airbench", "airbench's CNN at half its width", options={"width": 32}),
-    "mobilenet": ModelSpec("models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100"),
+    "mobilenet": ModelSpec(
+        "models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100", learning_rate=3e-3
+    ),
     "mobilenet_finetuned": ModelSpec(
         "models.timm_models",
         "MobileNetV3-Small from pretrained weights with a new head",
         timm_name="mobilenetv3_small_100",
         always_pretrained=True,
     ),
-    "efficientnet": ModelSpec("models.timm_models", "EfficientNet-B0", timm_name="efficientnet_b0"),
+    "efficientnet": ModelSpec("models.timm_models", "EfficientNet-B0", timm_name="efficientnet_b0", learning_rate=3e-3),
     "vgg": ModelSpec("models.timm_models", "VGG16 with BatchNorm", timm_name="vgg16_bn"),
     "cnn_lstm": ModelSpec(
         "models.cnn_lstm", "CNN features read column by column by a bidirectional LSTM", options={"dropout": 0.2}
@@ -92,4 +97,6 @@ def model_spec(name: str) -> ModelSpec:
     if name in MODELS:
         return MODELS[name]
     timm_name = name.removeprefix(TIMM_PREFIX)
-    return ModelSpec("models.timm_models", f"timm's {timm_name}", timm_name=timm_name)
+    rates = {spec.timm_name: spec.learning_rate for spec in MODELS.values() if not spec.always_pretrained}
+    rate = rates.get(timm_name.partition(".")[0], USUAL_RATE)
+    return ModelSpec("models.timm_models", f"timm's {timm_name}", timm_name=timm_name, learning_rate=rate)

@@ -112,8 +112,9 @@ def build_network(config: TrainConfig, classes: int, image_size: ImageSize) -> n
 
 def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Build a run's optimizer, with some learning rate if it is still to be found."""
-    some_rate = dataclasses.replace(config, learning_rate=1e-3) if config.learning_rate == "auto" else config
-    return build_optimizer(network, some_rate, (), discriminative=False)
+    if config.learning_rate == "auto":
+        config = dataclasses.replace(config, learning_rate=config.default_rate)
+    return build_optimizer(network, config, (), discriminative=False)
 
 
 def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Workload:

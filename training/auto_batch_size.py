@@ -212,7 +212,7 @@ def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -
         AnotherStartNeededError: on a rank of several that runs out of memory, after `record` has noted it.
     """
     if prepared.config.learning_rate == "auto":  # found after the batch size
-        prepared = prepared.changed(learning_rate=TrainConfig().learning_rate)
+        prepared = prepared.changed(learning_rate=prepared.config.default_rate)
     config, world, is_short = prepared.config, prepared.world, False
     had, device = used_memory(world.device), world.device
     # Gathered before any rank takes more, because ranks of a machine divide what is free.

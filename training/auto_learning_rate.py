@@ -118,7 +118,7 @@ def _search(prepared: Prepared, start: RunStart) -> tuple[float, str]:
 
     say("short trainings find it, each with another rate; a line for each")
 
-    usual: float = FIELDS["learning_rate"].default  # type: ignore[assignment]  # it has one
+    usual = config.default_rate
     rate, tried = find_rate(usual, LOWEST, HIGHEST, GUESSES[config.loss](max(classes, 2)), measure)
     if world.is_main:
         with contextlib.suppress(OSError):  # a full disk: the losses alone are missing

@@ -64,7 +64,8 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
 def launch_words(config: TrainConfig, gpus: int) -> list[str]:
     """Return the launcher's arguments: its words, and a flag for each other value that they do not imply."""
     model, strategy, *sizes = (str(getattr(config, name)) for name in WORDS_OF_LAUNCH)
-    return [model, strategy, str(gpus), *sizes, *changed_flags(config, TrainConfig(**read_preset(config.preset)))]
+    start = TrainConfig(**{"learning_rate": config.default_rate} | read_preset(config.preset))
+    return [model, strategy, str(gpus), *sizes, *changed_flags(config, start)]
 
 
 def _print_lines(launcher: subprocess.Popen[bytes]) -> None:

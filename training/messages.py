@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from models import USUAL_RATE
 from training.base.control_groups import quota_note, usable_cores
 from training.base.points import SCORE_NAMES, RunPoint, merit
 from training.base.progress import Progress
@@ -28,6 +29,7 @@ from training.world.launchers import line_to_go_on
 from training.world.signals import can_handle_signals
 
 if TYPE_CHECKING:
+    from training.config import TrainConfig
     from training.setup import Run
 
 AUGMENTED_IMAGES_SHOWN = 16
@@ -43,7 +45,7 @@ def announce_start(context: Run) -> None:
         f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {units} x "
         f"{plural(config.gradient_accumulation_steps, 'accumulation step')}; "
         f"{plural(plan.steps_per_epoch, 'step')} per epoch; "
-        f"peak learning rate {context.schedule.peak:.3g}"
+        f"peak learning rate {context.schedule.peak:.3g}{_of_the_network(config)}"
     )
     data, pixels = context.data, context.data.train.preprocessing["image_size"]
     channels = f" of {data.image_channels} channel(s)" if data.image_channels != 3 else ""
@@ -57,6 +59,11 @@ def announce_start(context: Run) -> None:
         images = _augmented_sample(context)
         if len(images):
             context.loggers.images(images)
+
+
+def _of_the_network(config: TrainConfig) -> str:
+    is_own = config.learning_rate == config.default_rate != USUAL_RATE
+    return f" (the default of {config.model_type} from random weights)" if is_own else ""
 
 
 def announce_end(context: Run, stop_signal: int, point: RunPoint) -> None:

@@ -23,6 +23,7 @@ MODELS = ("basic_cnn", "mobilenet", "ensemble")
 ENGINES = {"torch": "ddp", "deepspeed": "fsdp_stage2"}  # and its strategy
 RANKS, BATCH_SIZE_PER_RANK, EPOCHS = 2, 16, 1
 FLAGS = ["--ensemble-members", "mobilenet,efficientnet", "--val-fraction", "0.5", "--log-every-steps", "15"]
+FLAGS += ["--learning-rate", "0.001"]
 # What leaves a processor with fewer instructions (`make test-processors`), beside what PyTorch counts as capability.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
 SILENT = ["--tensorboard", "false", "--report", "false", "--progress", "off"]

@@ -16,12 +16,15 @@ import pytest
 from scripts.train_distributed import train
 from training.base.atomic_write import write_json
 from training.base.errors import UserError
+from training.base.run_folder import LAST
 from training.base.settings import PRESETS
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config.check import check_config
 from training.config.command_line import parse_args
 from training.config.file import read_config_file
-from training.config.values import field_types
+from training.config.values import field_types, launch_command
+from training.launched_run import launch_words
+from training.observe.new_run import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +35,47 @@ def test_order_is_default_file_command_line(tmp_path):
     config, _ = parse_args(["--learning-rate", "0.25", "--config", str(file), "--epochs", "7"])
     assert (config.batch_size, config.learning_rate, config.epochs) == (8, 0.25, 7)
     assert (config.workers, config.pretrained, config.momentum) == ("2", True, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [
+        ("", 0.003),
+        ("--model-type timm:mobilenetv3_small_100.lamb_in1k", 0.003),  # the same network
+        ("--model-type timm:efficientnet_b0", 0.003),
+        ("--model-type basic_cnn", 0.001),
+        ("--model-type ensemble", 0.001),
+        ("--model-type timm:resnet18", 0.001),
+        ("--learning-rate 0.001", 0.001),
+        ("--learning-rate auto", "auto"),
+        ("--pretrained", 0.001),  # fine-tuning needs less
+        ("--weights model.safetensors", 0.001),
+        ("--model-type mobilenet_finetuned", 0.001),
+        ("--optimizer sgd", 0.001),  # measured is AdamW's
+        ("--preset efficientnet-b0-450 --data photos", 0.048),
+    ],
+)
+def test_the_learning_rate_is_the_networks_unless_one_is_given(words, rate):
+    assert parse_args(words.split())[0].learning_rate == rate
+
+
+def test_the_rate_of_a_network_survives_the_command_that_is_printed():
+    for rate in (0.001, 0.003, 0.01):
+        config = TrainConfig(learning_rate=rate)
+        for words in (launch_command(config, 1, 1)[7:], launch_words(config, 1)[5:]):
+            assert parse_args(words)[0].learning_rate == rate, words
+
+
+def test_a_run_that_goes_on_keeps_the_rate_that_it_began_with(tmp_path):
+    """Also one of before networks had their own."""
+    words = ["--log-dir", str(tmp_path), "--run-name", "older", "--resume", "auto"]
+    folder = run_folder(parse_args(words)[0])
+    (folder.checkpoints / LAST).mkdir(parents=True)
+    for saved, rate in ((0.001, 0.001), (0.02, 0.02), ("x", 0.003), (None, 0.003)):
+        write_json(folder.path / "config.json", {"learning_rate": saved})
+        assert parse_args(words)[0].learning_rate == rate
+        assert parse_args([*words, "--learning-rate", "0.5"])[0].learning_rate == 0.5
+        assert parse_args([*words[:-1], "never"])[0].learning_rate == 0.003
 
 
 @pytest.mark.parametrize("position", [0, 1])

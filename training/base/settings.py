@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from models import MODELS, MOST_MEMBERS
+from models import MODELS, MOST_MEMBERS, USUAL_RATE
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PRESET_FOLDER = REPO_ROOT / "presets"
@@ -14,6 +14,7 @@ PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # that any command takes
 LARGEST_BATCH = 65_536  # images of one forward pass
 TUNE_USAGE = "full, head, layers:N, lora:R"
+RATES = ", ".join(f"{name} {spec.learning_rate:g}" for name, spec in MODELS.items() if spec.learning_rate != USUAL_RATE)
 FEWEST_IMAGES = 8  # of a micro-batch that is chosen for the user: BatchNorm's statistics of fewer are poor
 
 
@@ -57,8 +58,9 @@ class RunSettings:
         high=10**7,
     )
     learning_rate: float | Literal["auto"] = option(
-        1e-3,
-        "Peak learning rate, before scaling by --base-batch-size; auto: the best in short trainings before.",
+        USUAL_RATE,
+        "Peak learning rate, before scaling by --base-batch-size; auto: the best in short trainings before; default "
+        f"with --optimizer adamw and random weights: that of the network, {RATES}.",
         above=0,
         high=100,
     )

@@ -36,7 +36,7 @@ from training.base.lasting_output import ReaderGone, report_failed_output
 from training.base.run_folder import CONFIG
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config.check import check_config
-from training.config.values import allowed_names, allowed_values, field_types, number_type, read_value
+from training.config.values import allowed_names, allowed_values, field_types, is_allowed, number_type, read_value
 from training.observe.new_run import run_folder
 
 Parsed = TypeVar("Parsed")
@@ -249,10 +249,25 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
         preset = read_preset(flags.get("preset") or values.get("preset", ""))
     values |= flags
     try:
-        return check_config(_named(preset | values), label_of), given["check_config"]
+        config = check_config(_named(preset | values), label_of)
     except UserError as error:
         of_preset = {name: value for name, value in preset.items() if name not in values}
         raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None
+    if "learning_rate" not in preset | values:
+        saved = _saved_config(config).get("learning_rate")
+        is_sound = is_allowed(saved, FIELDS["learning_rate"])
+        config = replace(config, learning_rate=saved if is_sound else config.default_rate)
+    return config, given["check_config"]
+
+
+def _saved_config(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that a run was begun with which goes on, {} of any other."""
+    folder = run_folder(config)
+    if config.resume == "auto" and folder.has_checkpoint:
+        with contextlib.suppress(OSError, ValueError):
+            saved = json.loads((folder.path / CONFIG).read_text(encoding="utf-8"))
+            return saved if isinstance(saved, dict) else {}
+    return {}
 
 
 def _named(values: Mapping[str, Any]) -> TrainConfig:
@@ -263,12 +278,10 @@ def _named(values: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**values)
     if not config.model_type.startswith(HUB_PREFIX):
         return config
-    folder = run_folder(config)
-    if config.resume == "auto" and folder.has_checkpoint:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            saved = json.loads((folder.path / CONFIG).read_text(encoding="utf-8"))
-            if hub_name_of(saved["weights"]).partition("@")[0] == config.model_type.partition("@")[0]:
-                return replace(config, model_type=saved["model_type"], weights=saved["weights"], pretrained=False)
+    saved = _saved_config(config)
+    with contextlib.suppress(KeyError, TypeError):
+        if hub_name_of(saved["weights"]).partition("@")[0] == config.model_type.partition("@")[0]:
+            return replace(config, model_type=saved["model_type"], weights=saved["weights"], pretrained=False)
     from models.hub_models import of_hub  # takes a second
 
     name, weights = of_hub(config.model_type, config.weights, wants_weights=values.get("pretrained", True))

@@ -121,7 +121,8 @@ def launch_command(
         script, sizes = "launch_multi_node.sh", [machines, ranks_per_machine]
     model, strategy, *others = (getattr(config, name) for name in WORDS_OF_LAUNCH)
     words = map(str, (model, strategy, *sizes, *others))
-    return ["bash", f"scripts/{script}", *words, *changed_flags(config, TrainConfig(), left_out)]
+    start = TrainConfig(learning_rate=config.default_rate)
+    return ["bash", f"scripts/{script}", *words, *changed_flags(config, start, left_out)]
 
 
 def is_allowed(value: Any, field: dataclasses.Field) -> bool:

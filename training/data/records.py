@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import PurePath
 from typing import NamedTuple
 
+import numpy as np
+
 from training.base.errors import UserError, nearest, shown
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_file_datasets
@@ -177,6 +179,9 @@ def _units(records: Sequence[Record]) -> list[str]:
     Images of archives that are called alike are not one, unless they are boxes.
     """
     names = [record.group or record.path for record in records]
+    hashes = np.fromiter(map(hash, names), np.int64, len(names))  # a set of millions of names would take a gigabyte
+    if len(np.unique(hashes)) == len(names):
+        return names
     places: dict[str, tuple[int, int]] = {}
     apart = {
         name
@@ -184,8 +189,6 @@ def _units(records: Sequence[Record]) -> list[str]:
         if not (record.group or record.box)
         and places.setdefault(name, (record.archive, record.place)) != (record.archive, record.place)
     }
-    if not apart:
-        return names
     return [
         f"{name}\0{record.archive}\0{record.place}" if name in apart and not (record.group or record.box) else name
         for name, record in zip(names, records, strict=True)

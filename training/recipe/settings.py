@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from models import USUAL_RATE, model_spec
 from training.base.settings import LARGEST_BATCH, RunSettings, option
 from training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
 from training.recipe.rules import ALLOWED, ELEMENT_WISE, MATRIX_RULES, OPTION_READERS
@@ -124,6 +125,13 @@ class RecipeSettings(RunSettings):
     best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(
         "top1", "Validation score that chooses the epoch whose weights are kept."
     )
+
+    @property
+    def default_rate(self) -> float:
+        """What --learning-rate is if it is not given, as was measured of AdamW from random weights, else the usual."""
+        spec = model_spec(self.model_type)
+        is_trained = self.pretrained or bool(self.weights) or spec.always_pretrained
+        return USUAL_RATE if is_trained or self.optimizer != "adamw" else spec.learning_rate
 
     @property
     def is_contrastive(self) -> bool:
