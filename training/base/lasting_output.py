@@ -44,7 +44,7 @@ class _UnhurriedFile(_LastingFile):
     """The same, but nobody waits for whoever reads it: a terminal may be paused (Ctrl-S), a pipe be full.
 
     A thread writes. Each write waits for it as long as it keeps up, so that normally all is written in order at once;
-    once it does not, what is to be written waits in memory, up to `MOST_WAITING` bytes.
+    once it does not, what is to be written waits in memory, the last `MOST_WAITING` bytes of it.
     """
 
     def __init__(self, descriptor: int, mode: str, *, closefd: bool) -> None:
@@ -62,11 +62,12 @@ class _UnhurriedFile(_LastingFile):
             return super().write(data)
         content = bytes(data)
         with self._changed:
-            if self._waiting_bytes + len(content) > MOST_WAITING:
-                self._left_out_bytes += len(content)
-                return len(content)
             self._waiting.append(content)
             self._waiting_bytes += len(content)
+            while self._waiting_bytes > MOST_WAITING and len(self._waiting) > 1:
+                self._left_out_bytes += len(self._waiting[1])  # the first one is being written
+                self._waiting_bytes -= len(self._waiting[1])
+                del self._waiting[1]
             self._changed.notify_all()
             if self._keeps_up:
                 self._keeps_up = self._changed.wait_for(lambda: not self._waiting, KEEP_UP_SECONDS)
@@ -91,12 +92,11 @@ class _UnhurriedFile(_LastingFile):
                 rest = rest[written or 0 :]
             with self._changed:
                 self._waiting.popleft()
-                if not self._waiting:
-                    self._keeps_up = True
-                    if self._left_out_bytes:
-                        note = f"\n... {self._left_out_bytes} bytes are left out: nobody read them ...\n".encode()
-                        self._waiting.append(note)
-                        self._waiting_bytes, self._left_out_bytes = len(note), 0
+                if self._left_out_bytes:
+                    note = f"\n... {self._left_out_bytes} bytes are left out: nobody read them ...\n".encode()
+                    self._waiting.appendleft(note)
+                    self._waiting_bytes, self._left_out_bytes = self._waiting_bytes + len(note), 0
+                self._keeps_up = self._keeps_up or not self._waiting
                 self._changed.notify_all()
 
 
