@@ -110,8 +110,9 @@ def build_model(
     module = _assemble(description, modules)
     if weights:
         adapt = partial(_adapt_weights, description, modules)
-        taken = {"description": description, "heads": heads, "adapt": adapt, "class_names": class_names}
-        notes += load_weights_file(module, weights, **taken)
+        notes += load_weights_file(
+            module, weights, description=description, heads=heads, adapt=adapt, class_names=class_names
+        )
     head_names = (name for name, _ in module.named_parameters() for head in heads if name.startswith(f"{head}."))
     return BuiltModel(module, description, notes, frozenset(head_names))
 
