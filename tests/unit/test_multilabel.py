@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
 import os
@@ -98,6 +99,26 @@ def test_a_wrong_table_is_refused(tables, text, column, message):
     table.write_text(text)
     with pytest.raises(UserError, match=message):
         load_data(options(table, column))
+
+
+@pytest.mark.parametrize("task", ["multilabel", "multiclass"])
+def test_scikit_learn_is_imported_before_the_first_step(tables, tmp_path, monkeypatch, task):
+    """Under load that takes so long that the first evaluation would count as hung."""
+    imported, before, import_module = [], [], importlib.import_module
+
+    def first_step(*_):
+        before.extend(imported)
+        raise RuntimeError("that is far enough")
+
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name, *rest: imported.append(name) or import_module(name, *rest)
+    )
+    monkeypatch.setattr("training.epoch.train_one_epoch", first_step)
+    several = {"data": str(tables["colours"]), "label_column": "colours", "task": task}
+    given = several if task == "multilabel" else {"data": "digits"}
+    quiet = {"report": False, "tensorboard": False, "progress": "off", "log_dir": str(tmp_path)}
+    assert train(TrainConfig(model_type="basic_cnn", image_size=8, batch_size=16, epochs=1, **given, **quiet)) == 1
+    assert ("sklearn.metrics" in before) == (task == "multilabel")
 
 
 def test_data_without_paths_is_refused():
