@@ -39,27 +39,25 @@ def held_out_units(members: Sequence[Member], folds: int, fold: int, seed: int) 
     one fold, and when images are added only those at a fold's ends move to another.
     """
     joined = _join_copies(members)
-    units: dict[str, Counter[str]] = defaultdict(Counter)
+    images, totals = Counter(joined[member.unit] for member in members), Counter[str]()
+    large: dict[str, Counter[str]] = defaultdict(Counter)
+    single: dict[str, list[str]] = defaultdict(list)  # by class
     for member in members:
-        units[joined[member.unit]][unicodedata.normalize("NFC", member.label)] += 1
-    totals: Counter[str] = sum(units.values(), Counter())
-    ranked = sorted((unit_hash(unit, seed), unit) for unit in units)
-    large = [(unit, units[unit]) for _, unit in ranked if units[unit].total() > 1]
-    large.sort(key=lambda pair: -pair[1].total())
+        unit, label = joined[member.unit], unicodedata.normalize("NFC", member.label)
+        totals[label] += 1
+        if images[unit] > 1:
+            large[unit][label] += 1
+        else:
+            single[label].append(unit)
     taken: list[Counter[str]] = [Counter() for _ in range(folds)]
     fold_of: dict[str, int] = {}
-    for unit, counts in large:
-        best = min(range(folds), key=lambda number: (*_fullness(taken[number], counts, totals), number))
-        fold_of[unit] = best
-        taken[best].update(counts)
-    single: dict[str, list[str]] = defaultdict(list)
-    for _, unit in ranked:
-        if unit not in fold_of:
-            single[next(iter(units[unit]))].append(unit)
-    for label, of_class in single.items():
-        ends = _shares(totals[label], [one[label] for one in taken], len(of_class))
-        numbers = (number for number, count in enumerate(ends) for _ in range(count))
-        fold_of |= dict(zip(of_class, numbers, strict=True))
+    for unit in sorted(large, key=lambda unit: (-images[unit], unit_hash(unit, seed), unit)):
+        fold_of[unit] = min(range(folds), key=lambda number: (*_fullness(taken[number], large[unit], totals), number))
+        taken[fold_of[unit]].update(large[unit])
+    for label, units in single.items():
+        shares = _shares(totals[label], [one[label] for one in taken], len(units))
+        numbers = (number for number, count in enumerate(shares) for _ in range(count))
+        fold_of |= dict(zip(sorted(units, key=lambda unit: (unit_hash(unit, seed), unit)), numbers, strict=True))
     return {unit for unit, name in joined.items() if fold_of[name] == fold - 1}
 
 
