@@ -27,7 +27,9 @@ from delivery.trained_model import TrainedModel, find_model, slug
 from delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
 from training.base.atomic_write import errors_of_writing
 from training.base.errors import UserError, printable
+from training.base.points import show_score
 from training.base.run_folder import CARD, EVALUATION, TEST_EVALUATION
+from training.base.units import percent
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data.bad_images import bad_image_lines, check_bad_images
@@ -310,10 +312,10 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
     console = open_console()
     for note in notes:
         console.print(f"note: {printable(note)}", soft_wrap=True)
-    average_precision = f"  mAP {scores['map']:.4f}" if "map" in scores else ""
+    average_precision = f"  mAP {percent(scores['map'])}" if "map" in scores else ""
     console.print(
-        f"top-1 {scores['top1']:.4f}  top-5 {scores['top5']:.4f}  loss {scores['loss']:.4f}  ECE {scores['ece']:.4f}  "
-        f"macro F1 {scores['macro']['f1']:.4f}{average_precision}  on {scores['samples']} images "
+        f"{_of(scores)}  ECE {percent(scores['ece'])}  "
+        f"macro F1 {percent(scores['macro']['f1'])}{average_precision}  on {scores['samples']} images "
         f"({printable(scores['data'])}, {scores['split']})",
         soft_wrap=True,
     )
@@ -328,10 +330,11 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
             soft_wrap=True,
         )
     if found := scores.get("rejection"):
-        accuracy = "" if found["accuracy"] is None else f", {found['accuracy']:.4f} of them right"
+        accuracy = "" if found["accuracy"] is None else f", {percent(found['accuracy'])} of them right"
+        before, after, kept = (percent(found[key]) for key in ("ece_before", "ece", "coverage"))
         console.print(
-            f"calibrated: temperature {found['temperature']:.4g}  ECE {found['ece_before']:.4f} -> {found['ece']:.4f}  "
-            f"threshold {found['threshold']:.4f}: {found['coverage']:.4f} of the images are not rejected{accuracy}",
+            f"calibrated: temperature {found['temperature']:.4g}  ECE {before} -> {after}  "
+            f"threshold {found['threshold']:.4f}: {kept} of the images are not rejected{accuracy}",
             soft_wrap=True,
         )
     classes, title = scores["classes"], None
@@ -342,7 +345,7 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
     for column in table.columns[1:]:
         column.justify = "right"
     for one in classes:
-        ratios = (f"{one[key]:.4f}" for key in ("precision", "recall", "f1"))
+        ratios = (percent(one[key]) for key in ("precision", "recall", "f1"))
         table.add_row(printable(one["name"]), str(one["support"]), *ratios)
     console.print(table)
     if folder is not None:
@@ -350,4 +353,4 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
 
 
 def _of(scores: dict[str, float]) -> str:
-    return "  ".join(f"{name} {scores[key]:.4f}" for key, name in SCORES_SHOWN.items())
+    return "  ".join(f"{name} {show_score(key, scores[key])}" for key, name in SCORES_SHOWN.items())

@@ -23,6 +23,7 @@ from models.timm_models import timm_size
 from training.base.atomic_write import replacing
 from training.base.points import SCORE_NAMES
 from training.base.run_folder import CARD, WEIGHTS
+from training.base.units import percent
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
 from training.config.values import (
@@ -85,7 +86,7 @@ def write_model_card(run: Path) -> Path | None:
     ranks = environment["ranks"]
     epochs = [line for _, line in sorted(files.history.epochs.items())]
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
-    jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval, "name": name_alone}
+    jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval, "name": name_alone, "percent": percent}
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,
@@ -168,7 +169,10 @@ def _front_matter(
 def _interval(scores: Mapping[str, Any], name: str) -> str:
     """Return a space and the interval of a score in brackets, nothing if it has none."""
     found = interval_of(scores, name)
-    return "" if found is None else f" [{found[0]:.4f}, {found[1]:.4f}]"
+    if found is None:
+        return ""
+    unit, digits = (1, 4) if name == "loss" else (100, 2)
+    return f" [{unit * found[0]:.{digits}f}, {unit * found[1]:.{digits}f}]"
 
 
 def _plain(text: str) -> str:

@@ -67,7 +67,7 @@ class Server(ThreadingHTTPServer):
             raise UserError(
                 f"cannot listen on {_bracketed(host)}:{port} ({error}): give another --host or --port."
             ) from None
-        ip = ipaddress.ip_address(self.server_address[0])
+        ip = ipaddress.ip_address(str(self.server_address[0]))
         self.is_local = ip.is_loopback
         own = socket.gethostname().partition(".")[0]
         names = LOOPBACK if ip.is_loopback else (socket.gethostname(), own, f"{own}.local", self.server_name)

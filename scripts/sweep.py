@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.base.errors import UserError
+from training.base.points import show_score
 from training.base.run_folder import shown_path
 from training.base.units import plural
 from training.config.command_line import OneLineParser, run_script
@@ -45,7 +46,11 @@ def sweep(given: argparse.Namespace) -> int:
 
     with handling_stop_signals(stop):
         for trial in running.run(given.jobs, given.hostfile, given.trial):
-            score = "no epoch" if trial.score is None else f"{trial.score:.4f} after {plural(trial.epochs, 'epoch')}"
+            score = (
+                "no epoch"
+                if trial.score is None
+                else f"{show_score(running.best_by, trial.score)} after {plural(trial.epochs, 'epoch')}"
+            )
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
     failed = [trial for trial in running.trials if trial.state.startswith(FAILED)]
     if given.trial:

@@ -12,6 +12,7 @@ from torch import nn
 from training.base.errors import UserError
 from training.base.points import SCORE_NAMES
 from training.base.run_folder import IMAGES, TEST_EVALUATION
+from training.base.units import percent
 from training.checkpoint.weights import load_model
 from training.data.duplicates import digests_over_ranks
 from training.data.image_list import TrainedImages, read_image_list
@@ -71,9 +72,9 @@ def judge_test(context: Run, loop: TrainContext) -> None:
     best_by, other = context.config.best_by, ""
     if best_by not in values:
         values[best_by] = score_of(scores, best_by, loop.num_classes)
-        other = f", {SCORE_NAMES[best_by]} {values[best_by]:.4f}"
+        other = f", {SCORE_NAMES[best_by]} {percent(values[best_by])}"
     context.loggers.message(
-        f"test         top-1 {scores.top1:.4f}{other} on the {scores.samples} images of the test part, "
+        f"test         top-1 {percent(scores.top1)}{other} on the {scores.samples} images of the test part, "
         f"judged once, by the weights of epoch {best_epoch}"
     )
     if trained_on:

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models import USUAL_RATE
 from training.base.control_groups import quota_note, usable_cores
-from training.base.points import SCORE_NAMES, RunPoint, merit
+from training.base.points import SCORE_NAMES, RunPoint, merit, show_score
 from training.base.progress import Progress
 from training.base.run_folder import shown_path
 from training.base.units import plural
@@ -116,7 +116,7 @@ def _result(context: Run) -> list[str]:
     if not progress.best_epoch:
         why = "no epoch was sound" if progress.diverged_epochs_in_row else f"no epoch has a {name} that is a number"
         return [*lines, f"no weights are saved: {why}"] if lines or progress.epoch else []
-    best = f"{name} {merit(best_by, progress.best_score):.4f}"
+    best = f"{name} {show_score(best_by, merit(best_by, progress.best_score))}"
     best += f" on {len(context.data.val)} held-out images (best epoch: {progress.best_epoch}"
     if epoch_of(context.folder.weights) == progress.best_epoch:
         return [*lines, f"{best}; its weights are saved)", f"weights      {shown_path(context.folder.weights)}"]

@@ -15,7 +15,7 @@ from delivery.export.export_job import CheckImages, ExportJob, Forward, run_in_b
 from delivery.export.pictures import FromPictures
 from delivery.intervals import Interval, of_difference
 from delivery.views import probabilities_of
-from training.base.units import plural
+from training.base.units import percent, plural
 
 SMALL_BATCHES = (1, 2)
 ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
@@ -91,7 +91,7 @@ class Agreement:
         """Return what the file loses, with the interval."""
         low, high = self.points_lost_interval
         return (
-            f"{precision} loses {self.points_lost:.2f} points of top-1 ({self.model_top1:.4f} -> {self.file_top1:.4f} "
+            f"{precision} loses {self.points_lost:.2f} points of top-1 ({percent(self.model_top1)} -> {percent(self.file_top1)} "
             f"on {plural(self.images, 'image')}; 95 % interval {low:.2f} to {high:.2f})"
         )
 

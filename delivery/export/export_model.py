@@ -26,6 +26,7 @@ from training.base.control_groups import limit_threads
 from training.base.errors import printable
 from training.base.run_folder import EXPORT
 from training.base.small_files import sha256_of
+from training.base.units import percent
 from training.checkpoint.weights import load_model
 from training.observe.new_run import remove_leftovers_of_run
 
@@ -111,8 +112,8 @@ def show_export(exported: Exported, settings: ExportSettings) -> None:
     print(f"  largest difference of a logit  {found.difference:.3g}  (largest logit {found.scale:.3g})")
     print(f"  root mean square difference    {found.rms_share:.2%} of the logits")
     print(f"  between batch sizes            {found.batch_difference:.3g}")
-    print(f"  equal top-1                    {found.equal_top1:.2%}")
-    print(f"  top-1                          {found.model_top1:.4f} -> {found.file_top1:.4f}")
+    print(f"  equal top-1                    {percent(found.equal_top1)}")
+    print(f"  top-1                          {percent(found.model_top1)} -> {percent(found.file_top1)}")
     if exported.sizes:
         _show_against_fp32(exported, settings)
     for file in exported.files:
@@ -126,7 +127,7 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
     table = Table("", "top-1", "bytes", "size", *times, box=None, header_style="bold")
     for name, top1 in (("fp32", found.model_top1), (settings.precision, found.file_top1)):
         shown = [f"{exported.latencies[name, size]:.3f}" for size in LATENCY_BATCHES]
-        table.add_row(name, f"{top1:.4f}", f"{sizes[name]:,}", f"{sizes[name] / sizes['fp32']:.3f}", *shown)
+        table.add_row(name, percent(top1), f"{sizes[name]:,}", f"{sizes[name] / sizes['fp32']:.3f}", *shown)
     for column in table.columns[1:]:
         column.justify = "right"
     Console(highlight=False).print(table)

@@ -176,7 +176,7 @@ class History:
         if went_back:  # restarted without a checkpoint, so no `resume` line gives the step
             self._forget_after((int(line["epoch"]) - 1) * self.steps_per_epoch)
         steps = max(step - self._last_step, 1)
-        images = steps * self._global_batch
+        images: float = steps * self._global_batch
         seconds = images / speed if speed > 0 else 0.0
         if "seconds" in line:  # else of a version that counted padding as images
             seconds = float(line["seconds"])

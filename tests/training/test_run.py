@@ -122,7 +122,7 @@ def test_reported_accuracy_is_that_of_the_saved_file_by_scikit_learn(run_folder,
     assert best["val_top1"] == pytest.approx(accuracy_score(labels, probabilities.argmax(1)), abs=1e-12)
     assert best["val_top5"] == pytest.approx(top_k_accuracy_score(labels, probabilities, k=5), abs=1e-12)
     assert best["val_loss"] == pytest.approx(log_loss(labels, probabilities), rel=ROUNDING)
-    assert f"top-1 {best['val_top1']:.4f} on 360 held-out images" in trained[1].stdout
+    assert f"top-1 {100 * best['val_top1']:.2f} % on 360 held-out images" in trained[1].stdout
 
 
 def test_weights_predict_from_an_image_file(run_folder, predictions, tmp_path):
@@ -352,7 +352,7 @@ def test_a_run_ends_with_the_evaluation_of_its_weights_and_a_model_card(run_fold
     pictures = {"confusion.png", "worst.png", "worst", "typical"}
     assert names == pictures | {"scores.json", "per_class.csv", "confusion.csv", "worst.csv"}
     card = (run_folder / "README.md").read_text()
-    assert f"| top-1 | {scores['top1']:.4f} [" in card
+    assert f"| top-1 | {100 * scores['top1']:.2f} % [" in card
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     flags = f"--learning-rate=0.004 --image-size={DATA.image_size} --threads-per-rank={threads} --deterministic=true"
     assert f"bash scripts/launch_distributed.sh basic_cnn ddp 2 16 {EPOCHS} {flags}" in card

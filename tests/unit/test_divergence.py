@@ -71,7 +71,7 @@ def result(folder, schedule="cosine", head_epochs=0, **progress):
 def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
     old, new = folders
     (missing,) = result(new, best_epoch=2)
-    assert missing == "top-1 0.5000 on 9 held-out images (best epoch: 2; its weights are not in this run's folder)"
+    assert missing == "top-1 50.00 % on 9 held-out images (best epoch: 2; its weights are not in this run's folder)"
     said = bring_along(old.checkpoints / "step-00003-0000000", new, best_epoch=2)
     assert said == f"the weights of the best epoch so far, epoch 2, are copied from {old.weights}"
     assert new.weights.read_bytes() == old.weights.read_bytes()
@@ -79,7 +79,7 @@ def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
     expected = {"checkpoints", "evaluation", "model.safetensors", "class_map.txt"}
     assert {path.name for path in new.path.iterdir()} == expected
     assert result(new, best_epoch=2) == [
-        "top-1 0.5000 on 9 held-out images (best epoch: 2; its weights are saved)",
+        "top-1 50.00 % on 9 held-out images (best epoch: 2; its weights are saved)",
         f"weights      {new.weights}",
     ]
 

@@ -124,7 +124,7 @@ def test_evaluate_judges_a_run_on_what_it_held_out(call, run, data, logits):
     assert [one["f1"] for one in facts["classes"]] == [report[name]["f1-score"] for name in CLASSES]
     assert facts["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits.double(), labels)), rel=1e-6)
     assert (facts["epoch"], facts["data"], facts["split"], facts["samples"]) == (3, "digits", "val", 360)
-    assert f"top-1 {facts['top1']:.4f}" in out
+    assert f"top-1 {100 * facts['top1']:.2f} %" in out
     assert str(run / "evaluation") in out.replace("\n", "")
     with Image.open(run / "evaluation" / "worst" / "000.png") as picture:
         pixels = np.asarray(picture)[::4, ::4]
@@ -383,8 +383,8 @@ def test_an_evaluation_reports_views_beside_the_plain_scores(call, run, data, di
     assert found["top1"] == accuracy_score(labels, mean.argmax(1))
     assert found["top5"] == top_k_accuracy_score(labels, mean, k=5)
     assert found["loss"] == pytest.approx(log_loss(labels, mean), rel=1e-5)
-    assert f"top-1 {found['top1']:.4f}" in out
-    assert f"top-1 {plain['top1']:.4f}" in out
+    assert f"top-1 {100 * found['top1']:.2f} %" in out
+    assert f"top-1 {100 * plain['top1']:.2f} %" in out
 
 
 def test_images_are_shifted_within_themselves(call, run):

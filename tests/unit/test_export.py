@@ -145,7 +145,7 @@ def test_the_file_computes_what_the_model_computes(format_name, precision, train
     rounding = 1e-6 * float(fp32.abs().max())  # by which the batches of an export and these may differ
     assert shown == pytest.approx(float((found - fp32).abs().max()), rel=0.01, abs=rounding)
     accuracy = float((fp32.argmax(1) == labels).double().mean())
-    assert f"top-1                          {accuracy:.4f} ->" in said
+    assert f"top-1                          {100 * accuracy:.2f} % ->" in said
     assert accuracy > 0.9
 
 

@@ -74,10 +74,10 @@ def test_int8_keeps_accuracy_in_a_quarter_of_the_size(trained, monkeypatch, caps
     said = capsys.readouterr().out
     rows = {
         row[0]: row[1:]
-        for row in re.findall(r"^ *(fp32|int8) +([\d.]+) +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)", said, re.M)
+        for row in re.findall(r"^ *(fp32|int8) +([\d.]+) % +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)", said, re.M)
     }
-    assert rows["fp32"][0] == f"{before:.4f}"
-    assert rows["int8"][0] == f"{after:.4f}"
+    assert rows["fp32"][0] == f"{100 * before:.2f}"
+    assert rows["int8"][0] == f"{100 * after:.2f}"
     assert int(rows["int8"][1].replace(",", "")) == file.stat().st_size
     assert 0.25 < float(rows["int8"][2]) < 0.28
     assert all(float(value) > 0 for row in rows.values() for value in row[3:])
@@ -115,11 +115,11 @@ def test_int8_is_refused_with_what_it_loses(trained, monkeypatch, capsys, tmp_pa
     assert run_export(monkeypatch, folder, *WORDS) == 1
     said, error = capsys.readouterr()
     lost, before, after, refusal = re.fullmatch(
-        r"export: refused: int8 loses ([\d.]+) points of top-1 \(([\d.]+) -> ([\d.]+) on 360 images; 95 % interval "
+        r"export: refused: int8 loses ([\d.]+) points of top-1 \(([\d.]+) % -> ([\d.]+) % on 360 images; 95 % interval "
         r".* to .*\), (.*)\n",
         error,
     ).groups()
-    assert float(lost) == pytest.approx(100 * (float(before) - float(after)), abs=0.02)
+    assert float(lost) == pytest.approx(float(before) - float(after), abs=0.02)
     assert float(lost) > 1
     assert refusal.startswith("allowed are 1. Nothing was written: give another --precision")
     assert said == ""

@@ -124,12 +124,12 @@ def test_a_diverged_epoch_is_marked():
 
 def test_an_epoch_without_a_step_has_neither_loss_nor_speed():
     solved = dataclasses.replace(EPOCH, train_loss=None, train_top1=None, images_per_second=0.0, seconds=0.0)
-    assert epoch_line(solved) == "epoch 2/5  val loss 0.3000  top-1 0.9000  top-5 0.9900  best"
+    assert epoch_line(solved) == "epoch 2/5  val loss 0.3000  top-1 90.00 %  top-5 99.00 %  best"
 
 
 def test_the_line_of_an_epoch_has_the_score_that_counts():
     chosen = dataclasses.replace(EPOCH, best_by="macro_f1", score=0.75, lowest_recall_class="b\x1b[1m")
-    assert r"top-5 0.9900  macro F1 0.7500  lowest recall 0.2500 (b\x1b[1m)  300 images/s" in epoch_line(chosen)
+    assert r"top-5 99.00 %  macro F1 75.00 %  lowest recall 25.00 % (b\x1b[1m)  300 images/s" in epoch_line(chosen)
     assert epoch_line(dataclasses.replace(EPOCH, best_by="loss", score=0.3)) == epoch_line(EPOCH)
 
 
@@ -137,7 +137,7 @@ def test_files_and_notebooks_get_plain_lines(place, monkeypatch):
     shown = console_output("auto", False, monkeypatch)
     assert "\x1b" not in shown
     assert shown == (
-        "epoch 2/5  train loss 0.4000  val loss 0.3000  top-1 0.9000  top-5 0.9900  300 images/s  5.0 s  best\n"
+        "epoch 2/5  train loss 0.4000  val loss 0.3000  top-1 90.00 %  top-5 99.00 %  300 images/s  5.0 s  best\n"
     )
 
 
@@ -148,12 +148,12 @@ def test_progress_off_leaves_what_is_no_progress(tmp_path, capsys):
     loggers.message("run r: basic_cnn")
     loggers.steps(STEP)
     loggers.epoch(EPOCH)
-    loggers.message("top-1 0.9000 on 360 held-out images")
+    loggers.message("top-1 90.00 % on 360 held-out images")
     loggers.end(RUN)
     loggers.close()
     assert capsys.readouterr().out.splitlines() == [
         "run r: basic_cnn",
-        "top-1 0.9000 on 360 held-out images",
+        "top-1 90.00 % on 360 held-out images",
         *run_lines(RUN),
     ]
 

@@ -96,7 +96,7 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
     write_json(path, json.loads(path.read_text()) | {"map": 0.75})
     found = {one.metric_name: one.metric_value for one in ModelCard.load(write_model_card(run)).data.eval_results}
     assert found["mAP"] == 0.75
-    assert "| top-1 | 0.6667 [0.2077, 0.9385] |" in card.text
+    assert "| top-1 | 66.67 % [20.77, 93.85] |" in card.text
     assert "which was chosen for its top-1 on these" in card.text
     assert "310 images/s" in card.text
     assert "Global batch 128" in card.text
@@ -120,7 +120,7 @@ def test_a_calibration_is_in_the_card(run: Path):
         write_json(calibration_file(weights), facts | {"weights_sha256": digest})
         text = write_model_card(run).read_text(encoding="utf-8")
         assert ("divide the logits by 1.5000" in text) == is_told
-        assert ("0.9000 of those images are not rejected, and 0.7500 of them are right." in text) == is_told
+        assert ("90.00 % of those images are not rejected, and 75.00 % of them are right." in text) == is_told
 
 
 def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch):

@@ -36,4 +36,4 @@ def test_it_is_that_of_a_training_without_the_average_and_changes_nothing(tmp_pa
     assert exported["top1"] == pytest.approx(best["val_top1"], abs=1e-12), "the average is what is exported"
     assert exported["loss"] == pytest.approx(best["val_loss"], rel=ROUNDING)
     assert all("raw_top1" not in line for line in [*plain, *without])
-    assert f"raw top-1 {scores[0][1]:.4f}" in (tmp_path / "training.log").read_text()
+    assert f"raw top-1 {100 * scores[0][1]:.2f} %" in (tmp_path / "training.log").read_text()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from training.base.errors import printable
-from training.base.units import format_bytes, format_duration
+from training.base.units import format_bytes, format_duration, percent
 
 if TYPE_CHECKING:
     from training.observe.scores import Scores
@@ -26,6 +26,11 @@ SCORE_NAMES = {
 }
 IN_EVERY_LINE = ("top1", "top5", "loss")
 LONGEST_CLASS_NAME = 40
+
+
+def show_score(name: str, value: float) -> str:
+    """Format a score of `SCORE_NAMES`: the loss as a number, any other in percent."""
+    return f"{value:.4f}" if name == "loss" else percent(value)
 
 
 def merit(score: str, value: float | None) -> float:
@@ -167,18 +172,18 @@ def epoch_line(point: EpochPoint) -> str:
     """Return the line of an epoch on the console and in the text log."""
     scores = point.validation
     mark = "  diverged" if point.diverged else "  best" if point.is_best else ""
-    raw = f"  raw top-1 {point.raw.top1:.4f}" if point.raw else ""
+    raw = f"  raw top-1 {percent(point.raw.top1)}" if point.raw else ""
     chosen = ""
     if point.best_by not in IN_EVERY_LINE:
-        lowest = f"{point.lowest_recall:.4f} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
-        chosen = f"  {SCORE_NAMES[point.best_by]} {point.score:.4f}  lowest recall {lowest}"
+        lowest = f"{percent(point.lowest_recall)} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
+        chosen = f"  {SCORE_NAMES[point.best_by]} {show_score(point.best_by, point.score)}  lowest recall {lowest}"
     loss = "" if point.train_loss is None else f"train loss {point.train_loss:.4f}  "
     speed = f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s"
     if not point.images_per_second:  # a head that was solved for: no step was trained
         speed = ""
     return (
         f"epoch {point.epoch}/{point.epochs}  {loss}val loss {scores.loss:.4f}  "
-        f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}{chosen}{raw}{speed}{mark}"
+        f"top-1 {percent(scores.top1)}  top-5 {percent(scores.top5)}{chosen}{raw}{speed}{mark}"
     )
 
 

@@ -34,6 +34,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def percent(share: float) -> str:
+    """Format a score, a share of 0..1, as all commands show it: 97.50 %."""
+    return f"{100 * share:.2f} %"
+
+
 def plural(count: int, noun: str) -> str:
     """Format a count and its noun: 1 step, 2,000 steps, 2 classes."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

@@ -90,10 +90,10 @@ def as_given(config: TrainConfig) -> TrainConfig:
 
 def without_folders(config: TrainConfig) -> TrainConfig:
     """Return a configuration with the names of files and folders alone, for readers who have other folders."""
-    changed = {name: getattr(config, name) for name in PATHS if getattr(config, name) != getattr(TrainConfig(), name)}
-    if not config.class_weights.lower().endswith(".csv"):
-        changed.pop("class_weights", None)
-    return dataclasses.replace(config, **{name: name_alone(value) for name, value in changed.items()})
+    start, is_list = TrainConfig(), config.class_weights.lower().endswith(".csv")
+    names = [name for name in PATHS if getattr(config, name) != getattr(start, name)]
+    changed: dict[str, Any] = {name: name_alone(getattr(config, name)) for name in names}
+    return dataclasses.replace(config, **changed | ({} if is_list else {"class_weights": config.class_weights}))
 
 
 def name_alone(value: str) -> str:
