@@ -91,8 +91,8 @@ class Agreement:
         """Return what the file loses, with the interval."""
         low, high = self.points_lost_interval
         return (
-            f"{precision} loses {self.points_lost:.2f} points of top-1 ({percent(self.model_top1)} -> {percent(self.file_top1)} "
-            f"on {plural(self.images, 'image')}; 95 % interval {low:.2f} to {high:.2f})"
+            f"{precision} loses {self.points_lost:.2f} points of top-1 ({percent(self.model_top1)} -> "
+            f"{percent(self.file_top1)} on {plural(self.images, 'image')}; 95 % interval {low:.2f} to {high:.2f})"
         )
 
 
