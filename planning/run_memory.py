@@ -27,13 +27,13 @@ from training.observe.environment import RunFacts
 # because batches lie between a step's pieces; and of the activations, what the C library keeps of freed memory.
 LOADED_LATER_BYTES = {"torch": 66_000_000, "deepspeed": 156_000_000}
 ALLOCATOR_SLACK = 0.17
-# Of FSDP2, besides: its code, less what the heap grows by, which is part of what follows; by stage, how often a step
-# makes and frees a copy of a whole block (what is gathered, in forward and at stage 3 in backward; what is sent and
-# received of the gradients), and of each parameter (laid out, as often; the gradient); and which share of these pieces
-# malloc keeps beside those in use: memalign of glibc before 2.38 takes no freed piece of the very size that it is asked
-# for (https://sourceware.org/bugzilla/show_bug.cgi?id=14581).
+# Of FSDP2, besides: its code, less what the heap grows by, which is part of what follows; how often a step of stage 3
+# makes and frees a copy of a whole block (what is gathered, in forward and in backward; what is sent and received of
+# the gradients), and of each parameter (laid out, as often; the gradient); and which share of these pieces malloc keeps
+# beside those in use, as measured under both stages: memalign of glibc before 2.38 takes no freed piece of the very
+# size that it is asked for (https://sourceware.org/bugzilla/show_bug.cgi?id=14581).
 FSDP2_BYTES = -14_000_000
-FSDP2_COPIES = {2: (3, 2), 3: (4, 3)}
+FSDP2_COPIES = (4, 3)
 FSDP2_SLACK = 0.45
 
 
@@ -89,13 +89,12 @@ def _process_bytes(facts: RunFacts, engine: str, memory: MemoryPlan, workload: W
     """
     sizes = workload.sizes
     whole = FLOAT32_BYTES * sizes.parameters
-    stage = STRATEGIES[facts.config["strategy"]].zero_stage
-    is_whole = stage == 1
+    is_whole = STRATEGIES[facts.config["strategy"]].zero_stage == 1
     loaded = LOADED_LATER_BYTES[engine] + (FSDP2_BYTES if engine == "torch" and not is_whole else 0)
     shared = 2 * whole * (1 - 1 / _data_ranks(facts)) if engine == "torch" and is_whole else 0
     slack = ALLOCATOR_SLACK * memory.activations
     if engine == "torch" and not is_whole and _data_ranks(facts) > 1:
-        slack += FSDP2_SLACK * _copied_bytes(workload.network, *FSDP2_COPIES[stage])
+        slack += FSDP2_SLACK * _copied_bytes(workload.network, *FSDP2_COPIES)
     return round(facts.process_bytes - whole - sizes.buffer_bytes + loaded + slack + shared)
 
 

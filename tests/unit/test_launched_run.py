@@ -47,7 +47,7 @@ def test_lines_and_exit_code_are_the_launchers(capsys, monkeypatch, epochs, code
     for name, value in {"RANK": "0", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     assert run(TrainConfig(epochs=epochs, strategy="auto"), gpus=2) == code
-    assert capsys.readouterr() == (f"{os.getpid()} mobilenet auto 2 16 {epochs} None\n", "grün\n")
+    assert capsys.readouterr() == (f"{os.getpid()} mobilenet auto 2 16 {epochs} --learning-rate=0.001 None\n", "grün\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -113,7 +113,7 @@ def test_malloc_keeps_a_share_of_what_fsdp2_gathers_and_sends(facts):
     config = facts.config | {"strategy": "fsdp_stage3"}
     cpu = dataclasses.replace(facts, gpu_name="", process_bytes=10**9, ranks=2, ranks_per_machine=2, config=config)
     job = job_of(cpu)
-    kept = FSDP2_SLACK * _copied_bytes(job.workload.network, *FSDP2_COPIES[3])
+    kept = FSDP2_SLACK * _copied_bytes(job.workload.network, *FSDP2_COPIES)
     whole = 4 * job.workload.sizes.parameters + job.workload.sizes.buffer_bytes
     loaded = LOADED_LATER_BYTES["torch"] + FSDP2_BYTES
     loaded += ALLOCATOR_SLACK * evaluate(job, job.config).memory.activations
