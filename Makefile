@@ -11,7 +11,7 @@ ROUNDS ?= 2
 MINUTES ?= 15
 TASK ?= digits
 RUN ?= logs/runs/digits
-TRAIN_FLAGS ?= --learning-rate 0.004
+TRAIN_FLAGS ?=
 SHELL_FILES := $(wildcard scripts/*.sh tests/cluster/lab/*.sh tests/report/*.sh) .ci/run
 BIN := .venv/bin
 export PYTHON
@@ -25,7 +25,7 @@ setup: ## Make .venv with what training needs (does nothing if it is there)
 setup-dev: ## Make .venv with what the tests need too
 	@bash scripts/setup_env.sh requirements-dev.txt
 
-train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=15, TRAIN_FLAGS="--learning-rate 0.004")
+train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=15, TRAIN_FLAGS="--seed 1")
 	@bash scripts/launch_distributed.sh mobilenet ddp 2 16 $(EPOCHS) $(TRAIN_FLAGS)
 
 test: setup-dev ## Run the tests: those of units side by side, then those that start ranks or a browser themselves

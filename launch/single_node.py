@@ -1,6 +1,6 @@
 """Trains on this machine: what scripts/launch_distributed.sh hands over to, with its arguments.
 
-python launch/single_node.py mobilenet ddp 2 16 50 --learning-rate 0.003
+python launch/single_node.py mobilenet ddp 2 16 50
 """
 
 from __future__ import annotations
