@@ -288,7 +288,7 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
     assert "no better AUROC for 2 epochs: stopping early" in result.stdout
     evaluated = json.loads((tmp_path / "runs" / "r" / "evaluation" / "scores.json").read_text())
     assert evaluated["auroc"] == epochs[best]["score"]
-    assert f"AUROC {evaluated['auroc']:.4f} on " in result.stdout
+    assert f"AUROC {100 * evaluated['auroc']:.2f} % on " in result.stdout
     assert "fwd+bwd FLOPS per GPU" in result.stdout, "the key flops_profiler works"
     # Its patience is over: a run that goes on from it elsewhere ends at once, without a better epoch of its own.
     again = train_here(*flags, "--run-name", "again", "--log-dir", str(tmp_path), "--resume", str(tmp_path / "runs/r"))
