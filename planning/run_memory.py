@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from models.activations import LARGEST_KEPT_BYTES
+from models.activations import BLOCKED_COPIES, LARGEST_KEPT_BYTES
 from planning.machines import CPU, GPUS, find_machine
 from planning.memory import FLOAT32_BYTES, MemoryPlan
 from planning.run_workload import Workload
@@ -99,11 +99,16 @@ def _process_bytes(facts: RunFacts, engine: str, memory: MemoryPlan, workload: W
 
 
 def _copied_bytes(network: nn.Module, of_blocks: int, of_parameters: int) -> int:
-    """Return the bytes of so many copies of each block and of each parameter, in pieces that malloc keeps."""
+    """Return the bytes of so many copies of each block and of each parameter, in pieces that malloc keeps.
+
+    With oneDNN's own of what spatial convolutions have, depthwise ones left out, see `models.activations`.
+    """
     blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in repeated_blocks(network)]
     parameters = [parameter.nbytes for parameter in network.parameters()]
-    both = ((of_blocks, blocks), (of_parameters, parameters))
-    return sum(copies * size for copies, sizes in both for size in sizes if size <= LARGEST_KEPT_BYTES)
+    layers = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d) and layer.groups == 1]
+    convolutions = [layer.weight.nbytes for layer in layers if layer.weight[0, 0].numel() > 1]
+    every = ((of_blocks, blocks), (of_parameters, parameters), (BLOCKED_COPIES + 1, convolutions))
+    return sum(copies * size for copies, sizes in every for size in sizes if size <= LARGEST_KEPT_BYTES)
 
 
 def _data_ranks(facts: RunFacts) -> int:

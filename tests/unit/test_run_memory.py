@@ -110,6 +110,8 @@ def test_malloc_keeps_a_share_of_what_fsdp2_gathers_and_sends(facts):
     network[0].append(nn.Sequential(*(nn.Linear(4, 600_000) for _ in range(4))))
     assert 4 * large > LARGEST_KEPT_BYTES > weights
     assert _copied_bytes(network, 4, 3) == 7 * small + (4 + 3) * large + 3 * 4 * large
+    convolutions = nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 1))
+    assert _copied_bytes(convolutions, 0, 0) == 3 * 4 * (4 * 4 * 3 * 3)  # oneDNN's copies of the first
     config = facts.config | {"strategy": "fsdp_stage3"}
     cpu = dataclasses.replace(facts, gpu_name="", process_bytes=10**9, ranks=2, ranks_per_machine=2, config=config)
     job = job_of(cpu)

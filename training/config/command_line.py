@@ -254,9 +254,9 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
         of_preset = {name: value for name, value in preset.items() if name not in values}
         raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None
     if "learning_rate" not in preset | values:
-        saved = _saved_config(config).get("learning_rate")
-        is_sound = is_allowed(saved, FIELDS["learning_rate"])
-        config = replace(config, learning_rate=saved if is_sound else config.default_rate)
+        rate: Any = _saved_config(config).get("learning_rate")
+        is_sound = is_allowed(rate, FIELDS["learning_rate"])
+        config = replace(config, learning_rate=rate if is_sound else config.default_rate)
     return config, given["check_config"]
 
 
