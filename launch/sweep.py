@@ -37,7 +37,6 @@ from training.base.points import best_epoch, merit, score_in
 from training.base.run_folder import METRICS, shown_path
 from training.base.units import plural
 from training.config import REPO_ROOT
-from training.config.file import load_file
 from training.observe.new_run import run_folder
 from training.world.gpus import machine_gpus, visible_gpus
 
@@ -50,7 +49,6 @@ PLACES = 3  # significant digits of a number that is drawn
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
 _RANGE = re.compile(r"([^.].*?)\.\.(.+?)(:log)?")
-VARIED_LINES = "expected lines such as 'seed: 0,1,2' or 'learning-rate: 0.001..0.1:log', without brackets"
 LINE = "sweep.json"
 FAILED = "exit code"  # how the state of a trial that failed begins
 
@@ -143,58 +141,41 @@ class RunningSweep:
     _is_stopped: bool = False
     _left: int = 0  # places
 
-    def run(self, jobs: int, hostfile: Path | None = None, only: int = 0) -> Iterator[SweepTrial]:
+    def run(self, jobs: int, hostfile: Path | None = None) -> Iterator[SweepTrial]:
         """Train what is left; yield each trial when it has come to a rung.
 
         Args:
             jobs: how many trials at a time on this machine.
             hostfile: of the machines that train in its place, each as many trials at a time as its slots allow.
-            only: the number of the trial to train, to its next rung if it is among those that go on; 0 for all.
 
         Raises:
-            UserError: if there are fewer GPUs than trials at a time need, no such trial, or it has to wait for others.
+            UserError: if there are fewer GPUs than trials at a time need.
         """
         found = _places_on(self.ranks, hostfile) if hostfile else _places(self.ranks, jobs)
         self._left, places = len(found), SimpleQueue[Place | None]()
         for place in found:
             places.put(place)
-        if only > len(self.trials):
-            raise UserError(f"--trial {only}: the sweep has {len(self.trials)} trials: give one of them.")
         _keep_line(self.folder, self.sweep)
         going = list(self.trials)
         for until in self.rungs():
-            asked = [trial for trial in going if only in (0, trial.number)]
-            is_due = not all(self._is_there(trial, until) for trial in asked)
             with ThreadPoolExecutor(len(found)) as pool:
-                yield from pool.map(lambda trial, until=until: self._train(trial, until, places), asked)
-            if self._is_stopped or until == self.epochs or (only and (is_due or not asked)):
+                yield from pool.map(lambda trial, until=until: self._train(trial, until, places), going)
+            if self._is_stopped or until == self.epochs:
                 return
-            going = self._better(going, until)
+            going = self._better(self._arrived(going, until), going)
 
     def _is_there(self, trial: SweepTrial, until: int) -> bool:
         """Return whether nothing is left to train of a trial up to the end of an epoch."""
         return trial.state in ("finished", "diverged") or (until < self.epochs and trial.epochs >= until)
 
-    def _better(self, going: list[SweepTrial], until: int) -> list[SweepTrial]:
-        """Return the trials that go on after a rung, by its epochs the best first, without those that failed.
-
-        Raises:
-            UserError: if another task of an array has neither come there with its trial nor failed.
-        """
-        sound, late = self._arrived(going, until)
-        if late:
-            raise UserError(
-                f"sweep {self.sweep.name}: {late[0].run_name} is not at the end of epoch {until}, where the better "
-                "ones are chosen: submit its task again, and this one after it."
-            )
-        return sound[: math.ceil(len(going) / self.sweep.halving)]
-
-    def _arrived(self, going: list[SweepTrial], until: int) -> tuple[list[SweepTrial], list[SweepTrial]]:
-        """Return the trials that are at a rung, by its epochs the best first, and those that are still to come."""
+    def _arrived(self, going: list[SweepTrial], until: int) -> list[SweepTrial]:
+        """Return the trials that are at a rung, by its epochs the best first."""
         there = [trial for trial in going if self._is_there(trial, until)]
-        late = [one for one in going if one not in there and not one.state.startswith(FAILED)]
-        there.sort(key=lambda trial: merit(self.best_by, _progress(trial.folder, until)[1]), reverse=True)
-        return there, late
+        return sorted(there, key=lambda trial: merit(self.best_by, _progress(trial.folder, until)[1]), reverse=True)
+
+    def _better(self, there: list[SweepTrial], going: list[SweepTrial]) -> list[SweepTrial]:
+        """Return those at a rung that go on after it, of all that went for it."""
+        return there[: math.ceil(len(going) / self.sweep.halving)]
 
     def rungs_reached(self) -> dict[int, int]:
         """Return how many rungs each trial has come to, by its number: those with the most are to be compared.
@@ -203,11 +184,12 @@ class RunningSweep:
         """
         reached, going = {trial.number: 0 for trial in self.trials}, self.trials
         for rung, until in enumerate(self.rungs(), 1):
-            there, late = self._arrived(going, until)
+            there = self._arrived(going, until)
             reached |= {trial.number: rung for trial in there}
+            late = [one for one in going if one not in there and not one.state.startswith(FAILED)]
             if late or until == self.epochs:
                 break
-            going = there[: math.ceil(len(going) / self.sweep.halving)]
+            going = self._better(there, going)
         return reached
 
     def rungs(self) -> list[int]:
@@ -280,17 +262,6 @@ class RunningSweep:
         else:
             trial.state = f"{FAILED} {process.returncode}: {_last_error(output)}"
         return process.returncode
-
-
-def read_varied(texts: Sequence[str]) -> Iterator[str]:
-    """Yield FLAG=VALUES as given; of a YAML file its pairs, so that the sweep's line holds what was in it."""
-    for text in texts:
-        is_file = "=" not in text and text.endswith((".yaml", ".yml"))
-        where = f"--vary {shown(text)}"
-        pairs = load_file(Path(text), where, VARIED_LINES) if is_file else {}
-        if is_file and (not pairs or None in pairs.values()):
-            raise UserError(f"{where}: {VARIED_LINES}.")
-        yield from (f"{flag}={values}" for flag, values in pairs.items()) if is_file else (text,)
 
 
 def prepare(sweep: Sweep) -> RunningSweep:

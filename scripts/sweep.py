@@ -29,15 +29,13 @@ LAUNCHED = "--"
 
 
 def sweep(given: argparse.Namespace) -> int:
-    """Train the trials, print each as it comes to a rung, and write table and page."""
-    from delivery.sweep_page import TrialResult, best_trial, rows_of, write_sweep
+    """Train the trials, print each as it comes to a rung, and print and write the table."""
     from launch.arguments import with_flags
-    from launch.sweep import FAILED, SCRIPT, Sweep, prepare, read_varied
+    from launch.sweep import FAILED, SCRIPT, Sweep, prepare
+    from launch.sweep_table import best_trial, rows_of, write_table
     from training.world.signals import handling_stop_signals
 
-    asked = Sweep(
-        given.name, tuple(given.words), tuple(read_varied(given.vary)), given.trials, given.halving, given.seed
-    )
+    asked = Sweep(given.name, tuple(given.words), tuple(given.vary), given.trials, given.halving, given.seed)
     running, received = prepare(asked), []
 
     def stop(number: int, _frame: object) -> None:
@@ -45,31 +43,25 @@ def sweep(given: argparse.Namespace) -> int:
         running.stop()
 
     with handling_stop_signals(stop):
-        for trial in running.run(given.jobs, given.hostfile, given.trial):
+        for trial in running.run(given.jobs, given.hostfile):
             score = (
                 "no epoch"
                 if trial.score is None
                 else f"{show_score(running.best_by, trial.score)} after {plural(trial.epochs, 'epoch')}"
             )
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
-    failed = [trial for trial in running.trials if trial.state.startswith(FAILED)]
-    if given.trial:
-        return 128 + received[0] if received else int(any(trial.number == given.trial for trial in failed))
-    by, rungs = running.best_by, running.rungs_reached()
-    results = [
-        TrialResult(one.run_name, one.values, one.epochs, one.score, one.state, one.seconds, rungs[one.number])
-        for one in running.trials
-    ]
-    best = best_trial(results, by)
-    flags = [f"--{flag}={value}" for flag, value in best.values.items()] if best else []
-    command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, asked.words, flags)]) if best else ""
-    page = write_sweep(running.folder, asked.name, results, by, command)
-    for row in rows_of(results, by):
-        print(f"{row.score(by):>14}  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}")
-    print(f"best         {command}\npage         {shown_path(page)}")
+    rows = rows_of(running)
+    best = best_trial(rows)
+    command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, asked.words, best.flags)]) if best else ""
+    table = write_table(running)
+    for row in rows:
+        print(
+            f"{row.score(running.best_by):>14}  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}"
+        )
+    print(f"best         {command}\ntable        {shown_path(table)}")
     if received:
         return 128 + received[0]
-    return 1 if failed else 0
+    return int(any(trial.state.startswith(FAILED) for trial in running.trials))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -85,7 +77,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FLAG=VALUES",
-        help="A flag and its values: V1,V2 (V1|V2 if they hold commas), LOW..HIGH, or LOW..HIGH:log; or a YAML file.",
+        help="A flag and its values: V1,V2 (V1|V2 if they hold commas), LOW..HIGH, or LOW..HIGH:log.",
     )
     parser.add_number("--trials", 0, 1000, default=0, help="Combinations to draw; 0: all of them.")
     parser.add_number(
@@ -102,13 +94,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="FILE",
         help="Machines that train in place of this one (lines of 'name slots=N'), over ssh: as many trials at a time"
         " as their slots allow.",
-    )
-    parser.add_number(
-        "--trial",
-        1,
-        1000,
-        default=0,
-        help="Train this one alone, such as $SLURM_ARRAY_TASK_ID, with --halving to its next rung; 0: all.",
     )
     parser.add_number("--seed", 0, 2**31 - 1, default=0, help="Of the draws.")
     if own and not separator and not {"-h", "--help"} & set(own):

@@ -20,7 +20,6 @@ from playwright.sync_api import expect, sync_playwright
 
 from delivery.audit.audit import audit
 from delivery.report.page import write_report
-from delivery.sweep_page import TrialResult, write_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "שלום \u202e עולם", "🐈‍⬛" * 5, "n" * 300]
@@ -70,32 +69,21 @@ def test_legible_everywhere(browser, pages, name, theme, width):
 
 
 @pytest.fixture(scope="module")
-def other_pages(tmp_path_factory):
-    """Of a sweep of hostile values, and of an audit that has found something."""
-    folder = tmp_path_factory.mktemp("others")
-    values = [{"crop-scale": f"{text[:20]}{number}", "seed": str(number)} for number, text in enumerate(HOSTILE)]
-    trials = [TrialResult(f"r-{one['seed']}", one, 9, 0.5, "exit code 1", 1.0) for one in values]
+def audited(tmp_path_factory):
+    """The page of an audit that has found something."""
+    folder = tmp_path_factory.mktemp("audited")
     draws = np.random.default_rng(0)
     for number in range(12):
         (part := folder / "photos" / ("ant", "bee")[number % 2]).mkdir(parents=True, exist_ok=True)
         Image.fromarray(draws.integers(0, 256, (32, 32, 3), np.uint8)).save(part / f"{number}.png")
     shutil.copy(part / f"{number}.png", folder / "photos" / "ant")
     audit(str(folder / "photos"), output=str(folder / "audit"))
-    sweep = write_sweep(folder, "rates", trials, "top1", "bash " * 50)
-    return {"sweep": sweep, "audit": folder / "audit" / "audit.html"}
+    return folder / "audit" / "audit.html"
 
 
-@pytest.mark.parametrize(
-    ("name", "width", "theme"),
-    [
-        ("sweep", 360, "dark"),
-        ("audit", 360, "dark"),
-        pytest.param("sweep", 1280, "light", marks=pytest.mark.slow),
-        pytest.param("audit", 1280, "light", marks=pytest.mark.slow),
-    ],
-)
-def test_sweeps_and_audits_are_legible(browser, other_pages, name, theme, width):
-    check_legible(browser, other_pages[name], width, theme)
+@pytest.mark.parametrize(("width", "theme"), [(360, "dark"), pytest.param(1280, "light", marks=pytest.mark.slow)])
+def test_an_audit_is_legible(browser, audited, theme, width):
+    check_legible(browser, audited, width, theme)
 
 
 def check_legible(browser, path: Path, width: int, theme: str) -> None:

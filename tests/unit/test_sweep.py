@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from delivery.sweep_page import TrialResult, _lines, best_trial, rows_of, write_sweep
 from launch import sweep as sweeps
-from launch.sweep import Sweep, prepare, read_varied
+from launch.sweep import Sweep, prepare
+from launch.sweep_table import best_trial, rows_of, write_table
 from scripts.sweep import parse
 from training.base.errors import UserError
 
@@ -64,16 +64,10 @@ def made(folder: Path, *varied: str, name: str = "rates", **values) -> Sweep:
 
 
 def best_of(running: sweeps.RunningSweep) -> str:
-    """The flags of the best trial, which the first row of the table and the orange line of the page are of."""
-    rungs = running.rungs_reached()
-    results = [
-        TrialResult(one.run_name, one.values, one.epochs, one.score, one.state, 1.0, rungs[one.number])
-        for one in running.trials
-    ]
-    best, by = best_trial(results, running.best_by), running.best_by
-    first = rows_of(results, by)[0]
-    assert first.values.items() <= best.values.items()
-    assert [line["name"] for line in _lines([*best.values], results, by) if line["is_best"]] == [best.run_name]
+    """The flags of the best trial, which the first row of the table is of."""
+    rows = rows_of(running)
+    best = best_trial(rows)
+    assert rows[0].values.items() <= best.values.items()
     return ",".join(best.values.values())
 
 
@@ -112,20 +106,6 @@ def test_draws_are_from_the_range_and_the_same_for_a_seed():
     assert {one["head-epochs"] for one in found} == {"2", "3", "4"}
     assert {one["optimizer"] for one in found} == {"sgd", "adamw"}
     assert statistics.mean(float(one["weight-decay"]) for one in found) == pytest.approx(0.2, abs=0.01)
-
-
-def test_values_are_read_from_a_file(tmp_path):
-    (path := tmp_path / "values.yaml").write_text("learning-rate: 0.001..0.1:log\nseed: 0,1\ndropout: 0.5\n")
-    expected = ["learning-rate=0.001..0.1:log", "seed=0,1", "dropout=0.5"]
-    assert [*read_varied([str(path), "fold=1,2"])] == [*expected, "fold=1,2"]
-    for text in ("seed: [0, 1]\n", "", "{}", "seed:\n", "seed:\n- 0\n- 1\n"):
-        path.write_text(text)
-        with pytest.raises(
-            UserError, match=r"^--vary '.*yaml'.*: expected lines such as 'seed: 0,1,2'.*without brackets"
-        ):
-            list(read_varied([str(path)]))
-    with pytest.raises(UserError, match=r"^--vary '.*none\.yaml': cannot be read"):
-        list(read_varied([str(tmp_path / "none.yaml")]))
 
 
 @pytest.mark.parametrize(
@@ -245,11 +225,8 @@ def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_p
 def test_a_mistake_leaves_the_name_free(tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("# nobody\n")
-    asked = made(tmp_path, "seed=0,1")
-    mistakes = {"--trial 3": {"only": 3}, "lists no machine": {"hostfile": hostfile}}
-    for words, values in mistakes.items():
-        with pytest.raises(UserError, match=words):
-            next(prepare(asked).run(**{"jobs": 1} | values))
+    with pytest.raises(UserError, match="lists no machine"):
+        next(prepare(made(tmp_path, "seed=0,1")).run(1, hostfile))
     assert list(tmp_path.iterdir()) == [hostfile]
 
 
@@ -267,32 +244,29 @@ def test_the_command_line():
 
 
 def test_seeds_are_a_mean_and_a_deviation(tmp_path):
-    scores = {("0.1", "0"): 0.9, ("0.1", "1"): 0.8, ("<b>", "0"): 0.95, ("<b>", "1"): None}
-    results = [
-        TrialResult(f"r-{number}", {"learning-rate": rate, "seed": seed}, 9 if score else 0, score, "finished", 1.0)
-        for number, ((rate, seed), score) in enumerate(scores.items())
-    ]
-    rows = rows_of(results, "top1")
-    assert [(row.values, row.score("top1")) for row in rows] == [
+    running = prepare(made(tmp_path, "learning-rate=0.1,0.2", "seed=0,1"))
+    acted(running, [[0.9], [0.8], [0.95], []], ["finished"] * 4)
+    assert [(row.values, row.score("top1")) for row in rows_of(running)] == [
         ({"learning-rate": "0.1"}, "85.00 ± 7.07"),
-        ({"learning-rate": "<b>"}, "95.00"),
+        ({"learning-rate": "0.2"}, "95.00"),
     ]
-    page = write_sweep(tmp_path, "rates", results, "top1", "bash it").read_text()
-    assert "85.00 ± 7.07" in page
-    assert "<b>" not in page
-    assert page.count("<polyline") == 3
-    assert [row.values["learning-rate"] for row in rows_of(results[:3], "loss")] == ["0.1", "<b>"]  # the lower one
-    lines = (tmp_path / "sweep.csv").read_text().splitlines()
+    lower = dataclasses.replace(running, trials=running.trials[:3], best_by="loss")
+    assert [row.values["learning-rate"] for row in rows_of(lower)] == ["0.1", "0.2"]
+    running.folder.mkdir(parents=True)
+    lines = write_table(running).read_text().splitlines()
     assert lines[0] == "run,learning-rate,seed,epochs,top1,state,seconds"
-    assert len(lines) == 5
-
-
-def test_folds_are_a_mean_and_a_deviation():
-    results = [
-        TrialResult(f"r-{fold}", {"fold": str(fold), "seed": "0"}, 9, score, "finished", 1.0)
-        for fold, score in ((1, 0.9), (2, 0.8))
+    assert lines[1:] == [
+        "rates-1,0.1,0,1,0.9,finished,0.0",
+        "rates-2,0.1,1,1,0.8,finished,0.0",
+        "rates-3,0.2,0,1,0.95,finished,0.0",
+        "rates-4,0.2,1,0,,finished,0.0",
     ]
-    assert [(row.values, row.score("top1")) for row in rows_of(results, "top1")] == [({}, "85.00 ± 7.07")]
+
+
+def test_folds_are_a_mean_and_a_deviation(tmp_path):
+    running = prepare(Sweep("cross", (*WORDS, f"--log-dir={tmp_path}", "--folds=2"), ("fold=1,2",)))
+    acted(running, [[0.9], [0.8]], ["finished"] * 2)
+    assert [(row.values, row.score("top1")) for row in rows_of(running)] == [({}, "85.00 ± 7.07")]
 
 
 def test_the_state_survives_what_is_no_state(actor):
@@ -305,41 +279,6 @@ def test_the_state_survives_what_is_no_state(actor):
         prepare(asked)
 
 
-def test_tasks_of_an_array_train_one_trial_each(actor):
-    asked = made(actor, "learning-rate=0.01,0.02,0.03")
-    for number in (3, 1):
-        assert [trial.number for trial in prepare(asked).run(1, only=number)] == [number]
-    assert [trial.state for trial in prepare(asked).trials] == ["finished", "waiting", "finished"]
-    with pytest.raises(UserError, match="--trial 4: the sweep has 3 trials"):
-        next(prepare(asked).run(1, only=4))
-
-
-def test_halving_as_arrays_trains_what_the_sweep_itself_would(actor, monkeypatch):
-    """An array for each rung, its tasks in any order; node failures are trials without a state."""
-    monkeypatch.setenv("RUNGS", "1 3")
-    rates = "learning-rate=" + ",".join(map(str, [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.5, 0.08]))
-    at_once, asked = (made(actor, rates, name=name, halving=3) for name in ("at-once", "rates"))
-    expected = prepare(at_once)
-    list(expected.run(3))
-
-    def array(*tasks: int) -> list[int]:
-        return [number for number in tasks if list(prepare(asked).run(1, only=number))[-1].state != "paused"]
-
-    assert array(9, 2, 3, 4, 1, 6, 7, 8) == [8]
-    with pytest.raises(UserError, match=r"rates-5 is not at the end of epoch 1, where .* submit its task again"):
-        array(9)
-    array(5)
-    assert [trial.epochs for trial in prepare(asked).trials] == [1] * 7 + [0, 1]
-    for order in (range(9, 0, -1), range(1, 10), range(1, 10)):  # the last array is one too many
-        array(*order)
-    found = prepare(asked)
-    assert [(one.epochs, one.score, one.state) for one in found.trials] == [
-        (one.epochs, one.score, one.state) for one in expected.trials
-    ]
-    assert (actor / "runs" / "rates-9" / "starts").read_text().split() == ["0", "1", "3"]
-    assert best_of(found) == "0.08"
-
-
 def test_rungs_compare_their_own_epochs_and_a_later_failure_is_tried_again(tmp_path):
     running = prepare(made(tmp_path, "learning-rate=0.01,0.02,0.03,0.04", halving=2))
     scores = [
@@ -349,7 +288,7 @@ def test_rungs_compare_their_own_epochs_and_a_later_failure_is_tried_again(tmp_p
         [0.4],
     ]  # 1 went too far, 4 failed early
     acted(running, scores, ["paused", "paused", "exit code 1: error", "exit code 1: error"])
-    assert [trial.number for trial in running._better(running.trials, 3)] == [3, 2]
+    assert [trial.number for trial in running._better(running._arrived(running.trials, 3), running.trials)] == [3, 2]
 
 
 FAILS, NO = "exit code 1: error", math.nan

@@ -44,7 +44,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         UserError: if the file is missing or malformed, a key is unknown, or its value wrong.
     """
     where = f"--config {path}"
-    return read_values(load_file(path, where), where)
+    return read_values(_load_file(path, where), where)
 
 
 def labels_of(where: str) -> dict[str, str]:
@@ -83,7 +83,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
     return values
 
 
-def load_file(path: Path, where: str, expected: str = PLAIN_LINES) -> dict[Any, Any]:
+def _load_file(path: Path, where: str) -> dict[Any, Any]:
     """Read a JSON or YAML file that may hold anything: it is read whole, at once, or refused in one line."""
     try:
         text = read_small_text(path, LARGEST_FILE)
@@ -95,14 +95,14 @@ def load_file(path: Path, where: str, expected: str = PLAIN_LINES) -> dict[Any, 
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         line = f", line {mark.line + 1}" if mark else ""
         raise UserError(
-            f"{where}{line}: {expected if problem == PLAIN_LINES else f'not valid YAML ({one_line(problem)})'}."
+            f"{where}{line}: {problem if problem == PLAIN_LINES else f'not valid YAML ({one_line(problem)})'}."
         ) from None
     except RecursionError:
-        raise UserError(f"{where}: values are nested too deeply; {expected}.") from None
+        raise UserError(f"{where}: values are nested too deeply; {PLAIN_LINES}.") from None
     except Exception as error:  # what YAML makes numbers, dates and bytes of raises nearly anything
         raise UserError(f"{where}: a value cannot be read ({one_line(error)}).") from None
     if not isinstance(content, dict):
-        raise UserError(f"{where}: {expected}.")
+        raise UserError(f"{where}: {PLAIN_LINES}.")
     return content
 
 
