@@ -2,8 +2,7 @@
 
 Without augmentation an image is the same in every epoch, and so is what a frozen network makes of it. Each image goes
 through it once, in the batches of an evaluation; from then on batches have features in the place of images. They have
-the batch size of the training, on which the last bit of a kernel's sums may depend. With augmentation it goes through
-it once for each of `--feature-views` V views, those of the first V epochs, and epoch e trains on view e mod V.
+the batch size of the training, on which the last bit of a kernel's sums may depend.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import nn
 from training.base.errors import AgreedError
 from training.base.units import format_duration
 from training.data.loader import Batch, Loader
-from training.data.sampler import COPY, BatchKey
+from training.data.sampler import BatchKey
 from training.data.transfer import to_device
 from training.engines.parameter_shards import WEIGHTS, fill_shards
 from training.loop import forward_all, seed_dropout
@@ -55,20 +54,17 @@ def cache_features(context: Run, loop: TrainContext) -> int:
     read: list[torch.Tensor] = []
     hook = head.register_forward_pre_hook(lambda _head, inputs: read.append(inputs[0]))
     loaders = (context.train_loader, context.val_loader)
-    sets = [SampleRows(loader, world, views) for loader, views in zip(loaders, (config.feature_views, 1), strict=True)]
-    images, often = sum(len(loader.dataset) for loader in loaders), "once"
-    if config.feature_views > 1:
-        often += f" for each of {config.feature_views} views"
-    context.loggers.message(f"features     {images} images go through the network {often}, before the first epoch")
+    sets = [SampleRows(loader, world) for loader in loaders]
+    images = sum(len(loader.dataset) for loader in loaders)
+    context.loggers.message(f"features     {images} images go through the network once, before the first epoch")
     engine.module.eval()
     for loader, features in zip(loaders, sets, strict=True):
-        for view in range(features.views):
-            with loop.timing.clock.evaluation, torch.no_grad():
-                once, add = loader.each_once(view), partial(_add, features, view, read)
-                stop_signal = forward_all(engine.outputs, once, add, context=loop, is_interruptible=True)
-            if stop_signal:
-                hook.remove()
-                return stop_signal
+        with loop.timing.clock.evaluation, torch.no_grad():
+            once, add = loader.each_once(), partial(_add, features, read)
+            stop_signal = forward_all(engine.outputs, once, add, context=loop, is_interruptible=True)
+        if stop_signal:
+            hook.remove()
+            return stop_signal
     context.freezer.start_epoch(only_head=False)
     difference = _take_either(context, head, sets[0], read)
     hook.remove()
@@ -76,11 +72,11 @@ def cache_features(context: Run, loop: TrainContext) -> int:
         loader.read_from(features.batch)
     if config.solver == "lbfgs":
         own = context.data.train.source.loss_weights
-        weights = sets[0].weights if own is None else sets[0].weights * own.repeat(config.feature_views)
+        weights = sets[0].weights if own is None else sets[0].weights * own
         solve_head(context, head, sets[0].values, weights)
     width, seconds = sets[0].values.shape[1], time.perf_counter() - begin
     context.loggers.message(
-        f"features     {images} images went through the network {often}, in "
+        f"features     {images} images went through the network once, in "
         f"{format_duration(seconds)}: the head trains on {width} numbers of each"
     )
     if difference:
@@ -91,13 +87,13 @@ def cache_features(context: Run, loop: TrainContext) -> int:
     return 0
 
 
-def _add(features: SampleRows, view: int, read: list[torch.Tensor], batch: Batch, _logits: torch.Tensor) -> None:
+def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: torch.Tensor) -> None:
     """Keep what the head has just read; a collective."""
     own = read.pop()
     if own.ndim != 2:
         shape = " x ".join(map(str, own.shape[1:]))
         raise AgreedError(f"--features cached: this head reads {shape} numbers, no vector: leave that out.")
-    features.add(view, batch, own)
+    features.add(batch, own)
 
 
 @torch.no_grad()
@@ -151,26 +147,24 @@ class SampleRows:
     Args:
         loader: of the images.
         world: the ranks that read different images.
-        views: how many of each image.
 
     Attributes:
-        values: [views x images, D] on the device, view by view.
-        weights: float32 [views x images], 0 for those that could not be read.
+        values: [images, D] on the device.
+        weights: float32 [images], 0 for those that could not be read.
         first: images and rows of this rank's first batch.
     """
 
-    def __init__(self, loader: Loader, world: World, views: int = 1) -> None:
-        self._source, self._world, self.views = loader.dataset.source, world, views
-        self._images = len(loader.dataset)
-        self.weights = torch.zeros(views * self._images)
+    def __init__(self, loader: Loader, world: World) -> None:
+        self._source, self._world = loader.dataset.source, world
+        self.weights = torch.zeros(len(loader.dataset))
         self.values = torch.empty(0)
         self.first: tuple[torch.Tensor, ...] = ()
 
-    def add(self, view: int, batch: Batch, own: torch.Tensor) -> None:
-        """Keep the rows [B, D] of all ranks' batches of one view; a collective."""
+    def add(self, batch: Batch, own: torch.Tensor) -> None:
+        """Keep the rows [B, D] of all ranks' batches; a collective."""
         if not self.first:
             self.first, self.values = (batch.images, own), own.new_zeros(len(self.weights), own.shape[1])
-        numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device) + view * self._images, -1)
+        numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device), -1)
         places = gather_rows(numbers, self._world).view(-1)
         # as bytes: gloo knows no bf16
         rows = gather_rows(own.contiguous().view(torch.uint8).view(-1), self._world).view(own.dtype)
@@ -179,17 +173,12 @@ class SampleRows:
         self.weights[places[is_read].cpu()] = 1.0
 
     def batch(self, key: BatchKey) -> Batch:
-        """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0.
-
-        The copies of an image that an epoch has more than once are of different views.
-        """
+        """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0."""
         indices, own = torch.from_numpy(key.indices), self._source.loss_weights
-        views = (key.epoch + key.draw_keys // COPY) % self.views
-        places = torch.from_numpy(key.indices + views * self._images)
         return Batch(
-            self.values.index_select(0, to_device(places, self.values.device)),
+            self.values.index_select(0, to_device(indices, self.values.device)),
             self._source.labels[indices],
-            torch.from_numpy(key.weights) * self.weights[places],
+            torch.from_numpy(key.weights) * self.weights[indices],
             indices,
             epoch=key.epoch,
             leaf=key.leaf,
@@ -208,8 +197,8 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
     Args:
         context: the run.
         head: a linear layer.
-        features: what it reads of each training image, [views x N, D].
-        weights: of the images' losses, float32 [views x N].
+        features: what it reads of each training image, [N, D].
+        weights: of the images' losses, float32 [N].
 
     Raises:
         UserError: on all ranks, if the head is no linear layer.
@@ -219,7 +208,7 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
     config, world, state = context.config, context.world, context.state
     if state.progress.epoch == config.epochs:
         return
-    labels = context.data.train.source.labels.repeat(config.feature_views)
+    labels = context.data.train.source.labels
     names = sorted(context.built.head_parameter_names, reverse=True)  # the weight comes first
     shapes = [(head.out_features, head.in_features), (head.out_features,)][: len(names)]
     solved = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

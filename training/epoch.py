@@ -53,13 +53,12 @@ def train_and_evaluate(context: Run, loop: TrainContext, saver: Saver) -> int:
             engine.buffers.average(world.data)
         if not stop_signal:
             evaluation_start = time.perf_counter()
-            raw = _evaluate_raw(context, loop)
             with context.averages.in_use():
                 with clock.evaluation:
                     scores = evaluate(engine, context.val_loader, loop, is_interruptible=True)
                 if isinstance(scores, Scores):
                     seconds = time.perf_counter() - evaluation_start
-                    write_weights = _end_epoch(context, loop, result, scores, raw, seconds)
+                    write_weights = _end_epoch(context, loop, result, scores, seconds)
                     is_last = state.progress.epoch == context.config.epochs
                     context.contents.after_epoch(context.position, is_last_chance=first_step == 0 or is_last)
                 else:
@@ -71,22 +70,11 @@ def train_and_evaluate(context: Run, loop: TrainContext, saver: Saver) -> int:
     return stop_signal
 
 
-def _evaluate_raw(context: Run, loop: TrainContext) -> Scores | None:
-    """Return the scores of the weights that are no average, if they are wanted and no signal came; a collective."""
-    if not context.config.raw_accuracy:
-        return None
-    with loop.timing.clock.evaluation:
-        scores = evaluate(context.state.engine, context.val_loader, loop, is_interruptible=True)
-    # After a signal the evaluation of the average, which begins next, ends as well.
-    return scores if isinstance(scores, Scores) else None
-
-
 def _end_epoch(
     context: Run,
     loop: TrainContext,
     result: EpochResult,
     scores: Scores,
-    raw: Scores | None,
     evaluation_seconds: float,
 ) -> Callable[[], None] | None:
     """Log an epoch and count it; if it is the best so far, return what writes its weights. A collective."""
@@ -126,7 +114,6 @@ def _end_epoch(
         train_loss=train_loss,
         train_top1=train_scores.top1 if is_trained else None,
         validation=scores,
-        raw=raw,
         images_per_second=result.images_per_second,
         data_wait_share=result.data_wait_share,
         seconds=result.seconds,

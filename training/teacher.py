@@ -9,7 +9,6 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -164,7 +163,7 @@ def keep_answers(context: Run, loop: TrainContext) -> int:
         return 0
     rows = SampleRows(loader, world)
     with loop.timing.clock.evaluation:
-        once, add = loader.each_once(), partial(rows.add, 0)
+        once, add = loader.each_once(), rows.add
         if stop_signal := forward_all(teacher.answers, once, add, context=loop, is_interruptible=True):
             return stop_signal
     images, answers = (part.flip(0) for part in rows.first)

@@ -46,7 +46,6 @@ def single_run_charts(history: History) -> list[Chart]:
         _line(history, "train_top1", "training top-1", 1),
         _line(history, "val_top1", "validation top-1", 2),
         _line(history, "val_top5", "validation top-5", 3),
-        _line(history, "raw_top1", "validation top-1 without the average", 4),
         *([] if name in IN_EVERY_LINE else [_line(history, "score", f"validation {label}", 5)]),
     ]
     charts = [

@@ -76,23 +76,6 @@ def test_a_cached_run_and_one_that_goes_on_have_the_same_bytes(source):
         assert (folder / "runs" / f"{name}-resumed" / WEIGHTS).read_bytes() == (computed / WEIGHTS).read_bytes()
 
 
-def test_views_are_the_epochs_that_a_computed_run_sees(source):
-    """As many epochs as views leave the bytes of a run that augments every image anew."""
-    folder, flags = source
-    given = ("--model-type", "basic_cnn", "--batch-size", "32", *HEAD, *flags[:-2], "--augmentation", "shift")
-    given += ("--random-erasing", "0.3")
-    for name, more in (("moved", ()), ("views", (*CACHED, "--feature-views", "2"))):
-        done = train_here(*given, *more, "--run-name", name)
-        assert done.returncode == 0, done.stderr
-    assert "1797 images went through the network once for each of 2 views" in done.stdout
-    moved, views = (folder / "runs" / name for name in ("moved", "views"))
-    assert (moved / WEIGHTS).read_bytes() == (views / WEIGHTS).read_bytes()
-    assert scores(moved) == scores(views)
-    done = train_here(*given, *SOLVED, "--feature-views", "2", "--run-name", "solved-views")
-    assert done.returncode == 0, done.stderr
-    assert "the head's optimum over 2874 images" in done.stdout
-
-
 SOLVED = (*CACHED, "--tune", "head", "--solver", "lbfgs", "--weight-decay", "0.01", "--label-smoothing", "0")
 
 

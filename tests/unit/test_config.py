@@ -241,7 +241,6 @@ def test_order_is_preset_file_command_line(tmp_path):
         ("schedule: wsd\ndecay-epochs: 40", "--epochs 300", "--epochs 39"),
         ("mixup: 0.2\nmixup-off-epochs: 40", "--preset resnet50-rsb-a2", "--epochs 39"),
         ("tune: lora:8", "--pretrained --model-type timm:resnet18", "--model-type timm:resnet18"),
-        ("raw-accuracy: true", "--ema 0.99", "--ema 0"),
         ("bce-target-threshold: 0.2", "--loss bce", "--loss cross_entropy"),
     ],
 )

@@ -306,7 +306,7 @@ def test_logged_fields_are_documented() -> None:
     fields = {field.name for point in (StepPoint, EpochPoint, RunPoint) for field in dataclasses.fields(point)}
     fields |= {*DeviceUse._fields}
     # Scores have their split's name in front, the device's fields their own names.
-    assert named_in(DOCS / "runs.md") >= fields - {"validation", "raw", "class_names", "device"} | {"raw_top1"}
+    assert named_in(DOCS / "runs.md") >= fields - {"validation", "class_names", "device"}
     tags = set(re.findall(r'"((?:train|speed|memory|epoch)/\w+)"', sources()))
     assert named_in(DOCS / "runs.md") >= set(SPANS)
     assert tags

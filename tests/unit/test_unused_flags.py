@@ -28,7 +28,6 @@ CASES = {  # a value, and what gives it an effect
     "head_epochs": (1, {"model_type": "mobilenet_finetuned"}),
     "backbone_learning_rate_scale": (0.2, {"model_type": "mobilenet_finetuned"}),
     "ensemble_members": ("vgg,mobilenet", {"model_type": "ensemble"}),
-    "feature_views": (2, {"features": "cached"}),
     "mixup": (0.4, PAIRS),
     "cutmix": (1.0, PAIRS),
     "mixup_probability": (0.5, PAIRS | {"cutmix": 1.0}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from timm.optim import Lookahead, create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from delivery.evaluate import evaluate
 from tests.rounding import ROUNDING, assert_same_but_rounding
 from training.config import TrainConfig
 from training.engines.build_engine import build_engine
@@ -19,6 +21,7 @@ from training.engines.model_buffers import AVERAGE
 from training.engines.parameter_shards import gather_weights
 from training.engines.strategies import plan_of
 from training.recipe.optimizer import build_optimizer
+from training.run import run
 from training.steps.weight_average import EMA, WeightAverages, ema_decay_at
 
 DECAY = 0.7  # reached at the seventh step
@@ -167,3 +170,18 @@ def test_a_run_without_averages_has_none_in_its_state(tmp_path: Path):
     after = engine.state()
     assert (after.moment_kinds, after.buffers.keys()) == (before.moment_kinds, before.buffers.keys())
     assert {kind for shard in after.shards for kind in shard.tensors} == {"weights", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_average_is_scored_and_exported(tmp_path):
+    scores = {}
+    for name, ema in (("plain", 0.0), ("average", 0.9)):
+        recipe = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 2}
+        output = {"progress": "off", "tensorboard": False, "report": False, "log_dir": str(tmp_path), "run_name": name}
+        assert run(TrainConfig(ema=ema, **recipe, **output)) == 0
+        lines = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        scores[name] = [(line["val_top1"], line["val_loss"]) for line in lines if line["kind"] == "epoch"]
+    assert scores["average"] != scores["plain"]
+    best = max(scores["average"], key=lambda one: one[0])
+    exported = evaluate(tmp_path / "runs" / "average", split="val", output=None)
+    assert exported["top1"] == pytest.approx(best[0], abs=1e-12)
+    assert exported["loss"] == pytest.approx(best[1], rel=ROUNDING)

@@ -124,7 +124,6 @@ class EpochPoint:
         score: its value.
         lowest_recall: of the classes that have validation images.
         lowest_recall_class: the first class that has it.
-        raw: scores of the weights themselves if `validation` are those of their average and `--raw-accuracy` is on.
     """
 
     epoch: int
@@ -145,7 +144,6 @@ class EpochPoint:
     score: float
     lowest_recall: float
     lowest_recall_class: str
-    raw: Scores | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,6 @@ def epoch_line(point: EpochPoint) -> str:
     """Return the line of an epoch on the console and in the text log."""
     scores = point.validation
     mark = "  diverged" if point.diverged else "  best" if point.is_best else ""
-    raw = f"  raw top-1 {percent(point.raw.top1)}" if point.raw else ""
     chosen = ""
     if point.best_by not in IN_EVERY_LINE:
         lowest = f"{percent(point.lowest_recall)} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
@@ -183,7 +180,7 @@ def epoch_line(point: EpochPoint) -> str:
         speed = ""
     return (
         f"epoch {point.epoch}/{point.epochs}  {loss}val loss {scores.loss:.4f}  "
-        f"top-1 {percent(scores.top1)}  top-5 {percent(scores.top5)}{chosen}{raw}{speed}{mark}"
+        f"top-1 {percent(scores.top1)}  top-5 {percent(scores.top5)}{chosen}{speed}{mark}"
     )
 
 

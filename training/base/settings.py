@@ -76,10 +76,7 @@ class RunSettings:
     features: Literal["computed", "cached"] = option(
         "computed",
         "--tune head: what the head reads of an image; cached: computed once, before the first epoch: the same weights "
-        "sooner, with --augmentation none, or the first --feature-views epochs' images over and over.",
-    )
-    feature_views: int = option(
-        1, "--features cached: views of each image, augmented as in so many epochs.", low=1, high=1000
+        "sooner, with --augmentation none.",
     )
     solver: Literal["steps", "lbfgs"] = option(
         "steps",

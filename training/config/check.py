@@ -56,14 +56,10 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
     "{features}": (
         lambda config: config.features == "cached",
         {"tune": ("head",)}
-        | _only(0, "mixup", "cutmix")
+        | {"augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
+        | _only(0, "mixup", "cutmix", "color_jitter", "random_erasing")
         | _only("", "progressive_size", "distill")
         | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED, "pipeline_parallel": (1,)},
-    ),
-    "{features} with a single view ({feature_views})": (  # a default, which decides only with the other flag
-        lambda config: config.features == "cached" and config.feature_views == 1,
-        {"augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
-        | _only(0, "color_jitter", "random_erasing"),
     ),
     "{solver}": (
         lambda config: config.solver == "lbfgs",
@@ -249,8 +245,6 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         yield f"{given['outer_delay']}: expected less than {given['local_steps']}, when the next differences are sent."
     if config.learning_rate == "auto" and config.base_batch_size:
         yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto tries those of this batch."
-    if config.raw_accuracy and not config.ema:
-        yield f"{of['raw_accuracy']} compares with {of['ema']}: give both, or none."
     if config.mixup_off_epochs > config.epochs:
         yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {plural(config.epochs, 'epoch')} only."
     if config.whitened_stem and _has_weights(config):
@@ -390,7 +384,6 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
     "temperature": lambda config: config.is_contrastive,
     "teacher_classes": lambda config: bool(config.teacher),
-    "feature_views": lambda config: config.features == "cached",
     **dict.fromkeys(
         ("islands", "outer_learning_rate", "outer_momentum", "outer_precision", "outer_delay"),
         lambda config: config.has_islands,

@@ -82,13 +82,10 @@ class Loader:
         read = self._read(keys) if self._from_memory is None else map(self._from_memory, keys)
         return batches_on_device(read, self.dataset, self._device)
 
-    def each_once(self, epoch: int = 0) -> Loader:
-        """Return a loader of each sample once, as augmented in an epoch.
-
-        What it finds out about the images is found out by this one, too.
-        """
+    def each_once(self) -> Loader:
+        """Return a loader of each sample once; what it finds out about the images is found out by this one, too."""
         plan, other = self._plan, copy.copy(self)
-        other._plan = EvaluationPlan(len(self.dataset), plan.batch_size_per_rank, plan.world_size, augmented_as=epoch)
+        other._plan = EvaluationPlan(len(self.dataset), plan.batch_size_per_rank, plan.world_size)
         return other
 
     def read_from(self, batch_of: Callable[[BatchKey], Batch]) -> None:

@@ -181,14 +181,12 @@ class EvaluationPlan:
         batch_size_per_rank: Samples B of one batch.
         world_size: Ranks R.
         stride: From a sample to the next, in positions of the data set.
-        augmented_as: The epoch that decides the augmentation, if the set has any.
     """
 
     num_samples: int
     batch_size_per_rank: int
     world_size: int
     stride: int = 1
-    augmented_as: int = 0
 
     @property
     def batches_per_rank(self) -> int:
@@ -201,7 +199,7 @@ class EvaluationPlan:
             batch = step * self.world_size + rank
             positions = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
             indices = positions % self.num_samples * self.stride
-            yield BatchKey(self.augmented_as, indices, (positions < self.num_samples).astype(np.float32), indices)
+            yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)
 
 
 def build_plan(config: DataSettings, source: Source, world_size: int, views: int = 1, islands: int = 1) -> BatchPlan:

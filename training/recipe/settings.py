@@ -80,9 +80,6 @@ class RecipeSettings(RunSettings):
         low=0,
         high=0.999999,
     )
-    raw_accuracy: bool = option(
-        False, "With --ema, evaluate the weights themselves too after each epoch, to compare; it takes twice the time."
-    )
     lookahead: int = option(
         0, "Steps between two pulls of the weights halfway back to slow ones (timm's default is 6); 0: none.", low=0
     )

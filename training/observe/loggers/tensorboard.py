@@ -59,8 +59,6 @@ class TensorBoardLogger(RunLogger):
             "epoch/val_top5": point.validation.top5,
             "epoch/val_lowest_recall": point.lowest_recall,
             f"epoch/val_{point.best_by}": point.score,
-            "epoch/raw_loss": point.raw.loss if point.raw else None,
-            "epoch/raw_top1": point.raw.top1 if point.raw else None,
         }
         self._write_scalars(scalars, point.epoch)
         details, classes = point.validation.details, len(point.class_names)

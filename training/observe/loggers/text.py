@@ -119,10 +119,8 @@ class EventLogger(RunLogger):
 
     def epoch(self, point: EpochPoint) -> None:
         scores = point.validation
-        values = {key: value for key, value in vars(point).items() if key not in ("validation", "class_names", "raw")}
+        values = {key: value for key, value in vars(point).items() if key not in ("validation", "class_names")}
         values |= {"val_loss": scores.loss, "val_top1": scores.top1, "val_top5": scores.top5}
-        if point.raw is not None:
-            values |= {"raw_loss": point.raw.loss, "raw_top1": point.raw.top1}
         self.event("epoch", values | {"val_samples": scores.samples})
 
     def end(self, point: RunPoint) -> None:
