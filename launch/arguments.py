@@ -28,8 +28,6 @@ from training.engines.deepspeed_config import read_strategy_json
 
 ENTRY = str(REPO_ROOT / "scripts/train_distributed.py")
 DOCTOR = str(REPO_ROOT / "scripts/doctor.py")
-# They used to choose something, and the value that they may still have.
-REMOVED_VARIABLES = {"LAUNCHER": "direct", "RENDEZVOUS": "static", "REMOTE_SHELL": "ssh"}
 LARGEST = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
 LARGEST |= {name: int(FIELDS[name].metadata["high"]) for name in ("batch_size", "epochs")}
 WORD_OF = {"--model-type": "model", "--strategy": "strategy", "--batch-size": "batch_size", "--epochs": "epochs"}
@@ -185,12 +183,6 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
         if (name, positional[name]) != ("batch_size", "auto"):
             whole_number(name, positional[name], 1, LARGEST[name], " or auto" if name == "batch_size" else "")
     check_launched_strategy(positional["strategy"])
-    for variable, only in REMOVED_VARIABLES.items():
-        if (value := environment.get(variable) or only) != only:
-            raise UserError(
-                f"{variable} {shown(value)}: that choice is gone. Unset {variable}, or start the ranks by hand: "
-                "torchrun or deepspeed, scripts/train_distributed.py, and its flags (docs/guide.md)."
-            )
     settings = {flag_of(name): SETTINGS[flag_of(name)] for name in launcher.settings.split()}
     own, flags = _take_settings(arguments[len(names) :], settings)
     _check_words(positional, flags)

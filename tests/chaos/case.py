@@ -42,7 +42,7 @@ SURVIVAL_FLAGS = (
     *("--max-restarts", "1000", "--hang-timeout", str(HANG_SECONDS)),
 )
 # What would change a launch: another launch's variables, or the user's choices.
-DROPPED_VARIABLES = {"MASTER_PORT", "LAUNCHER", "DRY_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE", LAUNCH_MARK}
+DROPPED_VARIABLES = {"MASTER_PORT", "DRY_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE", LAUNCH_MARK}
 
 
 class OracleError(Exception):

@@ -19,7 +19,7 @@ TOOLS = ("ip", "nft", "nsenter", "unshare", "sshd")
 SLURM_TOOLS = ("sbatch", "slurmctld", "slurmd", "munged")
 DAEMONS = {"munged", "slurmd", "slurmctld", "slurmscriptd"}
 NOT_PASSED = ("SLURM_", "SBATCH_")
-NOT_PASSED_NAMES = {"CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "STOP_TIMEOUT", "MAX_RESTARTS"}
+NOT_PASSED_NAMES = {"CUDA_VISIBLE_DEVICES", "MASTER_PORT", "HOSTFILE", "STOP_TIMEOUT", "MAX_RESTARTS"}
 
 
 def missing(tools: tuple[str, ...] = TOOLS) -> str:

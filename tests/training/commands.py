@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 600
 
 def environment() -> dict[str, str]:
     """The user's environment, with this Python's tools first, as the launchers arrange it."""
-    dropped = ("MASTER_PORT", "LAUNCHER", "DRY_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    dropped = ("MASTER_PORT", "DRY_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
 

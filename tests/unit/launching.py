@@ -115,8 +115,7 @@ def parse_args(words):
 
 def environment(**changes: str) -> dict[str, str]:
     """A clean environment: this Python's tools first, no GPU unless a test pretends one."""
-    dropped = {"CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "OMP_NUM_THREADS", "STOP_TIMEOUT"}
-    dropped |= {"MAX_RESTARTS", "RENDEZVOUS", "REMOTE_SHELL"}
+    dropped = {"CUDA_VISIBLE_DEVICES", "MASTER_PORT", "HOSTFILE", "OMP_NUM_THREADS", "STOP_TIMEOUT", "MAX_RESTARTS"}
     kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("SLURM_")}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"} | changes
 

@@ -63,12 +63,6 @@ def test_auto_says_why_it_takes_deepspeed():
     assert note_engine("deepspeed", "deepspeed", *asked) == note_engine("auto", "torch", *asked) == []
 
 
-def test_the_engines_former_name_means_it_with_a_note():
-    asked = (plan_of("fsdp_stage3", 2), {}, model(SMALL))
-    assert resolve_engine("native", *asked) == "torch"
-    assert note_engine("native", "torch", *asked) == ["--engine native is --engine torch"]
-
-
 @pytest.mark.parametrize(
     ("plan", "keys", "named"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,6 @@ from small_checkpoints import (
     MOMENTS,
     SHAPES,
     PretendedRank,
-    forge_manifest,
     holds_weights_of,
     newest,
     write_checkpoint,
@@ -28,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
 from training.base import atomic_write
 from training.base.atomic_write import unfinished
-from training.base.errors import AgreedError, UserError
+from training.base.errors import UserError
 from training.base.progress import Progress
 from training.checkpoint import manifest as manifest_module
 from training.checkpoint import shards, store
@@ -42,7 +40,7 @@ from training.checkpoint.manifest import (
 )
 from training.checkpoint.restore import TrainState, restore
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
-from training.checkpoint.store import checkpoint_name, choose, discard, find_candidates, temporary_folder
+from training.checkpoint.store import checkpoint_name, discard, find_candidates, temporary_folder
 from training.engines.parameter_shards import EngineState, ParameterShard
 from training.observe.scores import ScoreSums
 from training.world.world import World
@@ -54,14 +52,6 @@ OLD, NEW = Progress(epoch=0, step=1), Progress(epoch=1, step=2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_weights_and_moments_come_out_whole(tmp_path, ranks):
     assert_whole(write_checkpoint(tmp_path, NEW, ranks=ranks))
-
-
-def test_a_checkpoint_of_format_1_is_refused_and_stays(tmp_path):
-    path = write_checkpoint(tmp_path, NEW)
-    forge_manifest(path, lambda content: content.update(format="zerovision checkpoint 1"))
-    with pytest.raises(AgreedError, match=r"^checkpoint .* is of format 1, .*git checkout [0-9a-f]{7}.*--weights\.$"):
-        choose([path], ALONE)
-    assert path.is_dir()
 
 
 def assert_whole(path):
@@ -196,15 +186,6 @@ def test_a_manifest_comes_out_as_it_went_in(tmp_path):
     )
     write_manifest(tmp_path, given)
     assert read_manifest(tmp_path) == given
-
-
-def test_a_manifest_that_knows_nothing_but_top1_goes_on(tmp_path):
-    write_manifest(tmp_path, Manifest(Progress(3, best_score=0.25), {}, {}, 0, None, {}, (ShardFacts(1, "0"),)))
-    path = tmp_path / manifest_module.MANIFEST_FILE
-    content = json.loads(path.read_text().replace("best_score", "best_top1"))
-    del content["sha256"]
-    path.write_text(json.dumps(content | {"sha256": manifest_module._digest(content)}))
-    assert read_manifest(tmp_path).progress == Progress(3, best_score=0.25)
 
 
 # Kills at every step of a commit.

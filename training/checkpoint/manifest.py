@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from training.base.atomic_write import sync_to_disk
-from training.base.errors import AgreedError, one_line
+from training.base.errors import one_line
 from training.base.progress import Progress
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "zerovision checkpoint 2"
-FORMER_FORMAT = "zerovision checkpoint 1"
 LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
 MOST_SHARDS = 100_000
 LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
@@ -88,14 +87,13 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpoint: if it is missing, damaged or not ours.
-        AgreedError: if it is of the former format; every rank reads the same file.
     """
     path = folder / MANIFEST_FILE
     try:
         if file_size(path) > LARGEST_MANIFEST:
             raise DamagedCheckpoint(f"{MANIFEST_FILE} is larger than {LARGEST_MANIFEST >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
-        is_ours = isinstance(content, dict) and content.get("format") in (FORMAT, FORMER_FORMAT)
+        is_ours = isinstance(content, dict) and content.get("format") == FORMAT
         is_unchanged = is_ours and content.pop("sha256", None) == _digest(content)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}") from None
@@ -105,11 +103,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is not of the format '{FORMAT}'")
     if not is_unchanged:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not match")
-    if content["format"] == FORMER_FORMAT:
-        raise AgreedError(
-            f"checkpoint {folder} is of format 1, which versions up to 2026-11-26 read (git checkout 97fcc55): go on "
-            "with one of them, which saves format 2, or start a new run from the old one's weights, with --weights."
-        )
     try:
         return _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -130,10 +123,7 @@ def file_size(path: Path) -> int:
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    position = dict(content["progress"])
-    if "best_top1" in position:  # of a version that chose by nothing else
-        position["best_score"] = position.pop("best_top1")
-    progress = Progress(**position)
+    progress = Progress(**content["progress"])
     counts = dataclasses.asdict(progress)
     best_score = counts.pop("best_score")
     if not (math.isfinite(best_score) and best_score <= 1):

@@ -32,7 +32,7 @@ DESTINATIONS = ("tensorboard", *TRACKERS)
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 Values = dict[str, tuple[object, ...]]
-OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto", "native"), ("off", "auto"), ("cross_entropy", "bce")
+OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto"), ("off", "auto"), ("cross_entropy", "bce")
 
 
 def check_launched_strategy(name: str) -> None:

@@ -25,7 +25,6 @@ ENGINES = {
 # The torch engine, if the model is cut, or has members.
 PIPELINED = ("training.engines.pipeline.engine", "PipelineEngine")
 OF_MEMBERS = ("training.engines.pipeline.members", "MembersEngine")
-FORMER_NAMES = {"native": "torch"}
 
 
 def resolve_engine(engine: str, plan: ParallelPlan, strategy_json: Mapping[str, Any], module: nn.Module) -> str:
@@ -42,7 +41,6 @@ def resolve_engine(engine: str, plan: ParallelPlan, strategy_json: Mapping[str, 
     Raises:
         UserError: if an engine is asked for something that it does not do.
     """
-    engine = FORMER_NAMES.get(engine, engine)
     if engine == "auto" and plan.replicas == plan.tensor_parallel == 1:
         return "deepspeed" if reasons_for_deepspeed(plan, strategy_json, module) else "torch"
     if engine in ("auto", "torch"):
@@ -66,8 +64,6 @@ def note_engine(
     asked: str, engine: str, plan: ParallelPlan, strategy_json: Mapping[str, Any], module: nn.Module
 ) -> list[str]:
     """Return a note if the engine is another than the words say, or DeepSpeed; arguments as of `resolve_engine`."""
-    if asked in FORMER_NAMES:
-        return [f"--engine {asked} is --engine {engine}"]
     if asked != "auto" or engine != "deepspeed":
         return []
     reasons = ", ".join(reasons_for_deepspeed(plan, strategy_json, module))

@@ -19,10 +19,10 @@ class EngineSettings(DataSettings):
     offload: Literal["none", "optimizer", "all"] = option(
         "none", "Keep optimizer state (stages 2, 3) or parameters too (all: stage 3) in CPU memory; about 30 % slower."
     )
-    engine: Literal["auto", "deepspeed", "native", "torch"] = option(
+    engine: Literal["auto", "deepspeed", "torch"] = option(
         "auto",
         "What shards the training state; auto: torch, whose bytes do not depend on the number of ranks, or deepspeed "
-        "for what it alone does. native: an older name of torch.",
+        "for what it alone does.",
     )
     tensor_parallel: int = option(
         1,
