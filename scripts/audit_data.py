@@ -1,4 +1,4 @@
-"""Look for mistakes in a data set: the same image in two parts, or under two labels, copies that were changed.
+"""Look for mistakes in a data set: the same scene in two parts, or under two labels, copies that were changed.
 
 python scripts/audit_data.py ~/photos                                  # writes logs/audits/photos
 python scripts/audit_data.py ~/photos --output ~/photos-audit

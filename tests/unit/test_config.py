@@ -24,6 +24,7 @@ from training.config.command_line import parse_args
 from training.config.file import read_config_file
 from training.config.values import field_types, launch_command
 from training.launched_run import launch_words
+from training.messages import _of_the_network
 from training.observe.new_run import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,12 @@ def test_order_is_default_file_command_line(tmp_path):
 )
 def test_the_learning_rate_is_the_networks_unless_one_is_given(words, rate):
     assert parse_args(words.split())[0].learning_rate == rate
+
+
+def test_the_start_says_whose_learning_rate_it_is():
+    assert _of_the_network(TrainConfig(learning_rate=0.003)) == " (the default of mobilenet from random weights)"
+    assert _of_the_network(TrainConfig(learning_rate=0.001)) == ""
+    assert _of_the_network(TrainConfig(model_type="basic_cnn")) == ""
 
 
 def test_the_rate_of_a_network_survives_the_command_that_is_printed():
