@@ -248,7 +248,7 @@ def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: dict[s
     if seen_as is None:
         zeros, ones = ([value] * config.image_channels for value in (0.0, 1.0))
         seen_as = {"image_size": LOOKED_AT_PIXELS, "mean": zeros, "std": ones, "interpolation": "bilinear"}
-    return _data_options(seen_as, config, choice, choice.data)
+    return dataclasses.replace(_data_options(seen_as, config, choice, choice.data), task=config.task)
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:

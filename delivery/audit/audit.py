@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,6 @@ from training.checkpoint.weights import load_model
 from training.config import REPO_ROOT, TrainConfig
 from training.data import load_data
 from training.data.datasets import DatasetPair
-from training.data.label_sets import SEPARATOR
 from training.data.settings import MULTILABEL
 from training.data.values import values_of
 from training.observe.neighbours import MOST_COMPARED, votes
@@ -81,12 +78,7 @@ def audit(
     trained = load_model(model.weights) if model else None
     seen_as = trained[1]["preprocessing"] if trained else None
     options = audit_options(config, EvaluationChoice(data, data_root=data_root, max_megapixels=max_megapixels), seen_as)
-    several = replace(options, task=MULTILABEL)
-    datasets = load_data(several) if config.task == MULTILABEL else load_data(options)
-    if not model and os.path.isdir(os.path.expanduser(data)):
-        with suppress(UserError):  # an image is linked into two parts: that will be found
-            linked = load_data(several)
-            datasets = linked if any(SEPARATOR in name for name in linked.label_names) else datasets
+    datasets = load_data(options)
     if is_published:
         trained = _published(run, datasets)
         seen_as = trained[1]["preprocessing"]

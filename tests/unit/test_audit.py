@@ -150,27 +150,6 @@ def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkey
     assert not {"00.png", "01.png", "conflict.png", "torn.jpg"} & kept.keys()  # in training, contradictions, broken
 
 
-def test_an_image_of_a_folder_that_links_put_into_several_classes_is_no_conflict(tmp_path, capsys):
-    root, output = tmp_path / "photos", tmp_path / "audit"
-    for number, image in enumerate(scenes(24)):
-        own = ("ant", "bee") if number % 3 == 0 else (("ant", "bee")[number % 2],)
-        for name in own:
-            (root / name).mkdir(parents=True, exist_ok=True)
-        image.save(root / f"{number:02}.png")
-        for name in own:
-            (root / name / f"{number:02}.png").symlink_to(f"../{number:02}.png")
-    shutil.copy(root / "00.png", root / "bee" / "copy.png")  # 00 is ant and bee
-    facts = audit(str(root), output=str(output))
-    assert {one["kind"] for one in json.loads((output / "audit.json").read_text())["findings"]} <= {"conflict", "leak"}
-    fixes = list(csv.DictReader((output / "fixes.csv").open(newline="")))
-    assert {row["path"].rpartition("/")[2] for row in fixes} == {"00.png", "copy.png"}
-    assert "8 images are linked into several class folders, 0 into none" in facts["notes"]
-    assert "fixed.csv --task multilabel" in capsys.readouterr().out
-    again = load_data(DataOptions(data=str(output / "fixed.csv"), task="multilabel"))
-    assert sorted(again.label_names) == ["ant", "ant;bee", "bee"]
-    assert sum(map(len, again.parts.values())) == 23  # 24 and a copy, less both of the contradiction
-
-
 def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path, capsys):
     output = tmp_path / "audit"
     audit(str(photos), output=str(output))

@@ -222,12 +222,11 @@ def unknown_entries(path, scan=os.scandir):
     ("read", "least"),
     [
         (lambda root: load_data(DataOptions(data=str(root))).fingerprint, 20),
-        (lambda root: load_data(DataOptions(data=str(root), task="multilabel")).fingerprint, 20),
         (lambda root: list(_list_images(str(root), [".png"])), 10),
         (lambda root: archives._find(root, ".png"), 2),
         (lambda root: find_dataset(str(root)), 1),
     ],
-    ids=["folder", "linked folder", "predict", "archives", "data"],
+    ids=["folder", "predict", "archives", "data"],
 )
 def test_what_an_entry_is_is_asked_again(tmp_path, monkeypatch, waits, read, least):
     """Whichever question it is that the server does not answer."""

@@ -6,7 +6,7 @@ import csv
 import importlib
 import io
 import json
-import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,6 +18,7 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
 from test_evaluate_predict import ROOT, call
 
+from delivery.audit.audit import audit
 from delivery.export.export_job import ExportSettings
 from delivery.export.export_model import export_model
 from delivery.model_card import write_model_card
@@ -121,119 +122,16 @@ def test_scikit_learn_is_imported_before_the_first_step(tables, tmp_path, monkey
     assert ("sklearn.metrics" in before) == (task == "multilabel")
 
 
-def test_data_without_paths_is_refused():
-    with pytest.raises(UserError, match="--task multilabel reads folders and tables of paths, not --data digits"):
-        load_data(DataOptions(task="multilabel"))
-
-
-@pytest.fixture(params=["beside", "hidden", "outside", "classes"])
-def linked(request, tables, tmp_path) -> tuple[Path, Path]:
-    """(folder whose images are linked into class folders, table of the same paths and labels).
-
-    The files lie beside the class folders, in a hidden folder, elsewhere, or in the last of their class folders.
-    """
-    folder, rows = tmp_path / "linked", []
-    for number, row in enumerate(csv.DictReader(tables["colours"].open())):
-        own = sorted(name.strip() for name in row["colours"].split(";") if name.strip())
-        places = [folder / name for name in own] or [folder]
-        kinds = {"hidden": folder / ".files", "outside": tmp_path / "elsewhere", "classes": places[-1]}
-        files = kinds.get(request.param, folder)
-        for place in (files, *places):
-            place.mkdir(parents=True, exist_ok=True)
-        image = Path(shutil.copy(tables["colours"].with_name(row["path"]), files))
-        links = [place / image.name for place in places if place != files]
-        for link in links:
-            if number % 3 == 0 and request.param != "hidden":
-                link.hardlink_to(image)
-            else:
-                link.symlink_to(image if number % 3 == 1 else os.path.relpath(image, link.parent))
-        inside = [image, *links] if number % 3 == 0 and request.param != "hidden" else [image]
-        path = min(links if request.param == "outside" else inside)
-        rows.append(f"{path.relative_to(folder)},{';'.join(own)}\n")
-    (folder / "list.csv").write_text("".join(["path,colours\n", *reversed(rows)]))
-    return folder, folder / "list.csv"
-
-
-def test_a_folder_of_links_is_the_table(linked):
-    folder, table = (load_data(options(data, "colours")) for data in linked)
-    assert folder.fingerprint == table.fingerprint
-    assert [folder.val.source.path(index) for index in range(len(folder.val))] == [
-        table.val.source.path(index) for index in range(len(table.val))
-    ]
-    assert torch.equal(folder.label_sets.targets, table.label_sets.targets)
-
-
-@pytest.mark.parametrize("linked", ["beside"], indirect=True)
-def test_a_folder_of_links_gives_the_bytes_of_a_table(linked, tmp_path):
-    weights = []
-    for number, data in enumerate(linked):
-        config = TrainConfig(
-            model_type="basic_cnn",
-            data=str(data),
-            label_column="colours",
-            task="multilabel",
-            image_size=32,
-            epochs=1,
-            batch_size=16,
-            log_dir=str(tmp_path / "logs"),
-            run_name=f"run{number}",
-            cache="off",
-            report=False,
-            tensorboard=False,
-        )
-        assert train(config) == 0
-        weights.append((tmp_path / "logs" / "runs" / f"run{number}" / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-
-
-def make_linked(root: Path, *paths: str) -> None:
-    """Make an image for each name without "=", a link for "link=image"."""
-    for path in paths:
-        link, _, image = path.partition("=")
-        place = root / link
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if image:
-            place.symlink_to(os.path.relpath(root / image, place.parent))
-        else:
-            Image.new("RGB", (8, 8), (len(os.listdir(place.parent)) * 40, 0, 0)).save(place)
-
-
-TWO = ("train/a/1.png", "train/b/2.png", "train/b/1.png=train/a/1.png", "train/3.png")
-
-
-def test_parts_of_links_may_lack_classes(tmp_path):
-    make_linked(tmp_path, *TWO, "val/a/4.png", "val/5.png", "test/b/6.png", "test/a/6.png=test/b/6.png", "7.png")
-    data = load_data(options(tmp_path, "label"))
-    found = {
-        part: {set_.source.path(index): data.label_names[label] for index, label in enumerate(set_.source.labels)}
-        for part, set_ in data.parts.items()
-    }
-    assert found == {
-        "train": {"train/a/1.png": "a;b", "train/b/2.png": "b", "train/3.png": ""},
-        "val": {"val/a/4.png": "a", "val/5.png": ""},
-        "test": {"test/b/6.png": "a;b"},
-    }
-    assert "no validation image for 'b'" in data.notes
-    assert any(note.startswith("2 images are linked into several class folders, 2 into none") for note in data.notes)
-    assert any("1 images beside the class folders belong to no class" in note for note in data.notes)
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        (
-            ("val/a/4.png", "val/b/1.png=train/a/1.png"),
-            "'val/b/1.png' of the part val is the same file as 'train/a/1.png' of train: .*remove one of the links",
-        ),
-        (("val/c/4.png", "val/a/5.png"), "only in the part val: 'c'"),
-        (("train/c;d/4.png", "val/a/5.png"), "class folder 'c;d' has ; or | in its name"),
-        (("val/4.png",), "/val' has no class folders"),
-    ],
-)
-def test_a_wrong_folder_of_links_is_refused(tmp_path, paths, message):
-    make_linked(tmp_path, *TWO, *paths)
-    with pytest.raises(UserError, match=message):
-        load_data(options(tmp_path, "label"))
+@pytest.mark.parametrize("data", ["digits", "a folder"])
+def test_data_that_are_no_table_are_refused(tables, tmp_path, data):
+    for name in ("a", "b") if data == "a folder" else ():
+        for number in range(2):
+            (tmp_path / name).mkdir(exist_ok=True)
+            shutil.copy(tables["colours"].with_name(f"{number:02}.png"), tmp_path / name)
+    given = str(tmp_path) if data == "a folder" else data
+    message = f"--task multilabel reads tables of paths, not --data {given}: give LIST.csv, .tsv or .parquet, and "
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_data(DataOptions(data=given, task="multilabel"))
 
 
 @pytest.mark.parametrize(
@@ -388,3 +286,23 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
     assert exported.agreement.model_top1 == pytest.approx(scores["top1"])
     about = json.loads((tmp_path / "export" / "preprocessing.json").read_text())
     assert about["output"]["thresholds"] == read_metadata(weights)["extra"]["thresholds"]
+
+
+def test_an_audit_of_a_run_has_all_labels_of_each_image(run, tables, tmp_path, capsys):
+    rows = list(csv.reader(tables["red,green,blue"].open()))
+    first, other = rows[1], ["copy.png", *("01"[value == "0"] for value in rows[1][1:])]
+    same = ["same.png", *first[1:]]
+    for row in rows[1:]:
+        shutil.copy(tables["colours"].with_name(row[0]), tmp_path)
+    for name in (other[0], same[0]):
+        shutil.copy(tmp_path / first[0], tmp_path / name)
+    table = tmp_path / "list.csv"
+    table.write_text("".join(f"{','.join(row)}\n" for row in [*rows, other, same]))
+    audit(str(table), run=str(run), output=str(tmp_path / "audit"))
+    findings = json.loads((tmp_path / "audit" / "audit.json").read_text())["findings"]
+    conflicts = [{Path(one[key]).name for key in ("image", "copy_of")} for one in findings if one["kind"] == "conflict"]
+    assert {other[0], first[0]} in conflicts or {other[0], same[0]} in conflicts
+    assert {first[0], same[0]} not in conflicts
+    assert "fixed.csv --task multilabel" in capsys.readouterr().out
+    fixed = load_data(DataOptions(data=str(tmp_path / "audit" / "fixed.csv"), task="multilabel"))
+    assert {name for label in fixed.label_names for name in label.split(";") if name} == set(COLOURS)

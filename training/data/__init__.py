@@ -19,7 +19,7 @@ from training.base.errors import UserError, unknown_name
 from training.data.image_sizes import MIN_IMAGE_SIZE
 from training.data.reading.remote import check_url
 from training.data.reading.retry import is_folder, patiently
-from training.data.settings import BAD_IMAGES_USAGE, DATASETS, MULTILABEL, URL, DataFields, DatasetEntry
+from training.data.settings import BAD_IMAGES_USAGE, DATASETS, URL, DataFields, DatasetEntry
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
@@ -138,9 +138,7 @@ def layout_of(options: DataOptions) -> Layout | None:
 
 def _found(options: DataOptions) -> Callable[..., Any]:
     """Return what calls a function of a data set's module by name; of `records` if the module lists the images."""
-    entry = find_dataset(options.data)
-    is_linked = options.task == MULTILABEL and entry is DATASETS["folder"]
-    module = importlib.import_module("training.data.folder_labels" if is_linked else entry.module)
+    module = importlib.import_module(find_dataset(options.data).module)
     if not hasattr(module, "listing"):
         return lambda name, *more: getattr(module, name)(options, *more)
     records, listing = importlib.import_module("training.data.records"), module.listing(options)

@@ -268,9 +268,8 @@ def make_dataset_pair(
     """
     if options.task == MULTILABEL and label_sets is None:
         raise UserError(
-            f"--task multilabel reads folders and tables of paths, not --data {options.data}: give DIR with images "
-            "linked into several class folders, or LIST.csv, .tsv or .parquet, and --label-column NAME of lists such "
-            "as cat;dog, or --label-column A,B,... of columns of 1 and 0."
+            f"--task multilabel reads tables of paths, not --data {options.data}: give LIST.csv, .tsv or .parquet, and "
+            "--label-column NAME of lists such as cat;dog, or --label-column A,B,... of columns of 1 and 0."
         )
     repeated = [name for name, count in Counter(class_names).items() if count > 1]
     if repeated:

@@ -72,11 +72,6 @@ class FolderListing:
         """Count the images among the entries of a folder of classes, which belong to no class."""
         self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
 
-    def take_loose(self) -> list[FoundFile]:
-        """Return the images that `count_loose` has counted, sorted, and count them no more."""
-        taken, self._loose = sorted(self._loose), set()
-        return [self._found(path, patiently(partial(os.stat, path), path)) for path in taken]
-
     def starts_with_images(self, folder: str) -> bool:
         """Return whether a folder contains images itself, and not just in folders below it."""
 
