@@ -60,7 +60,7 @@ def train_and_evaluate(context: Run, loop: TrainContext, saver: Saver) -> int:
                     seconds = time.perf_counter() - evaluation_start
                     write_weights = _end_epoch(context, loop, result, scores, seconds)
                     is_last = state.progress.epoch == context.config.epochs
-                    context.contents.after_epoch(context.position, is_last_chance=first_step == 0 or is_last)
+                    context.contents.after_epoch(is_last_chance=first_step == 0 or is_last)
                 else:
                     stop_signal = scores
     with clock.saving:

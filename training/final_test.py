@@ -14,8 +14,7 @@ from training.base.points import SCORE_NAMES
 from training.base.run_folder import IMAGES, TEST_EVALUATION
 from training.base.units import percent
 from training.checkpoint.weights import load_model
-from training.data.duplicates import digests_over_ranks
-from training.data.image_list import TrainedImages, read_image_list
+from training.data.image_list import TrainedImages, digests_over_ranks, read_image_list
 from training.data.loader import Loader
 from training.data.reader import Batch
 from training.data.reading.sources import FileSource

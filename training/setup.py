@@ -22,7 +22,7 @@ from training.checkpoint.restore import TrainState
 from training.checkpoint.saver import Saver
 from training.config import TrainConfig
 from training.data.datasets import DatasetPair, ImageDataset
-from training.data.duplicates import ImageContents
+from training.data.image_list import ImageContents
 from training.data.loader import Loader, build_loaders
 from training.data.sampler import BatchPlan, EvaluationPlan, build_plan
 from training.engines.build_engine import build_engine, note_engine, resolve_engine

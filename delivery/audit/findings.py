@@ -75,7 +75,7 @@ def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]
     """Return what is wrong about pairs of copies: leaks, labels that contradict each other, repetitions."""
     findings = []
     for copy in copies:
-        # Of two parts the image that is not for training comes first, as in the notes of a run.
+        # Of two parts the image that is not for training comes first.
         pair = sorted((copy.one, copy.other), key=lambda number: (catalogue.parts[number] == "train", -number))
         parts, labels = catalogue.parts[pair], catalogue.labels[pair]
         how = "the same picture" if copy.difference < 1e-6 else "a copy" if copy.confidence >= APPLIED else "the scene"

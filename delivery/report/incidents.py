@@ -93,14 +93,6 @@ def _describe(line: dict[str, Any]) -> tuple[str, str]:
             return "wrong gradient", clip(f"{who}, first in {line['parameters'][0]}", LONGEST_TEXT)
         case "checkpoint_failed":
             return "failed checkpoint", clip(f"{line.get('name', '?')}: {line.get('error', '?')}", LONGEST_TEXT)
-        case "duplicates":
-            counts = (
-                plural(int(line["leaked"]), "evaluated image") + " of the training",
-                plural(int(line["mislabelled"]), "image") + " with another label",
-                plural(int(line["repeated"]), "training image") + " more than once",
-            )
-            pairs = [join(pair) for pairs in line["examples"].values() for pair in pairs[:1]]
-            return "same image twice", clip(f"{join(counts)}: {'; '.join(pairs)}", LONGEST_TEXT)
         case "diverged":
             return "diverged", clip(f"epoch {line.get('epoch', '?')}: {line.get('reason', '?')}", LONGEST_TEXT)
         case _:

@@ -34,7 +34,7 @@ CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
 # Of rank 0; in lines of some versions and devices only.
 SYSTEM = ("memory_bytes", "memory_allocated_bytes", "gpu_utilization", "data_wait_share", "disk_free_bytes")
 CPUS = ("lowest_cpu_utilization", "highest_cpu_utilization")  # of the machines
-EVENTS = ("duplicates", "skipped_step", "wrong_gradient", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
+EVENTS = ("skipped_step", "wrong_gradient", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
 
