@@ -263,11 +263,9 @@ def _tag_behind_the_end(path):
     path.write_bytes(data)
 
 
-def test_what_libraries_print_is_a_note_on_the_file(tmp_path, capfd):
-    """Read by many threads at once, as predict does: each note must be on its own file, and nothing be printed."""
-    fax, tag, good = (tmp_path / name for name in ("fax.tif", "tag.tif", "good.tif"))
-    _fax_with_bad_codes(fax)
-    _tag_behind_the_end(tag)
+def test_notes_are_on_their_own_file_whatever_other_threads_read(tmp_path):
+    pages, good = tmp_path / "pages.tif", tmp_path / "good.tif"
+    Image.fromarray(RGB).save(pages, save_all=True, append_images=[Image.fromarray(RGB)])
     Image.fromarray(RGB).save(good)
 
     def read(path):
@@ -275,17 +273,25 @@ def test_what_libraries_print_is_a_note_on_the_file(tmp_path, capfd):
             open_image(path)
         return path, notes
 
-    with warnings.catch_warnings(record=True) as warned, ThreadPoolExecutor(4) as pool:
-        for path, notes in pool.map(read, [fax, tag, good] * 20):
+    with ThreadPoolExecutor(4) as pool:
+        for path, notes in pool.map(read, [pages, good] * 20):
             assert set(notes) == (set() if path == good else {str(path)})
-            if path != good:
-                assert ("libtiff: Fax4Decode: " if path == fax else "Pillow: ") in notes[str(path)]
-                assert "\n" not in notes[str(path)]
-    assert not warned
+
+
+def test_libtiff_prints_nothing_and_pillow_one_line_for_each_text(tmp_path, capfd):
+    fax, tag, good = (tmp_path / name for name in ("fax.tif", "tag.tif", "good.tif"))
+    _fax_with_bad_codes(fax)
+    _tag_behind_the_end(tag)
+    Image.fromarray(RGB).save(good)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        for path in [fax, tag, good] * 3:
+            open_image(path)
+    assert len(warned) == len({str(one.message) for one in warned}) > 0
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_libtiff_prints_is_part_of_the_reason(tmp_path, capfd):
+def test_a_damaged_tiff_is_one_line(tmp_path, capfd):
     path = tmp_path / "damaged.tif"
     Image.fromarray(RGB).save(path, compression="tiff_lzw")
     data = bytearray(path.read_bytes())
@@ -293,7 +299,7 @@ def test_what_libtiff_prints_is_part_of_the_reason(tmp_path, capfd):
         start = image.tag_v2[273][0]
     data[start + 20 : start + 60] = b"\xff" * 40
     path.write_bytes(data)
-    with pytest.raises(ImageError, match="decoder error -2; libtiff: ") as caught:
+    with pytest.raises(ImageError, match="decoder error -2") as caught:
         open_image(path)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
@@ -413,7 +419,7 @@ def test_exif_that_cannot_be_read_turns_nothing(tmp_path, suffix):
             )
         assert np.asarray(open_image(path)).shape == RGB.shape
         assert make_decoder("cpu", 32)(str(path)).shape == RGB.shape
-    assert all("EXIF passed over" in note or "Pillow" in note for note in notes.values()), notes
+    assert all("EXIF passed over" in note for note in notes.values()), notes
 
 
 @pytest.mark.parametrize(("suffix", "format"), [("jfif", "JPEG"), ("jpe", "JPEG"), ("avif", "AVIF"), ("heic", "HEIF")])

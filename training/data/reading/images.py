@@ -21,7 +21,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from training.base.errors import UserError
 from training.data.reading.formats import ARRAY_EXTENSION, pillow_formats, unknown_format, without_metadata
-from training.data.reading.image_notes import in_one_line, noting
+from training.data.reading.image_notes import noting
 from training.data.reading.retry import patiently
 from training.data.settings import MAX_MEGAPIXELS
 
@@ -180,8 +180,7 @@ def _decode(
                 return decoded
             except Exception as error:
                 reason = _reason(error, content, max_pixels)
-        found = f"; {in_one_line(notes)}" if notes else ""
-        raise ImageError(path, f"{reason}{found}")
+        raise ImageError(path, reason)
 
 
 def _load(content: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str]) -> Decoded:
