@@ -42,7 +42,7 @@ MAX_CPU_RANKS_PER_CORE = 8
 def main(arguments: list[str]) -> int:
     """Train as the arguments and the environment say; return the exit code."""
     given = read_arguments("launch_distributed.sh", arguments, os.environ)
-    refuse_a_pod_alone(os.environ, given.training)
+    refuse_a_pod_alone(os.environ)
     given = resolve_strategy(given, nodes=1)
     ranks, gpus = given.ranks_per_node, visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus and ranks > len(gpus):

@@ -51,7 +51,6 @@ PROGRAMS_OF_OTHERS = (
         "deepspeed",
         "torchrun",
         "accelerate",
-        "mpirun",
         "tar",
         "sbatch",
         "srun",

@@ -1,7 +1,7 @@
 """Which rank this process is, by the variables of the launcher that started it.
 
 torchrun, deepspeed, accelerate (`--multi_gpu`, on CPUs too) and our own launchers set RANK, LOCAL_RANK and WORLD_SIZE.
-mpirun, which accelerate starts for `--mpirun_hostfile`, and srun number their processes in variables of their own.
+srun numbers its processes in variables of its own.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from training.base.run_folder import shown_path
 from training.base.settings import REPO_ROOT
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-# Rank, local rank, all ranks, ranks of this machine. srun sets PMI_RANK and PMI_SIZE too, but not the other two.
-_MPIRUN_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-)
-_POD_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PET_NNODES", "PET_NODE_RANK")
 _LINE_VARIABLE = "ZEROVISION_LINE"  # what was typed to start our launcher
+# Of mpirun alone: in a Slurm job its processes have the variables of the srun that started its daemons, too.
+_OF_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+_SIZES = {  # how many processes were started, and by what; srun sets PMI_SIZE too
+    **{"OMPI_COMM_WORLD_SIZE": "mpirun", "MV2_COMM_WORLD_SIZE": "mpirun"},
+    **{"SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "mpirun"},
+}
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
-_DEFAULT_PORT = 29500  # torchrun's
 _WAYS = (
     "Start with scripts/launch_distributed.sh (sbatch scripts/slurm_distributed.sh under Slurm), or with "
     "torchrun --nproc_per_node=N scripts/train_distributed.py."
@@ -92,7 +90,7 @@ def environment_for_ranks() -> dict[str, str]:
 
 
 def adopt_rank() -> None:
-    """Give a process of mpirun or srun torchrun's variables, by which PyTorch, DeepSpeed and we know the ranks.
+    """Give a process of srun torchrun's variables, by which PyTorch, DeepSpeed and we know the ranks.
 
     Does nothing if they are set, or if the process is the only one.
 
@@ -104,33 +102,22 @@ def adopt_rank() -> None:
         os.environ.setdefault("LOCAL_RANK", "0")
     if any(name in os.environ for name in RANK_VARIABLES):
         return
-    from_mpirun = _numbers_of_mpirun()
-    numbers = from_mpirun or _numbers_of_srun()
-    if numbers is None:
+    numbers = _numbers_of_srun()
+    if numbers is None or any(name in os.environ for name in _OF_MPIRUN):
         _refuse_a_single_process()
         return
-    size, local_size = numbers[2:]
-    host = "127.0.0.1" if local_size == size else "" if from_mpirun else _first_host()
-    port = _DEFAULT_PORT if from_mpirun else job_port(_number("SLURM_JOB_ID"))
+    host = "127.0.0.1" if numbers[2] == numbers[3] else _first_host()
+    port = job_port(_number("SLURM_JOB_ID"))
     place = {"MASTER_ADDR": os.environ.get("MASTER_ADDR") or host, "MASTER_PORT": os.environ.get("MASTER_PORT") or port}
-    if not place["MASTER_ADDR"]:
-        raise UserError(
-            f"{size} processes on several machines, and MASTER_ADDR is missing: give it rank 0's host, with "
-            "mpirun -x MASTER_ADDR=HOST (Open MPI) or mpirun -genv MASTER_ADDR HOST (MPICH)."
-        )
     names = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE")
     os.environ |= {name: str(value) for name, value in (*zip(names, numbers, strict=True), *place.items())}
 
 
-def refuse_a_pod_alone(environment: Mapping[str, str], flags: Sequence[str] = ("...",)) -> None:
+def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
     """Refuse to train here alone if the variables say that this is one of several pods, each a node of one training.
 
-    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, the latter times the ranks of a pod if it is told them,
-    and no LOCAL_RANK; its newer versions, and TrainJob, the defaults of torchrun's flags, PET_*.
-
-    Args:
-        environment: the variables.
-        flags: of the training entry, for the command that the message names.
+    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, and no LOCAL_RANK; its newer versions, and TrainJob, the
+    defaults of torchrun's flags, as PET_NNODES.
 
     Raises:
         UserError: if it is one of several.
@@ -138,20 +125,12 @@ def refuse_a_pod_alone(environment: Mapping[str, str], flags: Sequence[str] = ("
     pods = environment.get("PET_NNODES") or (environment.get("WORLD_SIZE") if "RANK" in environment else "") or "1"
     if "LOCAL_RANK" in environment or pods.rpartition(":")[2] in ("0", "1"):  # '1:4' are 1 to 4
         return
-    names = [name for name in _POD_VARIABLES if name in environment]
-    places = {
-        "--nnodes": pods,
-        "--node_rank": environment.get("PET_NODE_RANK") or environment.get("RANK", "0"),
-        "--nproc_per_node": environment.get("PET_NPROC_PER_NODE") or "GPUS",
-        "--master_addr": environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or "POD_0",
-        "--master_port": environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or _DEFAULT_PORT,
-    }
-    command = shlex.join(["torchrun", *(f"{flag}={value}" for flag, value in places.items())])
+    names = [name for name in ("RANK", "WORLD_SIZE", "PET_NNODES") if name in environment]
     said = ", ".join(f"{name}={environment[name]}" for name in names)
     raise UserError(
-        f"{said}, but no LOCAL_RANK: this is one of several pods, and each would train alone. Type {command} "
-        f"scripts/train_distributed.py {shlex.join(flags)} in each (docs/cluster.md, Kubernetes); to train in this one "
-        f"alone, unset {' '.join(names)}."
+        f"{said}, but no LOCAL_RANK: this is one of several pods, and each would train alone. Type torchrun "
+        "scripts/train_distributed.py ... in each, with the flags that docs/cluster.md, Kubernetes, gives it; to train "
+        f"in this one alone, unset {' '.join(names)}."
     )
 
 
@@ -160,17 +139,8 @@ def job_port(job: int) -> int:
     return _FIRST_JOB_PORT + job % _JOB_PORTS
 
 
-def _numbers_of_mpirun() -> tuple[int, ...] | None:
-    """Return the numbers of `_MPIRUN_VARIABLES`; None if mpirun has not started several processes."""
-    for names in _MPIRUN_VARIABLES:
-        numbers = tuple(map(_number, names))
-        if numbers[2] > 1 and min(numbers) >= 0:
-            return numbers
-    return None
-
-
 def _numbers_of_srun() -> tuple[int, ...] | None:
-    """Return the same from Slurm's variables for the tasks of one srun."""
+    """Return rank, local rank, all ranks and ranks of this machine of a task of one srun; None of any other process."""
     # Not SLURM_NTASKS, which is also set in the shell of a job; a pseudo-terminal is an interactive shell's.
     size, node = _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_NODEID")
     # '2(x3),1' are 2 tasks on each of 3 nodes, and 1 on the fourth.
@@ -189,11 +159,8 @@ def _first_host() -> str:
 
 def _refuse_a_single_process() -> None:
     """Raise a UserError if several ranks were requested, but this process would train on its own."""
-    sizes = [("mpirun", names[2]) for names in _MPIRUN_VARIABLES]
-    if "SLURM_PTY_PORT" not in os.environ:
-        sizes.insert(0, ("srun", "SLURM_STEP_NUM_TASKS"))
-    for launcher, name in sizes:
-        if (size := _number(name)) > 1:
+    for name, launcher in _SIZES.items():
+        if (size := _number(name)) > 1 and not (launcher == "srun" and "SLURM_PTY_PORT" in os.environ):
             raise UserError(f"{launcher} started {size} processes, and each would train on its own. {_WAYS}")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         raise UserError(
