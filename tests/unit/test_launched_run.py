@@ -117,5 +117,5 @@ def test_a_job_of_one_pod_starts_its_ranks_and_one_of_several_is_refused(monkeyp
     assert run(TrainConfig(), gpus=2) == 65
     assert capsys.readouterr().out.splitlines()[0].endswith(" None"), "the launcher gives the ranks their numbers"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="--nnodes"):
+    with pytest.raises(UserError, match="this is one of several pods, and each would train alone"):
         run(TrainConfig(), gpus=2)
