@@ -186,25 +186,26 @@ def test_the_classes_of_published_weights_are_told_by_name(teachers, published, 
     assert_user_error(train_here(*given), "has no names for its 10 classes", "give --teacher-classes FILE")
     published(1000)
     assert_user_error(train_here(*given), "does not know 10 of the 10 classes, such as '0'", "such as 'n01440764'")
-    published(10)
-    (names := tmp_path / "names.txt").write_text("".join(f"{n}\n" for n in range(10)))
-    done = train_here(*given, "--teacher-classes", str(names))
-    assert done.returncode == 0, done.stderr
-    told = "--teacher timm:test_resnet was trained on images resized by bicubic, here by bilinear (--interpolation)"
-    assert done.stdout.count(told) == 1
-    published(1000)
-    names.write_bytes(b"\xef\xbb\xbf0\r\n2 \r\n1\r\n")
+    (names := tmp_path / "names.txt").write_bytes(b"\xef\xbb\xbf0\r\n2 \r\n1\r\n")
     assert_user_error(train_here(*given, "--teacher-classes", str(names)), "has 3 lines", "1000 outputs")
     published(3)
     assert_user_error(train_here(*given, "--teacher-classes", str(names)), "does not know 7 of the 10", "such as '3'")
     assert_user_error(train_here(*given, "--teacher-classes", str(tmp_path)), "cannot be read")
+    published(10)
+    names.write_text("".join(f"{n}\n" for n in range(10)))
+    done = train_here(*given, "--teacher-classes", str(names))
+    assert done.returncode == 0, done.stderr
+    told = "--teacher timm:test_resnet was trained on images resized by bicubic, here by bilinear (--interpolation)"
+    assert done.stdout.count(told) == 1
 
 
 def test_a_teacher_answers_in_the_order_of_the_data_however_its_own_are_named(teachers, published, tmp_path):
     """By its own names, or those of the file; another order is another teacher."""
     config = TrainConfig(teacher="timm:test_resnet", distill="kl:1", image_size=8)
-    digits = SimpleNamespace(class_names=[*"0123"], image_channels=3, train=SimpleNamespace(sizes=[8]))
-    digits.preprocessing = {"image_size": 8, "mean": [0.5] * 3, "std": [0.5] * 3}
+    train = SimpleNamespace(sizes=[8], source=SimpleNamespace(in_memory=True))
+    digits = SimpleNamespace(class_names=[*"0123"], image_channels=3, train=train)
+    digits.preprocessing = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
+    digits.preprocessing["interpolation"] = "bilinear"
     images, alone = torch.randn(3, 3, 8, 8), World(0, 0, 1, 1, torch.device("cpu"))
     (names := tmp_path / "names.txt").write_text("1\n3\n0\nnine\n2\n")
     found = []
