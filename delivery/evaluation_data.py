@@ -203,14 +203,13 @@ def _resolve_split(split: str, options: DataOptions, layout: Layout | None, *, i
         UserError: if the data has no such part.
     """
     is_undivided = layout is not None and not layout.is_divided
+    has_train, has_val, has_test = (layout.train, layout.val, layout.test) if layout else (True, True, False)
+    there = {"val": has_val or has_train, "train": has_train, "test": has_test}  # val may be held out from train
+    given = " or ".join(name for name, is_there in there.items() if is_there)
     if split == "all" and not is_undivided:
-        raise UserError(f"--split all is for data without parts; '{options.data}' has some: give val or train.")
-    if split == "test" and not (layout and layout.test):
-        raise UserError(f"--split test: '{options.data}' has no test part: give val or train.")
-    if layout and not layout.train and split in ("train", "val") and not getattr(layout, split):
-        raise UserError(
-            f"--split {split}: '{options.data}' has no {split} part: give {'test' if layout.test else 'val'}."
-        )
+        raise UserError(f"--split all is for data without parts; '{options.data}' has some: give {given}.")
+    if not there.get(split, True):
+        raise UserError(f"--split {split}: '{options.data}' has no {split} part: give {given}.")
     if split != "auto" or is_own or layout is None:
         return "val" if split == "auto" else split
     if layout.val:
