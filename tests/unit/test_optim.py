@@ -146,6 +146,25 @@ def test_the_warm_up_is_an_epoch_but_at_most_a_tenth_of_the_run_unless_given(giv
     assert build_schedule(config, steps_per_epoch, global_batch=32, head_epochs=0).warmup_steps == steps
 
 
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"model_type": "mobilenet", "learning_rate": 0.003}, 50),
+        ({"model_type": "mobilenet", "learning_rate": 0.003, "epochs": 30}, 60),
+        ({"model_type": "mobilenet", "learning_rate": 0.003, "warmup_epochs": 0}, 0),
+        ({"model_type": "mobilenet", "learning_rate": 0.001}, 8),
+        ({"model_type": "basic_cnn", "learning_rate": 0.003}, 8),
+    ],
+)
+def test_a_networks_own_high_rate_is_warmed_up_to_in_50_steps_also_if_the_run_is_short(changes, steps):
+    """Without that 14 images in batches of 4 end at a loss of 17: the first steps throw mobilenet off."""
+    config = dataclasses.replace(TrainConfig(epochs=4), **changes)
+    assert (
+        build_schedule(config, 20 if "epochs" not in changes else 60, global_batch=32, head_epochs=0).warmup_steps
+        == steps
+    )
+
+
 @pytest.mark.parametrize(("warmup_epochs", "noted"), [(2, True), (1, False), ("auto", False)])
 def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
     config = dataclasses.replace(CONFIG, epochs=2, warmup_epochs=warmup_epochs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from models import model_spec
+from models import USUAL_RATE, model_spec
 from training.recipe import read_tune
 from training.recipe.rules import MATRIX_RULES
 
@@ -26,6 +26,8 @@ def _cosine(progress: float) -> float:
 def _polynomial(progress: float, power: float = 1.0) -> float:
     return (1 - progress) ** power
 
+
+FEWEST_WARMUP_STEPS = 50  # of a network's own high rate: the first steps at it would throw a network off
 
 # How far the rate is above its final value, from 1 to 0, at each share of the decay.
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -191,7 +193,9 @@ SCHEDULES: dict[str, Callable[[RecipeSettings, int], dict[str, Any]]] = {
 
 def _warmup_steps(config: RecipeSettings, steps_per_epoch: int) -> int:
     if config.warmup_epochs == "auto":
-        return min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
+        steps = min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
+        is_high = config.learning_rate == config.default_rate > USUAL_RATE
+        return max(steps, FEWEST_WARMUP_STEPS) if is_high else steps
     return round(config.warmup_epochs * steps_per_epoch)
 
 
@@ -200,7 +204,8 @@ def schedule_notes(schedule: Schedule) -> list[str]:
     notes = []
     if 2 * schedule.warmup_steps > schedule.total_steps:
         notes.append(
-            f"the learning rate is still warming up in {schedule.warmup_steps} of {schedule.total_steps} steps: "
+            f"the learning rate is still warming up in {min(schedule.warmup_steps, schedule.total_steps)} of "
+            f"{schedule.total_steps} steps: "
             "a lower --warmup-epochs, or more --epochs, trains at the rate that was asked for"
         )
     for part in (schedule, schedule.fallback):

@@ -85,7 +85,8 @@ class RecipeSettings(RunSettings):
     )
     warmup_epochs: float | Literal["auto"] = option(
         "auto",
-        "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run.",
+        "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run, and at "
+        "least 50 steps at a network's own rate.",
         low=0,
     )
     schedule: str = option(
