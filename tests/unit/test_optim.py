@@ -157,7 +157,7 @@ def test_the_warm_up_is_an_epoch_but_at_most_a_tenth_of_the_run_unless_given(giv
     ],
 )
 def test_a_networks_own_high_rate_is_warmed_up_to_in_50_steps_also_if_the_run_is_short(changes, steps):
-    """Without that 14 images in batches of 4 end at a loss of 17: the first steps throw mobilenet off."""
+    """Without that a training on 14 images diverges: the first steps throw mobilenet off."""
     config = dataclasses.replace(TrainConfig(epochs=4), **changes)
     assert (
         build_schedule(config, 20 if "epochs" not in changes else 60, global_batch=32, head_epochs=0).warmup_steps
