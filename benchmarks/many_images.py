@@ -27,7 +27,7 @@ from delivery.pack import pack
 from tests.unit.made_data import write_csv
 from training.config import TrainConfig
 from training.data import DataOptions, load_data, parquet
-from training.data.archives import Index, Kind, index_of, write_index
+from training.data.archives import Index, Kind, identity_of, index_of, write_index
 from training.data.loader import Loader
 from training.data.sampler import build_plan
 from training.data.tar_shards import TAR
@@ -77,8 +77,7 @@ def make_shards(root: Path, images: int, kind: Kind, first: Path) -> Path:
     }
     for file in starts:
         os.link(first, file)
-    status = first.stat()  # every link changes the time of its inode's change
-    state, inode = (status.st_size, status.st_mtime_ns), (status.st_ino, status.st_ctime_ns)
+    state, inode = identity_of(first.stat())  # every link changes the time of its inode's change
     for file, start in starts.items():
         own = [
             entries[number % len(entries)]._replace(path=named(number), label=number % CLASSES)

@@ -18,7 +18,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 from training.base.atomic_write import errors_of_writing, replacing_folder
 from training.base.errors import UserError
 from training.data import DataOptions, archives, load_data
-from training.data.archives import CLASS_NAMES, Entry, index_of, write_index
+from training.data.archives import CLASS_NAMES, Entry, identity_of, index_of, write_index
 from training.data.class_names import read_class_names
 from training.data.datasets import ImageDataset
 from training.data.folder_parts import TRAIN
@@ -121,8 +121,7 @@ def _sample(source: Source, index: int) -> tuple[Entry, str, bytes]:
 
 def _check(file: Path, digests: list[int]) -> None:
     """Read a tar file and compare its images with the digests of what was packed; write its index."""
-    index, status = TAR.scan(file), file.stat()
-    state, inode = (status.st_size, status.st_mtime_ns), (status.st_ino, status.st_ctime_ns)
+    index, (state, inode) = TAR.scan(file), identity_of(file.stat())
     index = index._replace(columns=TAR.columns, state=state, file=inode, checksums=page_checksums(file))
     reader = TAR.open([file], [index.state])
     found = [digest_of(reader.read(0, entry.place, entry.size)) for entry in index.entries]

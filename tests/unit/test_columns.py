@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -241,3 +242,10 @@ def test_the_column_of_a_name():
         find_column(["Label", "LABEL"], "label")
     columns = FactColumns(["path", "Set", "weight"], ["path"])
     assert (columns.of_facts, columns.unused) == ({"weight": "weight"}, ["Set"])
+
+
+def test_columns_that_are_classes_have_names_in_the_form_nfc(tmp_path):
+    composed, parts = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    data = make_table(tmp_path / "set", rows(**{parts: ["1", "0"], "b": ["0", "1"]}))
+    for given in (composed, parts):
+        assert load(data, task="multilabel", label_column=f"{given}, b").class_names == [composed, "b"]

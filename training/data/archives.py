@@ -224,7 +224,7 @@ def _classes(
 def open_index(kind: Kind, file: Path, cache: Path) -> Index:
     """Return the index of an archive; make it if there is none, or the archive has changed."""
     status = patiently(partial(os.stat, file), file)
-    state, inode = (status.st_size, status.st_mtime_ns), (status.st_ino, status.st_ctime_ns)
+    state, inode = identity_of(status)
     places = index_of(file), kept_index_of(file, cache)
     has_checksums = False
     for place in places:
@@ -240,6 +240,11 @@ def open_index(kind: Kind, file: Path, cache: Path) -> Index:
             write_index(index, place)
             break
     return index
+
+
+def identity_of(status: os.stat_result) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return `Index.state` and `Index.file` of a local archive."""
+    return (status.st_size, status.st_mtime_ns), (status.st_ino, status.st_ctime_ns)
 
 
 def index_of(file: AnyPath) -> AnyPath:

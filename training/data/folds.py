@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -43,7 +42,7 @@ def held_out_units(members: Sequence[Member], folds: int, fold: int, seed: int) 
     large: dict[str, Counter[str]] = defaultdict(Counter)
     single: dict[str, list[str]] = defaultdict(list)  # by class
     for member in members:
-        unit, label = joined[member.unit], unicodedata.normalize("NFC", member.label)
+        unit, label = joined[member.unit], member.label
         totals[label] += 1
         if images[unit] > 1:
             large[unit][label] += 1

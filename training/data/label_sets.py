@@ -44,7 +44,7 @@ class LabelSets(NamedTuple):
 
 def columns_of(label_column: str) -> list[str]:
     """Return the columns that `--label-column` names, one for each class; one alone contains lists of classes."""
-    return [name.strip() for name in label_column.split(",")]
+    return [clean(name) for name in label_column.split(",")]
 
 
 def set_name(cells: Sequence[str], columns: Sequence[str]) -> str:
