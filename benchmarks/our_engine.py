@@ -82,10 +82,13 @@ def make_engine(
         pipeline_parallel=world.pipeline.size,
         pipeline_schedule=pipeline_schedule,  # type: ignore[arg-type]  # one of its values
     )
-    built = BuiltModel(module.to(world.device), {})
-    setup, name = set_up_engine(config, built, read_strategy_json(strategy), precision, world, compiles=compiles)
+    model = BuiltModel(module.to(world.device), {})
+    setup, name = set_up_engine(config, model, read_strategy_json(strategy), precision, world, compiles=compiles)
     images = {"records_graphs": graphs_of is not None, "image_shape": graphs_of or image_shape}
-    return build_engine(dataclasses.replace(setup, **images), name)
+    built = build_engine(dataclasses.replace(setup, **images), name)
+    for note in setup.notes:  # as that a network could not be recorded
+        print(f"note: {note}", flush=True)
+    return built
 
 
 def training_step(engine: Engine, micro_batches: int = 1, *, channels_last: bool = True) -> Step:

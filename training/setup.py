@@ -187,7 +187,7 @@ def build(prepared: Prepared) -> Run:
     setup = dataclasses.replace(
         setup,
         must_compile=config.compile == "on",
-        records_graphs=not compiles and config.compile != "off" and _computes_alike(config, head_epochs),
+        records_graphs=config.compile != "off" and _computes_alike(config, head_epochs),
         image_shape=data.image_shape,
     )
     groups = form_islands(world, prepared.islands) if config.has_islands else None

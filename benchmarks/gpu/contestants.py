@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from unittest import mock
 
 import torch
 from torch import nn
@@ -14,15 +13,13 @@ from benchmarks.our_engine import Step, make_engine, training_step
 from benchmarks.peers.job import mean_cross_entropy
 from models.build import build_model
 from training.config import TrainConfig
-from training.engines import compilation
-from training.engines.build_engine import ENGINES
 from training.world.world import World
 
 OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
 OURS_EAGER = "ours, no CUDA graphs"
-OURS_COMPILED, OURS_WITH_GRAPHS = "ours, compiled", "ours, compiled, CUDA graphs"
-TIMM_COMPILED = "timm's loop, compiled"
-DEFAULT_ENGINE = "torch"  # what --engine auto takes on one GPU
+STAGE3, DEEPSPEED = "ours (fsdp_stage3)", "ours (ddp, --engine deepspeed)"
+DEEPSPEED_STAGE3 = "ours (fsdp_stage3, --engine deepspeed)"
+OURS_COMPILED, TIMM_COMPILED = "ours, compiled, CUDA graphs", "timm's loop, compiled"
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,15 @@ def our_contestant(
     engine: str = "auto",
     precision: str = "bf16",
     *,
+    strategy: str = "ddp",
     compiles: bool = False,
     graphs: bool = True,
 ) -> Contestant:
-    """An engine under the strategy ddp, as `training.loop` uses it; `graphs` are CUDA's."""
-    mode = compilation.compile_mode if graphs else lambda *_, **__: None
-    shape = (3, image_size, image_size) if graphs and not compiles else None
-    with mock.patch.object(compilation, "compile_mode", mode):
-        built = make_engine(
-            module, "ddp", precision, batch_size, world, engine=engine, compiles=compiles, graphs_of=shape
-        )
+    """An engine as `training.loop` uses it; `graphs` are CUDA's."""
+    shape = (3, image_size, image_size) if graphs else None
+    built = make_engine(
+        module, strategy, precision, batch_size, world, engine=engine, compiles=compiles, graphs_of=shape
+    )
     return Contestant(training_step(built), Switches.current(), built.close)
 
 
@@ -127,16 +123,13 @@ def timm_contestant(
 MAKERS: dict[str, Callable[[nn.Module, World, int, int], Contestant]] = {
     OURS: our_contestant,
     OURS_EAGER: partial(our_contestant, graphs=False),
-    **{
-        f"ours (ddp, --engine {name})": partial(our_contestant, engine=name)
-        for name in ENGINES
-        if name != DEFAULT_ENGINE
-    },
+    STAGE3: partial(our_contestant, strategy="fsdp_stage3"),
+    DEEPSPEED: partial(our_contestant, engine="deepspeed"),
+    DEEPSPEED_STAGE3: partial(our_contestant, strategy="fsdp_stage3", engine="deepspeed"),
     PLAIN: plain_contestant,
     TIMM: timm_contestant,
 }
 COMPILED: dict[str, Callable[[nn.Module, World, int, int], Contestant]] = {
-    OURS_COMPILED: partial(our_contestant, compiles=True, graphs=False),
-    OURS_WITH_GRAPHS: partial(our_contestant, compiles=True),
+    OURS_COMPILED: partial(our_contestant, compiles=True),
     TIMM_COMPILED: partial(timm_contestant, compiles=True),
 }

@@ -23,11 +23,13 @@ class Options:
         deadline: of `time.monotonic()`; nothing begins later, and `run.py` ends the part soon after.
         effort: how much is measured.
         models: instead of the part's own; empty for those.
+        only_compile: nothing is measured; the compiler keeps what it makes.
     """
 
     deadline: float
     effort: Effort
     models: tuple[str, ...]
+    only_compile: bool
 
     @property
     def is_quick(self) -> bool:
@@ -48,6 +50,7 @@ def part_options(description: str | None) -> Options:
     """Read the arguments of a part, and choose the device."""
     made = parser(description)
     made.add_argument("--seconds", type=float, default=150, help="for this part")
+    made.add_argument("--only-compile", action="store_true", help="compile, measure nothing")
     given = made.parse_args()
     deadline = time.monotonic() + given.seconds
     if given.device == "cpu":
@@ -55,4 +58,4 @@ def part_options(description: str | None) -> Options:
     elif not torch.cuda.is_available():
         raise SystemExit("no GPU found: type --device cpu --quick to see that the script runs")
     models = tuple(given.models.split(",")) if given.models else ()
-    return Options(deadline, QUICK if given.quick else Effort(), models)
+    return Options(deadline, QUICK if given.quick else Effort(), models, given.only_compile)

@@ -41,32 +41,29 @@ def _sections(lines: list[Line]) -> Iterable[Section]:
     yield Section(
         "bf16 on the device beside fp32 on the CPU", "64 pixels, 8 images, one step without dropout.", columns, rows
     )
-    rows = [(str(line["killed_after_step"]), str(line["codes"]), str(line["equal_bytes"])) for line in of("resume")]
-    yield Section(
-        "Killed and resumed", "Digits, --deterministic true.", ("killed after step", "exit codes", "equal bytes"), rows
-    )
-    for kind, others in (("throughput", (PLAIN, TIMM)), ("compiled", (TIMM, TIMM_COMPILED))):
-        for model, batch_size, pixels in dict.fromkeys(
-            (one["model"], one["batch_size"], one["pixels"]) for one in of(kind)
-        ):
-            found = [one for one in of(kind) if (one["model"], one["batch_size"]) == (model, batch_size)]
-            text = (
-                "bf16; ratios of images/s within each round, median (quartiles): more is faster. Memory: allocator's."
-            )
-            columns = (
-                "contestant",
-                "images/s",
-                *(f"/ {other}" for other in others),
-                "memory, GB",
-                "MFU",
-                "share of roofline",
-            )
-            yield Section(
-                f"{model}, {batch_size} images of {pixels} pixels", text, columns, [_row(one, others) for one in found]
-            )
+    rows = [
+        (line["model"], line["trial"], str(line["killed_after_step"]), str(line["codes"]), str(line["equal_bytes"]))
+        for line in of("resume")
+    ]
+    columns = ("model", "trial", "killed after step", "exit codes", "bytes equal those of the undisturbed run")
+    yield Section("Killed and resumed", "Digits, --deterministic true.", columns, rows)
+    others = (TIMM, TIMM_COMPILED, PLAIN)
+    columns = ("contestant", "images/s", *(f"/ {other}" for other in others), "memory, GB", "MFU", "share of roofline")
+    text = "bf16; ratios of images/s within each round, median (quartiles): more is faster. Memory: allocator's."
+    for model, batch_size, pixels in dict.fromkeys(
+        (one["model"], one["batch_size"], one["pixels"]) for one in of("steps")
+    ):
+        found = [one for one in of("steps") if (one["model"], one["batch_size"]) == (model, batch_size)]
+        rows = [_row(one, others) for one in found]
+        yield Section(f"{model}, {batch_size} images of {pixels} pixels", text, columns, rows)
     rows = [
         (
-            *(line["model"], str(line["workers"]), " and ".join(f"{rate:.0f}" for rate in line["images_per_s"])),
+            *(
+                line["model"],
+                str(line["workers"]),
+                line["cache"],
+                " and ".join(f"{rate:.0f}" for rate in line["images_per_s"]),
+            ),
             *(f"{line['data_wait_share']:.0%}", f"{line['evaluation_seconds']:.1f}"),
             f"{max(line['save_stall_seconds'], default=0):.2f}",
             *(f"{line['memory_bytes'] / 1e9:.2f}", f"{line['predicted_memory_bytes'] / 1e9:.2f}"),
@@ -76,6 +73,7 @@ def _sections(lines: list[Line]) -> Iterable[Section]:
     columns = (
         "model",
         "workers",
+        "--cache",
         "images/s of each epoch",
         "waits for data",
         "evaluation, s",
@@ -83,7 +81,7 @@ def _sections(lines: list[Line]) -> Iterable[Section]:
         "memory, GB",
         "predicted, GB",
     )
-    yield Section("Trainings from JPEG files", "Two epochs, no cache.", columns, rows)
+    yield Section("Trainings from JPEG files", "Two epochs or three.", columns, rows)
     rows = [
         (line["kind"].replace("_", " "), line["what"], line.get("error", ""))
         for line in lines

@@ -23,7 +23,6 @@ from training.engines import model as model_module
 from training.engines.build_engine import ENGINES, build_engine, note_engine, resolve_engine
 from training.engines.compilation import (
     PIXELS_THAT_PAY,
-    compile_mode,
     compile_network,
     keep_compiled_code,
     load_compiled_code,
@@ -150,14 +149,6 @@ def test_compile_without_a_compiler_is_one_line(monkeypatch):
     assert not resolve_compile(TrainConfig(model_type="mobilenet"), None, LONG, ALONE)
 
 
-def test_gpus_take_cuda_graphs_if_the_weights_stay_where_they_are():
-    for strategy, plan in STRATEGIES.items():
-        expected = None if strategy == "fsdp_stage3" else "reduce-overhead"
-        assert compile_mode(GPU, plan) == expected
-        assert compile_mode(GPU, plan, keeps_gradients=True) is None
-        assert compile_mode(CPU, plan) is None
-
-
 class _Uncompilable(nn.Sequential):
     def compile(self, **_: object) -> None:
         self._compiled_call_impl = _fail
@@ -189,7 +180,7 @@ def test_the_trial_of_compiled_code_leaves_no_trace(monkeypatch):
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(16, 2))
     network.eval()
     before, calls, setup = [*map(torch.clone, network.state_dict().values())], [], _setup(network)
-    monkeypatch.setattr(network, "compile", lambda mode: None)
+    monkeypatch.setattr(network, "compile", lambda: None)
     network.register_forward_hook(lambda module, inputs, _: calls.append((module.training, inputs[0].shape)))
     compile_network(network, setup)
     assert calls == [(True, (2, 3, 2, 2))]

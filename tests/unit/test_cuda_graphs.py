@@ -202,6 +202,13 @@ def test_only_a_gpu_records_and_several_only_small_gradients():
     assert not records(dataclasses.replace(setup_of(network, ON_GPU), records_graphs=False))
 
 
+def test_compiled_networks_are_recorded_but_for_ensembles_whose_members_are_singly():
+    network, ensemble = make_network(), Ensemble([make_network(), make_network()])
+    assert records(dataclasses.replace(setup_of(network, ON_GPU), compiles=True))
+    assert records(setup_of(ensemble, ON_GPU))
+    assert not records(dataclasses.replace(setup_of(ensemble, ON_GPU), compiles=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "head_epochs", "expected"),
     [

@@ -17,7 +17,6 @@ from training.base.errors import AgreedError, one_line
 from training.engines.engine import EngineSetup
 from training.engines.model_buffers import undone
 from training.engines.settings import EngineSettings
-from training.engines.strategies import ParallelPlan
 from training.world.collectives import error_on_any_rank
 from training.world.world import World
 
@@ -27,7 +26,6 @@ FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
 PIXELS_THAT_PAY = 20 * 10**9
 KEPT = Path("~/.cache/zerovision/compiled")
 COMPILERS = ("g++", "clang++", "c++")
-REHEARSALS = 3  # steps: PyTorch records a CUDA graph in the second one
 
 
 def resolve_compile(config: EngineSettings, saved: str | None, pixels: int, world: World) -> bool:
@@ -64,52 +62,34 @@ def auto_compiles(config: EngineSettings, pixels: int, world: World) -> bool:
     """Return what 'auto' wants for a fresh run; arguments as of `resolve_compile`."""
     if config.progressive_size or config.eval_image_size or config.activation_checkpointing:
         return False
-    # On a GPU, CUDA graphs gain more (`training.engines.cuda_graphs`), at once and without other bits.
+    # On a GPU, CUDA graphs of the kernels as they are gain much at once (`training.engines.cuda_graphs`), and no bit
+    # differs.
     is_faster = world.device.type == "cpu" and config.model_type in FASTER_ON_CPU
     return is_faster and pixels >= PIXELS_THAT_PAY
 
 
-def compile_mode(device: torch.device, plan: ParallelPlan, *, keeps_gradients: bool = False) -> str | None:
-    """Return the mode of `torch.compile`: CUDA graphs where they are possible, else its default.
-
-    A graph reads the weights at the addresses of its recording, which change if the weights are released. It writes
-    the gradients where those of the micro-batch before may still be, if autograd's own tensors keep their sum.
-
-    Args:
-        device: of this rank.
-        plan: whether the weights are released.
-        keeps_gradients: whether autograd's tensors keep the gradients from one micro-batch to the next.
-    """
-    has_graphs = device.type == "cuda" and not plan.releases_weights and not keeps_gradients
-    return "reduce-overhead" if has_graphs else None
-
-
-def compile_network(network: nn.Module, setup: EngineSetup, *, keeps_gradients: bool = False) -> None:
+def compile_network(network: nn.Module, setup: EngineSetup) -> None:
     """Compile a network in place and run it, forward and backward, on images of zeros; a collective.
 
-    What fails there (the compiler, or memory for CUDA graphs) is noted in the setup. The network is then compiled
-    without graphs, or if that fails too not at all.
+    If that fails, it is noted in the setup, and the network is left as it is. CUDA graphs are recorded of compiled code
+    as of any other (`training.engines.cuda_graphs`), not by the compiler, which would record in every new shape.
 
     Args:
         network: on the setup's device, with the weights where they stay.
         setup: with `image_shape`, without which nothing is run.
-        keeps_gradients: as of `compile_mode`.
 
     Raises:
         AgreedError: on all ranks, if the network cannot be compiled and must be.
     """
-    world, error = setup.world, None
-    for mode in dict.fromkeys((compile_mode(world.device, setup.plan, keeps_gradients=keeps_gradients), None)):
-        network.compile(mode=mode)
-        error = error_on_any_rank(_rehearse(network, setup), world)
-        if error is None:
-            return
-        network._compiled_call_impl = None
-        torch._dynamo.reset()
-        setup.notes.append(f"torch.compile{' with CUDA graphs' if mode else ''} failed: {error}")
+    network.compile()
+    error = error_on_any_rank(_rehearse(network, setup), setup.world)
+    if error is None:
+        return
     if setup.must_compile:
         raise AgreedError(f"--compile on: torch.compile failed: {error}: use --compile off.")
-    setup.notes.append("trains without torch.compile")
+    network._compiled_call_impl = None
+    torch._dynamo.reset()
+    setup.notes.extend((f"torch.compile failed: {error}", "trains without torch.compile"))
 
 
 def load_compiled_code(recipe: Any) -> Path | None:
@@ -152,8 +132,7 @@ def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
     try:
         with undone(network, setup.world.device):
             network.train()
-            for _ in range(REHEARSALS if setup.world.device.type == "cuda" else 1):
-                torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # no hook of an engine runs
+            torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # no hook of an engine runs
     except Exception as error:  # of whatever kind the compiler has
         return f"{type(error).__name__}, {one_line(error)}"
     return None

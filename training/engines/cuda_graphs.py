@@ -1,9 +1,9 @@
 """Forward and backward of a network as two CUDA graphs, in place of hundreds of kernels that the host starts singly.
 
-The kernels of a graph are those that PyTorch starts otherwise, with the same numbers in the same order: nothing is
-compiled, and no bit should differ, which `record` looks at. What is gained is the host's time, most of a step of a
-small network on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs); what it costs is
-memory, for a graph keeps all that its kernels use.
+The kernels of a graph are those that are started otherwise, PyTorch's own or those of `torch.compile`, with the same
+numbers in the same order: no bit should differ, which `record` looks at. What is gained is the host's time, most of a
+step of a small network on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs); what it costs
+is memory, for a graph keeps all that its kernels use.
 """
 
 from __future__ import annotations
@@ -96,9 +96,12 @@ def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor
 def records(setup: EngineSetup) -> bool:
     """Return whether a network's forward and backward are recorded where its weights stay in place.
 
-    Not with several ranks whose exchange of gradients takes longer than the host's launches.
+    Not with several ranks whose exchange of gradients takes longer than the host's launches, nor a compiled ensemble:
+    the members of one are recorded singly.
     """
     if not setup.records_graphs or setup.image_shape is None or setup.world.device.type != "cuda":
+        return False
+    if setup.compiles and isinstance(setup.module, Ensemble):
         return False
     trained = sum(parameter.nbytes for parameter in setup.module.parameters() if parameter.requires_grad)
     return setup.world.size == 1 or trained <= MOST_EXCHANGED_BYTES

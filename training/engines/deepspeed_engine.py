@@ -18,7 +18,6 @@ from torch import nn
 
 from training.base.helper_processes import process_space
 from training.base.timing import communication
-from training.engines.compilation import compile_mode
 from training.engines.engine import Engine, EngineSetup, StepResult
 from training.engines.model_buffers import ModelBuffers
 from training.engines.parameter_shards import (
@@ -71,9 +70,7 @@ class DeepSpeedEngine(Engine):
         create_state(self.optimizer, self._flat_partitions())
         self.optimizer.register_step_pre_hook(lambda rule, *_: self._count_once(rule))
         if setup.compiles:
-            sums_by_autograd = setup.accumulation_steps > 1
-            mode = compile_mode(setup.world.device, setup.plan, keeps_gradients=sums_by_autograd)
-            self._engine.compile(compile_kwargs={"mode": mode})
+            self._engine.compile()
 
     def _count_once(self, rule: torch.optim.Optimizer) -> None:
         """Correct rules that count steps per group: DeepSpeed calls them once for each part of the weights."""
