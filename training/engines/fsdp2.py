@@ -8,6 +8,7 @@ sums depend on the number of ranks, is replaced by an exchange of this rank's su
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from training.world.collectives import copy_from_main
 # On a CPU a fused rule, and a power (as of MADGRAD), rounds the last elements of a tensor otherwise than the others,
 # unless they fill what a kernel takes at a time: two vectors of AVX-512.
 VECTOR_ELEMENTS = 32
+MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial over the numbers of the blocks that were run
 
 
 class Fsdp2(Distribution):
@@ -51,6 +53,7 @@ class Fsdp2(Distribution):
         # On machines of one rank each, copies of what each has would be whole ones.
         self._shards = plan.shards if plan.shards > 1 else world.size
         self._reduce: list[TreeReduceScatter] = []
+        self._blocks_run = 0  # of the step, as one number
         self._row = world.rank % self._shards
         self.reports = world.rank < self._shards
         tree = StepTree(world.size, setup.accumulation_steps)
@@ -84,7 +87,8 @@ class Fsdp2(Distribution):
             policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         options: dict[str, Any] = {"mesh": mesh["shards"], "offload_policy": policy}
         units = repeated_blocks(self._module)
-        for unit in units:
+        for number, unit in enumerate(units, 1):
+            unit.register_forward_pre_hook(partial(self._note_block, number))
             if setup.compiles:
                 unit.forward = torch.compile(unit.forward)
             fully_shard(unit, reshard_after_forward=self._releases, **options)
@@ -98,6 +102,15 @@ class Fsdp2(Distribution):
                 module.set_custom_reduce_scatter(self._reduce[-1])
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                # A parameter without a gradient would be left out of a micro-batch's sums, on this rank alone; so would
+                # a block that no forward has gathered yet.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+                module.unshard()
+                module.reshard()
+
+    def _note_block(self, number: int, block: nn.Module, _: Any) -> None:
+        if block.training:
+            self._blocks_run = (self._blocks_run * MULTIPLIER + number) % MODULUS
 
     def _places(self, trained: set[str], split: TensorSplit) -> tuple[torch.Tensor, int]:
         """Return where the squares of rows that count are among the ranks', and the most that a rank has."""
@@ -139,7 +152,10 @@ class Fsdp2(Distribution):
         whole = (part.trained for name, part in self._parts.items() if name not in self._split.cuts)
         self._split.share_gradients(whole)
         # More ranks than rows leave some without any.
-        return self._sum_of_squares(torch.cat(norms).double().square() if norms else torch.zeros(0).double())
+        squares, blocks_run = torch.cat(norms).double().square() if norms else torch.zeros(0).double(), self._blocks_run
+        self._blocks_run = 0
+        # Ranks that ran other blocks than each other have gathered, and added, what does not belong together.
+        return self._sum_of_squares(squares, mark=blocks_run)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         gradients = [part.trained.grad for part in self._parts.values() if part.trained.grad is not None]

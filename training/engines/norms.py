@@ -43,15 +43,19 @@ class SumOfSquares:
         self._places, self._row_length, self._world = places.to(world.device), row_length, world
         self._pipeline = pipeline
 
-    def __call__(self, own: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, own: torch.Tensor, more: torch.Tensor | None = None, mark: int = 0) -> torch.Tensor:
         """Return the sum, float64 [], over this rank's pieces' squares, float64 [n], and the others'; a collective.
 
         Args:
             own: this rank's.
             more: float64 [k] that every rank has, whose places come after the ranks' rows.
+            mark: below 2**53; if ranks have different ones, the sum is NaN.
         """
         row = torch.nn.functional.pad(own.to(self._world.device), (0, self._row_length - len(own)))
-        rows = gather_rows(row, self._world).view(-1)
+        rows = gather_rows(torch.nn.functional.pad(row, (0, 1), value=mark), self._world)
         if self._pipeline is not None:
-            rows = gather_rows(rows, self._pipeline).view(-1)
-        return (rows if more is None else torch.cat([rows, more]))[self._places].sum()
+            rows = gather_rows(rows.view(-1), self._pipeline)
+        rows = rows.view(-1, self._row_length + 1)
+        values = rows[:, :-1].reshape(-1)
+        total = (values if more is None else torch.cat([values, more]))[self._places].sum()
+        return torch.where((rows[:, -1] == mark).all(), total, torch.nan)
