@@ -93,7 +93,7 @@ class WatchedStep:
     @functools.cached_property
     def hasher(self) -> StepHashes:
         """Hashes this step alone."""
-        return StepHashes(1, self.context.world, self.context.state.engine.module)
+        return StepHashes(1, self.context.world, self.context.plan.leaves, self.context.state.engine.module)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this moment by name."""

@@ -130,12 +130,11 @@ def forward_all(
 def seed_own_leaf(context: TrainContext, position: int, micro_step: int) -> None:
     """Seed dropout for a micro-batch of this rank; `position` as of `BatchPlan.position`."""
     world = context.world
-    leaf = world.data.rank * context.plan.accumulation_steps + micro_step
-    seed_dropout(context.seed, position, leaf, world.device)
+    seed_dropout(context.seed, position, context.plan.leaves.number(world.data.rank, micro_step), world.device)
 
 
 def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> None:
-    """Make dropout a function of (seed, step, leaf of the step) alone; for leaves see `BatchPlan.micro_batch`.
+    """Make dropout a function of (seed, step, leaf of the step) alone; for leaves see `training.base.leaves`.
 
     A run that resumes inside an epoch therefore needs no stored generator state, and the same micro-batches on another
     number of ranks draw the same masks.

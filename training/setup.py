@@ -33,7 +33,7 @@ from training.engines.flops import TrainingFlops
 from training.engines.islands import form_islands
 from training.engines.model import build_training_model
 from training.engines.parameter_shards import frozen_parameters
-from training.engines.strategies import check_micro_batches, plan_of
+from training.engines.strategies import ParallelPlan, check_micro_batches, plan_of
 from training.engines.tensor_parallel import split_model
 from training.engines.tensor_split import WHOLE
 from training.observe.class_scores import check_best_by
@@ -145,9 +145,10 @@ def build(prepared: Prepared) -> Run:
     folder, found, strategy_json = prepared.folder, prepared.found, prepared.strategy_json
     head_epochs = head_epochs_of(config)
     views = VIEWS if config.is_contrastive else 1
-    plan = agreed(lambda: build_plan(config, data.train.source, world.data.size, views, prepared.islands), world)
+    dealt = (world.data.size, views, prepared.islands, parallel_plan(config, world).neighbours)
+    plan = agreed(lambda: build_plan(config, data.train.source, *dealt), world)
     teacher = load_teacher(config, data, precision, world)
-    step = agreed(lambda: _build_step(config, data, world, teacher), world)
+    step = agreed(lambda: _build_step(config, data, plan, world, teacher), world)
     if data.label_sets is not None:
         importlib.import_module("sklearn.metrics")  # takes seconds, in which the first evaluation would count as hung
     keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
@@ -237,7 +238,7 @@ def _computes_alike(config: TrainConfig, head_epochs: int) -> bool:
     return is_whole and is_all_trained and not config.is_contrastive and not config.activation_checkpointing
 
 
-def _build_step(config: TrainConfig, data: DatasetPair, world: World, teacher: Teacher | None) -> Step:
+def _build_step(config: TrainConfig, data: DatasetPair, plan: BatchPlan, world: World, teacher: Teacher | None) -> Step:
     """Return how a step trains: on the loss of each image, or on one over all images of a step.
 
     Raises:
@@ -247,7 +248,7 @@ def _build_step(config: TrainConfig, data: DatasetPair, world: World, teacher: T
         cause = f"--loss {config.loss}" if config.is_contrastive else "--mixup and --cutmix"
         raise UserError(f"--data {config.data}: {cause} cannot weight single images: leave out the column weight.")
     if config.is_contrastive:
-        return GradientCache(world.data, config.temperature, len(data.class_names))
+        return GradientCache(world.data, plan.leaves, config.temperature, len(data.class_names))
     is_multilabel = data.label_sets is not None
     told = (config, data.class_names, data.train_counts, world.device)
     loss = build_loss(*told, is_multilabel=is_multilabel, teacher=teacher)
@@ -268,6 +269,12 @@ def _build_readers(
     return train, val, Neighbours(loader, len(data.class_names), world.data)
 
 
+def parallel_plan(config: TrainConfig, world: World) -> ParallelPlan:
+    """Return how the state is distributed over the ranks; a collective."""
+    shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
+    return plan_of(config.strategy, world.data.size, config.offload, shards, world.tensor.size, world.pipeline.size)
+
+
 def set_up_engine(
     config: TrainConfig,
     built: BuiltModel,
@@ -278,8 +285,7 @@ def set_up_engine(
     compiles: bool,
 ) -> tuple[EngineSetup, str]:
     """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
-    shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
-    parallel = plan_of(config.strategy, world.data.size, config.offload, shards, world.tensor.size, world.pipeline.size)
+    parallel = parallel_plan(config, world)
     name = agreed(lambda: resolve_engine(config.engine, parallel, strategy_json, built.module), world)
     needing = {
         f"--loss {config.loss}": config.is_contrastive,

@@ -69,7 +69,7 @@ def resume_report(world: World, folder: str, strategy: str, engine: str, optimiz
     resumed = build(world, 1, **case)
     train(world, resumed, range(7, 8))  # its earlier state must not matter
     reader = CheckpointReader(path, manifest)
-    resumed.load_state(reader.tensors, reader.buffers(0, 1, 1), old.applied_steps)
+    resumed.load_state(reader.tensors, reader.buffers([0], 1), old.applied_steps)
     found = {"losses": train(world, resumed, range(2, 4)), "weights": weights_of(resumed)}
     steps = resumed.state().applied_steps
     resumed.close()

@@ -19,7 +19,15 @@ from torch import nn
 from models.build import BuiltModel
 from models.ensemble import Ensemble
 from tests.recording import Recorder
-from tests.training.engine_ranks import CLASSES, configuration, make_engine, of_all_stages, weights_of, whole_tensors
+from tests.training.engine_ranks import (
+    CLASSES,
+    configuration,
+    leaves_of,
+    make_engine,
+    of_all_stages,
+    weights_of,
+    whole_tensors,
+)
 from training.base.errors import RunEnded
 from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
@@ -188,7 +196,9 @@ class Job:
         heads = {name for name, _ in self.module.named_parameters() if "head." in name}
         self.freezer = BackboneFreezer(self.module, heads)
         self.engine = make_engine(world, self.module, config, precision)
-        plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, data.size, seed=3, repeats=2 if is_contrastive else 1)
+        in_turn = leaves_of(self.engine, data, accumulation).in_turn
+        repeats = 2 if is_contrastive else 1
+        plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, data.size, seed=3, repeats=repeats, in_turn=in_turn)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
         self.data = make_data(broken_sample, image_channels)
         self.loader = Loader(self.data.train, plan, data.rank)
@@ -205,7 +215,7 @@ class Job:
         self.saver = Saver(self.folder, *run, 60.0, clock, frozen=frozen)
         guard = NonFiniteGuard(self.engine, data, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
         loss = build_loss(config, self.data.class_names, self.data.train_counts, world.device)
-        step = GradientCache(world, 0.1, CLASSES) if is_contrastive else Accumulate(loss)
+        step = GradientCache(world, plan.leaves, 0.1, CLASSES) if is_contrastive else Accumulate(loss)
         if stages > 1 and not members:
             step = Pipelined(loss)
         self.context = TrainContext(

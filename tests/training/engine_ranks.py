@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.step_choices import without_shared_memory
 from training.base.errors import AgreedError
 from training.base.heartbeat import HeartbeatWriter
+from training.base.leaves import Leaves
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.checkpoint.restore import TrainState
@@ -136,6 +137,11 @@ def make_engine(
     return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module), islands)
 
 
+def leaves_of(engine: Engine, world: World, accumulation: int = 1) -> Leaves:
+    """Return which rank computes which leaf of a step."""
+    return getattr(engine, "_leaves", Leaves(world.size, accumulation))
+
+
 def configuration(**changes: Any) -> TrainConfig:
     return dataclasses.replace(TrainConfig(learning_rate=0.01, gradient_clipping=0.5), **changes)
 
@@ -143,17 +149,19 @@ def configuration(**changes: Any) -> TrainConfig:
 def train_steps(
     world: World, engine: Engine, steps: range, accumulation: int = 1, poison: tuple[int, int] = (-1, -1)
 ) -> list[float]:
-    """Train, and return the mean loss over all ranks of each micro-step; (step, rank) of `poison` sees a NaN."""
+    """Train, and return the mean loss over all leaves of each step; (step, rank) of `poison` sees a NaN."""
     losses = []
     for step in steps:
+        of_step = torch.zeros((), dtype=torch.float64)
         for micro_step in range(accumulation):
-            images, labels = make_batch(step, world.rank * accumulation + micro_step)
+            images, labels = make_batch(step, leaves_of(engine, world, accumulation).number(world.rank, micro_step))
             if (step, world.rank) == poison:
                 images[0, 0, 0, 0] = float("nan")
             loss = sample_losses(engine.forward(images), labels).mean()
             engine.backward(loss)
             engine.step()
-            losses.append(mean_over_ranks(world, loss))
+            of_step += loss.detach().double() / accumulation
+        losses.append(mean_over_ranks(world, of_step))
     return losses
 
 
@@ -264,15 +272,17 @@ def train_leaves(world: World, leaves: int, precision: str = "fp32", over_collec
         engine = make_engine(world, make_model(True), config, precision, discriminative=True)
     digest = hashlib.sha256()
     for step, micro_step in product(range(3), range(accumulation)):
-        images, labels = make_batch(step, world.rank * accumulation + micro_step)
+        images, labels = make_batch(step, leaves_of(engine, world, accumulation).number(world.rank, micro_step))
         engine.backward(sample_losses(engine.forward(images), labels).mean())
         if result := engine.step():
             digest.update(float(result.gradient_norm).hex().encode())
     for tensors in whole_tensors(engine).values():
         for _, tensor in sorted(tensors.items()):
             digest.update(tensor.contiguous().numpy().tobytes())
+    order = leaves_of(engine, world, accumulation).order()
     for buffer in engine.buffers.by_name().values():
-        digest.update(gather_rows(buffer.reshape(-1), world).numpy().tobytes())
+        every = gather_rows(buffer.reshape(-1), world).view(leaves, -1)
+        digest.update(every[order].contiguous().numpy().tobytes())
     updated = sum(tensors.numel() for shard in engine.state().shards for tensors in [shard.tensors["weights"]])
     engine.close()
     return digest.hexdigest(), updated
@@ -536,7 +546,7 @@ def epoch_with_plain_pytorch(world: World, global_batch: int):
 def batchnorm_average_report(world: World):
     """Each leaf of two a rank sees other data; return the buffers of this rank's leaves before and after averaging."""
     module = make_model(True)
-    buffers = ModelBuffers(module, versions=2)
+    buffers = ModelBuffers(module, Leaves(world.size, 2))
     for step, version in product(range(3), range(2)):
         buffers.select(version)
         module(make_batch(step, 2 * world.rank + version)[0])

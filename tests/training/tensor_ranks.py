@@ -129,7 +129,7 @@ def divided_steps(
         )
     engine = build_engine(dataclasses.replace(setup, image_shape=(3, pixels, pixels)), engine_name)
     step_of = (Accumulate if pipeline == 1 else Pipelined)(lambda logits, batch: sample_losses(logits, batch.labels))
-    own_leaves = range(world.data.rank * accumulation, (world.data.rank + 1) * accumulation)
+    own_leaves = setup.leaves.of(world.data.rank)
     losses, norms = torch.zeros(STEPS * LEAVES), []
     for step in range(STEPS):
         leaves = [make_leaf(step, leaf, pixels) for leaf in own_leaves]

@@ -239,7 +239,7 @@ def test_the_content_of_a_checkpoint_does_not_depend_on_the_ranks(strategy, rank
         folder = runs.checkpoint("batchnorm", place, 2)
         reader = CheckpointReader(folder, read_manifest(folder))
         tensors = {(kind, name): tensor for kind in reader.tensors for name, tensor in reader.tensors[kind].items()}
-        buffers = [reader.buffers(leaf, LEAVES, 1) for leaf in range(LEAVES)]
+        buffers = [reader.buffers([leaf], LEAVES) for leaf in range(LEAVES)]
         contents.append({"sums": reader.epoch_sums(0, 100), **tensors, **dict(enumerate(buffers))})
     first, second = contents
     assert first.keys() == second.keys()
@@ -254,7 +254,7 @@ def test_every_leaf_goes_on_with_its_own_statistics(strategy, saved, ranks, runs
     place = Place("torch", strategy, saved)
     row = Row("batchnorm", place, 2, place._replace(ranks=ranks))
     reader = CheckpointReader(folder := runs.checkpoint("batchnorm", place, 2), read_manifest(folder))
-    saved_means = [reader.buffers(leaf, LEAVES, 1)["norm.running_mean"][0].tolist() for leaf in range(LEAVES)]
+    saved_means = [reader.buffers([leaf], LEAVES)["norm.running_mean"][0].tolist() for leaf in range(LEAVES)]
     resumed = [leaf for report in runs.resumed(row) for leaf in report["resumed_buffers"]["norm.running_mean"]]
     assert resumed == saved_means
     assert len({str(leaf) for leaf in resumed}) == LEAVES, "each leaf saw other samples"

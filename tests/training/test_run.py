@@ -249,7 +249,7 @@ def load_last(run_folder: Path) -> dict[str, torch.Tensor]:
     """Return weights and buffers of the newest checkpoint of a run of one rank."""
     checkpoint = last_checkpoint(run_folder)
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    return {**reader.tensors["weights"], **{name: buffer[0] for name, buffer in reader.buffers(0, 1, 1).items()}}
+    return {**reader.tensors["weights"], **{name: buffer[0] for name, buffer in reader.buffers([0], 1).items()}}
 
 
 def test_timm_model_loads_in_timm_by_its_own_name_and_is_profiled(tmp_path):

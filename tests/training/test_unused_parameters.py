@@ -11,7 +11,7 @@ from ranks import run_ranks
 from training.engines.strategies import STRATEGIES
 
 TRAIN = "tests.training.unused_ranks:train"
-# Of each leaf, those of a rank one after another, whether it uses all of the network.
+# Of each micro-step, those of a rank one after another, whether it uses all of the network.
 PATTERNS = (
     (True, False, False, True),
     (False, True, True, False),

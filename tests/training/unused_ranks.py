@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.training.engine_ranks import CLASSES, configuration, make_batch, make_engine, weights_of
+from tests.training.engine_ranks import CLASSES, configuration, leaves_of, make_batch, make_engine, weights_of
 from training.observe.scores import sample_losses
 from training.world.world import World
 
@@ -40,10 +40,10 @@ class SkipsNet(nn.Module):
         return self.head(features.mean((2, 3)))
 
 
-def batch_of(step: int, leaf: int, used: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(step: int, leaf: int, uses_all: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """A leaf's batch, whose images have a mean above 0 if it uses all."""
     images, labels = make_batch(step, leaf)
-    return images - images.mean() + (0.1 if used[leaf] else -0.1), labels
+    return images - images.mean() + (0.1 if uses_all else -0.1), labels
 
 
 def train(world: World, skipped: str, strategy: str, used: list[bool], engine: str = "torch") -> dict[str, Any]:
@@ -53,35 +53,38 @@ def train(world: World, skipped: str, strategy: str, used: list[bool], engine: s
         world: the ranks.
         skipped: by the network, 'layer', 'block 0' to 'block 2', or 'one of two blocks'.
         strategy: as `--strategy`.
-        used: of each leaf over all ranks, whether it skips nothing.
+        used: of each micro-step of rank 0, then of rank 1, ..., whether it skips nothing.
         engine: as `--engine`.
     """
     leaves = len(used) // world.size
     changes: dict[str, Any] = {"gradient_accumulation_steps": leaves, "gradient_clipping": 0.0, "weight_decay": 0.0}
     config = configuration(engine=engine, strategy=strategy, optimizer="sgd", momentum=0.9, **changes)
     built, norms = make_engine(world, SkipsNet(skipped), config), []
-    start = weights_of(built)
+    start, numbers = weights_of(built), leaves_of(built, world, leaves)
     for step in range(STEPS):
         for micro_step in range(leaves):
-            images, labels = batch_of(step, world.rank * leaves + micro_step, used)
+            uses_all = used[world.rank * leaves + micro_step]
+            images, labels = batch_of(step, numbers.number(world.rank, micro_step), uses_all)
             built.backward(sample_losses(built.forward(images), labels).mean())
             result = built.step()
         assert result is not None
         norms.append(float(result.gradient_norm))
     weights = weights_of(built)
     built.close()
-    return {"start": start, "norms": norms, "weights": weights, **plain(skipped, used, config.learning_rate)}
+    of_ranks = [leaf for rank in range(world.size) for leaf in numbers.of(rank)]
+    expected = plain(skipped, dict(zip(of_ranks, used, strict=True)), config.learning_rate)
+    return {"start": start, "norms": norms, "weights": weights, **expected}
 
 
-def plain(skipped: str, used: list[bool], learning_rate: float) -> dict[str, Any]:
+def plain(skipped: str, used: dict[int, bool], learning_rate: float) -> dict[str, Any]:
     """Train with plain PyTorch on one rank; without a gradient a weight keeps its momentum's step, as of zeros."""
     module, norms = SkipsNet(skipped), []
     rule = torch.optim.SGD(module.parameters(), lr=learning_rate, momentum=0.9, nesterov=True)
     for step in range(STEPS):
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        for leaf in range(len(used)):
-            images, labels = batch_of(step, leaf, used)
+        for leaf, uses_all in used.items():
+            images, labels = batch_of(step, leaf, uses_all)
             (sample_losses(module(images), labels).mean() / len(used)).backward()
         norms.append(float(torch.nn.utils.get_total_norm(parameter.grad for parameter in module.parameters())))
         rule.step()

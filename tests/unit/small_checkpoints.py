@@ -49,7 +49,7 @@ class PretendedRank:
         shards = [shard for names in GROUPS for shard in self._shards(names)]
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
         buffers = {name: buffer[None] for name, buffer in self.module.named_buffers()}
-        return EngineState(shapes, MOMENTS, shards, buffers, self.applied_steps)
+        return EngineState(shapes, MOMENTS, shards, buffers, (self.rank,), self.applied_steps)
 
     def _shards(self, names: tuple[str, ...]) -> Iterator[ParameterShard]:
         total = sum(self.weights[name].numel() for name in names)

@@ -80,7 +80,7 @@ def test_buffers_and_sums_on_another_number_of_ranks(tmp_path, size):
     for rank in range(size):
         means = [engine.module.norm_mean for engine in saved]
         expected = means[rank] if size == 2 else (means[0] + means[1]) / 2
-        buffers = reader.buffers(rank, size, 1)
+        buffers = reader.buffers([rank], size)
         assert_same_but_rounding(buffers["norm_mean"][0], expected, 0 if size == 2 else ELEMENTWISE)
         assert buffers["norm_batches"].tolist() == [11]
         assert buffers["norm_batches"].dtype == torch.int64
@@ -147,7 +147,7 @@ def test_a_snapshot_of_a_gpu_pins_a_few_blocks_once(monkeypatch, block, calls):
             for name, shape in SHAPES.items()
         ]
         buffers = {"norm_batches": torch.empty(1, dtype=torch.int64, device="cuda")}
-        state = EngineState(SHAPES, ("exp_avg",), parts, buffers, 9)
+        state = EngineState(SHAPES, ("exp_avg",), parts, buffers, (0,), 9)
         for _ in range(2):
             snapshot.take(state, torch.empty(4, dtype=torch.float64, device="cuda"))
     assert pinned.calls == calls

@@ -16,6 +16,7 @@ from models.build import build_model
 from tests.rounding import assert_same_but_rounding
 from tests.training.engine_ranks import configuration, make_engine
 from training.base.errors import UserError
+from training.base.leaves import Leaves
 from training.base.timing import SpanClock
 from training.checkpoint.weights import load_model, read_metadata, save_weights
 from training.config import FLAG_OF
@@ -152,12 +153,16 @@ def seed(leaf: int) -> None:
     torch.manual_seed(100 + leaf)
 
 
+def step_of(leaves: int) -> GradientCache:
+    return GradientCache(ALONE, Leaves(1, leaves), 0.1, CLASSES)
+
+
 def run_step(leaves: int, note=lambda *_: None) -> tuple[NoUpdate, nn.Module]:
     torch.manual_seed(0)
     module = Network()
     before, engine = copy.deepcopy(module), NoUpdate(module, leaves)
     batches = batches_of(drawn(IMAGES, 3, 6, 6), LABELS, IMAGES // leaves)
-    result = GradientCache(ALONE, 0.1, CLASSES)(engine, StepInput(iter(batches), seed, leaves / (IMAGES - 2), note))
+    result = step_of(leaves)(engine, StepInput(iter(batches), seed, leaves / (IMAGES - 2), note))
     assert result is not None
     return engine, before
 
@@ -189,7 +194,7 @@ def test_a_batch_of_32_chunks_keeps_the_activations_of_one():
         images = drawn(CHUNK * leaves, 3, 24, 24)
         labels = LABELS.repeat(CHUNK)[: CHUNK * leaves]
         batches = batches_of(images, labels, CHUNK)
-        GradientCache(ALONE, 0.1, CLASSES)(engine, StepInput(batches, seed, 1.0, lambda *_: None))
+        step_of(leaves)(engine, StepInput(batches, seed, 1.0, lambda *_: None))
     assert one.most_kept > 16 * CHUNK * 24 * 24 * 4
     assert many.most_kept == one.most_kept
 
@@ -200,8 +205,7 @@ def test_only_the_image_that_is_not_finite_is_to_blame():
     engine.module.norm = nn.Identity()  # which would spread it over the micro-batch
     images[5] = math.nan
     blamed: list[bool] = []
-    step = GradientCache(ALONE, 0.1, CLASSES)
-    step(
+    step_of(2)(
         engine,
         StepInput(
             batches_of(images, LABELS[:8], 4),

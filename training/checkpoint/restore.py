@@ -53,8 +53,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     manifest, engine, sums = found.manifest, state.engine, state.sums
     try:
         reader, own = CheckpointReader(found.path, manifest), engine.state()
-        versions = max((len(buffer) for buffer in own.buffers.values()), default=1)
-        buffers = reader.buffers(world.data.rank, world.data.size, versions)
+        buffers = reader.buffers(own.leaves, len(own.leaves) * world.data.size)
         for name in buffers_elsewhere(engine.module):
             buffers.pop(name, None)
             buffers.pop(AVERAGE + name, None)

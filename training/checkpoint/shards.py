@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -79,6 +80,7 @@ class Snapshot:
         self.layout = {
             "moments": sorted(state.moment_kinds),
             "shards": [[shard.name, list(shard.offsets), *_own_moments(shard, state)] for shard in shards],
+            "leaves": list(state.leaves),
         }
 
     def wait(self) -> None:
@@ -217,6 +219,9 @@ class CheckpointReader:
             self._ranks = len(manifest.shards)
             layouts = [json.loads(file.metadata()[METADATA_KEY]) for file in self._files]
             self.moment_kinds: list[str] = layouts[0]["moments"]
+            self._leaves: list[list[int] | None] = [layout.get("leaves") for layout in layouts]
+            if any(type(leaf) is not int for leaves in self._leaves for leaf in leaves or []):
+                raise ValueError("leaves are no numbers")
             for rank, layout in enumerate(layouts):
                 kinds = self.moment_kinds if rank < self._ranks else []
                 if layout["moments"] != kinds or any(type(kind) is not str for kind in kinds):
@@ -259,38 +264,43 @@ class CheckpointReader:
         """Weights and moments, whole, fp32: kind -> parameter name -> tensor."""
         return {kind: _Assembled(self, kind) for kind in (WEIGHTS, *self.moment_kinds)}
 
-    def buffers(self, rank: int, world_size: int, versions: int) -> dict[str, torch.Tensor]:
-        """Return a rank's buffers, name -> [versions, ...]: the saved ones, or their mean if their number is another.
+    def buffers(self, leaves: Sequence[int], total: int) -> dict[str, torch.Tensor]:
+        """Return buffers, name -> [versions, ...]: the saved ones, or their mean if their number is another.
 
         Args:
-            rank: this one, among those that read different images.
-            world_size: these ranks.
-            versions: that each rank has.
+            leaves: whose versions they are.
+            total: leaves that have versions.
         """
         result = {}
         for name, saved in self.all_buffers().items():
-            if len(saved) == world_size * versions:
-                result[name] = saved[rank * versions : (rank + 1) * versions]
+            if len(saved) == total:
+                result[name] = saved[[*leaves]]
             else:
                 # Counters and the statistics of frozen layers are the same on all ranks: no mean may round them.
                 mean = saved.mean(0) if saved.is_floating_point() else saved[0]
                 mean = torch.where((saved == saved[0]).all(0), saved[0], mean)
-                result[name] = mean.expand(versions, *mean.shape)
+                result[name] = mean.expand(len(leaves), *mean.shape)
         return result
 
     def all_buffers(self) -> dict[str, torch.Tensor]:
-        """Return all versions of the buffers, in the order of the ranks: name -> [n, ...].
+        """Return all versions of the buffers, in the order of their leaves: name -> [n, ...].
 
         Raises:
             DamagedCheckpoint: if there are not as many of each as all ranks with other images have.
         """
-        every = [self._buffers_of(file) for file in self._files[: self._ranks]]
         parts: dict[str, list[torch.Tensor]] = {}
-        for name, buffer in (item for buffers in every for item in buffers.items()):
-            parts.setdefault(name, []).append(buffer)
-        if any(len(buffers) != len(self._with_sums) for buffers in parts.values()):
-            raise DamagedCheckpoint("buffers or sums of a rank are missing")
-        return {name: torch.cat(buffers) for name, buffers in parts.items()}
+        numbers: dict[str, list[int]] = {}
+        for file, leaves in zip(self._files[: self._ranks], self._leaves, strict=False):
+            for name, versions in self._buffers_of(file).items():
+                parts.setdefault(name, []).append(versions)
+                # A checkpoint without them was written when leaves were numbered one rank after another.
+                last = len(numbers.setdefault(name, []))
+                numbers[name] += range(last, last + len(versions)) if leaves is None else leaves
+        buffers = {name: torch.cat(versions) for name, versions in parts.items()}
+        for name, found in buffers.items():
+            if len(parts[name]) != len(self._with_sums) or sorted(numbers[name]) != [*range(len(found))]:
+                raise DamagedCheckpoint("buffers or sums of a rank are missing")
+        return {name: found[np.argsort(numbers[name])] for name, found in buffers.items()}
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
         """Return a rank's share of the epoch's sums so far: its own, or all on rank 0; arguments as of `buffers`."""

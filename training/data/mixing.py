@@ -1,7 +1,7 @@
 """Mixup and cutmix of whole batches on the device: images of a micro-batch are blended in pairs, and so are targets.
 
 One choice for all of a micro-batch, with the distribution of timm's `Mixup` in its mode "batch", is a function of
-(seed, epoch, leaf): the same on any number of ranks and after a resume; for leaves see `BatchPlan.micro_batch`.
+(seed, epoch, leaf): the same on any number of ranks and after a resume; for leaves see `training.base.leaves`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from training.base.errors import UserError
+from training.base.leaves import Leaves
 from training.data.randomness import COPY
 from training.data.reading.sources import FileSource, Source
 
@@ -67,6 +68,7 @@ class BatchPlan:
         places: Bytes of the places in shards, see `FileSource.shards`, that decide the order; empty: any sample may
             follow any other.
         window: Samples of the shuffled shards among which each is shuffled, if there are places.
+        in_turn: As of `Leaves`.
     """
 
     num_samples: int
@@ -79,6 +81,12 @@ class BatchPlan:
     islands: int = 1
     places: bytes = b""
     window: int = 1
+    in_turn: int = 1
+
+    @property
+    def leaves(self) -> Leaves:
+        """The leaves of a step."""
+        return Leaves(self.world_size, self.accumulation_steps, self.in_turn)
 
     @property
     def global_batch(self) -> int:
@@ -114,12 +122,12 @@ class BatchPlan:
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
         """Return the samples of one forward pass of one rank.
 
-        Micro-batch a of rank r is leaf r*A + a of its step, and leaf l of step k contains the positions k*G + l*B and
-        the B-1 after it: the leaves of a step are the same for all ranks and accumulation steps with one product R x A.
+        Leaf l of step k contains the positions k*G + l*B and the B-1 after it: the leaves of a step are the same for
+        all ranks and accumulation steps with one product R x A; `training.base.leaves` says which rank has which.
         Repeated samples are dealt to the leaves in turn, as timm's sampler deals them to the ranks: leaf l contains
         every position k*G + l + i*R*A.
         """
-        leaves, leaf = self.world_size * self.accumulation_steps, rank * self.accumulation_steps + micro_step
+        leaves, leaf = self.world_size * self.accumulation_steps, self.leaves.number(rank, micro_step)
         positions = self._positions(step, leaf)
         weights = (positions < self.num_samples).astype(np.float32)
         draw_keys = self.draw_keys(epoch)[positions % self.num_samples]
@@ -202,8 +210,10 @@ class EvaluationPlan:
             yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)
 
 
-def build_plan(config: DataSettings, source: Source, world_size: int, views: int = 1, islands: int = 1) -> BatchPlan:
-    """Build the plan of a run over a training set, with at least so many views of each sample.
+def build_plan(
+    config: DataSettings, source: Source, world_size: int, views: int = 1, islands: int = 1, in_turn: int = 1
+) -> BatchPlan:
+    """Build the plan of a run over a training set, with at least so many views of each sample; see `BatchPlan`.
 
     Raises:
         UserError: The set has no shards for `--order shards`.
@@ -227,6 +237,7 @@ def build_plan(config: DataSettings, source: Source, world_size: int, views: int
         islands=islands,
         places=places,
         window=config.shuffle_window,
+        in_turn=in_turn,
     )
 
 

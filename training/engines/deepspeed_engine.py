@@ -129,7 +129,8 @@ class DeepSpeedEngine(Engine):
                 shards += _stage_3_shards({name: parameter}, {WEIGHTS: parameter.ds_tensor})  # type: ignore[attr-defined]
         else:
             shards += frozen_shards(self.module, self._world)
-        return EngineState(parameter_shapes(self.module), kinds, shards, self.buffers.by_name(), self._applied_steps)
+        shapes, buffers = parameter_shapes(self.module), self.buffers.by_name()
+        return EngineState(shapes, kinds, shards, buffers, (self._world.rank,), self._applied_steps)
 
     def load_state(
         self,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from training.base.leaves import Leaves
 from training.data.reader import Batch
 from training.engines.model_buffers import ModelBuffers
 from training.engines.parameter_shards import EngineState, ParameterShard
@@ -156,6 +157,11 @@ class EngineSetup:
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
     split: TensorSplit = WHOLE
     pipeline: PipelineSetup | None = None
+
+    @property
+    def leaves(self) -> Leaves:
+        """The leaves of a step."""
+        return Leaves(self.world.size, self.accumulation_steps, self.plan.neighbours)
 
 
 class Engine(Protocol):

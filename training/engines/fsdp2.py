@@ -50,15 +50,13 @@ class Fsdp2(Distribution):
         grouped = [[names[id(parameter)] for parameter in group["params"]] for group in self._optimizer.param_groups]
         self._module.to(memory_format=torch.contiguous_format)  # FSDP2 refuses any other
         copy_from_main([*self._module.parameters()], world)
-        # On machines of one rank each, copies of what each has would be whole ones.
-        self._shards = plan.shards if plan.shards > 1 else world.size
+        self._shards = plan.neighbours
         self._reduce: list[TreeReduceScatter] = []
         self._blocks_run = 0  # of the step, as one number
         self._row = world.rank % self._shards
         self.reports = world.rank < self._shards
-        tree = StepTree(world.size, setup.accumulation_steps)
         if world.size > 1:
-            self._shard(setup, tree)
+            self._shard(setup)
         self._network = under_autocast(self._module, setup.precision, world.device)
         if world.size == 1 and setup.compiles:
             compile_network(self._network, setup)
@@ -72,10 +70,10 @@ class Fsdp2(Distribution):
         for group, members in zip(self._optimizer.param_groups, grouped, strict=True):
             group["params"] = [self._parts[name].trained for name in members if name in self._parts]
         self._split = setup.split
-        self._own_sums = None if world.size > 1 else _OwnSums(self._parts, tree)
+        self._own_sums = None if world.size > 1 else _OwnSums(self._parts, StepTree(1, setup.accumulation_steps))
         self._sum_of_squares = SumOfSquares(*self._places(trained, setup.split), world)
 
-    def _shard(self, setup: EngineSetup, tree: StepTree) -> None:
+    def _shard(self, setup: EngineSetup) -> None:
         """Shard the modules; a collective."""
         world, plan = setup.world, setup.plan
         replicas = world.size // self._shards
@@ -98,7 +96,7 @@ class Fsdp2(Distribution):
         fully_shard(self._module, reshard_after_forward=False, **options)
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
-                self._reduce.append(TreeReduceScatter(tree, mesh, world))
+                self._reduce.append(TreeReduceScatter(setup.leaves, mesh, world))
                 module.set_custom_reduce_scatter(self._reduce[-1])
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)

@@ -89,7 +89,9 @@ class IslandEngine(TorchEngine):
         if not self._peers.is_main:
             shards = [_of_island(shard, self._peers.rank) for shard in shards if shard.name not in frozen]
         applied = torch.full((self._accumulation_steps,), own.applied_steps)
-        return dataclasses.replace(own, shapes=shapes, shards=shards, buffers=own.buffers | {APPLIED_STEPS: applied})
+        first = self._peers.rank * self._world.size * self._accumulation_steps
+        leaves, buffers = tuple(first + leaf for leaf in own.leaves), own.buffers | {APPLIED_STEPS: applied}
+        return dataclasses.replace(own, shapes=shapes, shards=shards, buffers=buffers, leaves=leaves)
 
     def load_state(
         self,

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from training.base.leaves import Leaves
 from training.world.collectives import gather_rows
 from training.world.world import World
 
+ONE_LEAF = Leaves(1, 1)
 AVERAGE = "average/"  # prefix of a running average's name
 
 
@@ -47,12 +49,14 @@ class ModelBuffers:
 
     Args:
         module: the model.
-        versions: of all buffers, equal at first.
+        leaves: of a step, of which each has a version on the rank that computes it, all equal at first; of one leaf of
+            each rank if there is one version on each.
     """
 
     ALIGNMENT = 32  # elements: that of a tensor of its own
 
-    def __init__(self, module: nn.Module, versions: int = 1) -> None:
+    def __init__(self, module: nn.Module, leaves: Leaves = ONE_LEAF) -> None:
+        versions, self._leaves = leaves.per_rank, leaves
         self._selected = 0
         self._live: list[torch.Tensor] = []  # [n] of each dtype, of which the module's buffers are views
         self._rows: list[torch.Tensor] = []  # [versions, n]; the selected row is up to date after `_store`
@@ -158,7 +162,9 @@ class ModelBuffers:
         for rows in (*self._rows, *self._averages):
             if rows.is_floating_point():
                 sent_bytes += (world.size - 1) * rows.nbytes
-                every = gather_rows(rows.reshape(-1), world).view(-1, rows.shape[1])
+                # Of islands, which have leaves of their own, the world has more ranks.
+                order = self._leaves._replace(ranks=world.size).order()
+                every = gather_rows(rows.reshape(-1), world).view(-1, rows.shape[1])[order]
                 mean = every[0].clone()
                 for row in every[1:]:
                     mean += row

@@ -58,6 +58,7 @@ class EngineState:
         moment_kinds: names of the optimizer's moments, and of averages of the weights.
         shards: the parts of this rank. Every element of every parameter is in one shard of one rank.
         buffers: name -> [n, ...]: the module's buffers, in as many versions as this rank has.
+        leaves: of a step, whose versions these are.
         applied_steps: updates applied so far, for Adam's bias correction.
     """
 
@@ -65,6 +66,7 @@ class EngineState:
     moment_kinds: tuple[str, ...]
     shards: list[ParameterShard]
     buffers: dict[str, torch.Tensor]
+    leaves: tuple[int, ...]
     applied_steps: int
 
 

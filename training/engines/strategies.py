@@ -39,6 +39,16 @@ class ParallelPlan:
         return self.zero_stage == 3
 
     @property
+    def neighbours(self) -> int:
+        """Ranks among which gradients are divided: 1 at stage 1, where each rank keeps whole ones.
+
+        Copies on one rank each would be whole ones: FSDP2 divides these all the same.
+        """
+        if self.zero_stage == 1:
+            return 1
+        return self.shards if self.shards > 1 else self.replicas
+
+    @property
     def offloadable(self) -> tuple[str, ...]:
         """The values that `offload` may have: only what is sharded leaves the GPU."""
         return ("none", "optimizer", "all")[: self.zero_stage]

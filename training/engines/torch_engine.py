@@ -30,7 +30,8 @@ class TorchEngine(Engine):
         self.updates = Updates(self.optimizer, setup.precision, setup.gradient_clipping, device)
         self.loss_scale = self.updates.loss_scale
         self._accumulation_steps, self._micro_steps, self._split = setup.accumulation_steps, 0, setup.split
-        self.buffers = ModelBuffers(self.module, versions=self._accumulation_steps)
+        self._leaves = setup.leaves
+        self.buffers = ModelBuffers(self.module, setup.leaves)
         self._distribution = self._distribute(setup)
         create_state(self.optimizer, self._trained())
 
@@ -105,7 +106,8 @@ class TorchEngine(Engine):
         shapes, kinds = self._split.shapes(parameter_shapes(self.module)), moment_kinds(self.optimizer)
         own = self._distribution.shards() if self._distribution.reports else []
         shards = self._split.of_whole(shard for shard in own if self._split.counts(shard.name))
-        return EngineState(shapes, kinds, shards, self.buffers.by_name(), int(self.updates.applied))
+        leaves = tuple(self._leaves.of(self._world.rank))
+        return EngineState(shapes, kinds, shards, self.buffers.by_name(), leaves, int(self.updates.applied))
 
     @torch.no_grad()
     def load_state(

@@ -11,30 +11,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
+from training.base.leaves import Leaves
 from training.base.timing import communication
-from training.engines.summation_tree import LeafSums, StepTree, TreeNode, add_nodes, add_ranks, plan_segment
+from training.engines.summation_tree import TreeNode, add_nodes, plan_segment
 from training.world.world import World
 
 
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Adds the gradients of one FSDP2 module along the step's tree: over this rank's leaves, then over the ranks.
+    """Adds the gradients of one FSDP2 module along the step's tree, each rank those of its part.
+
+    After every micro-step a rank has its part of the neighbouring leaves that the ranks of its replica have just
+    computed. It adds them to one node of the tree if the ranks are a power of two, to a few otherwise, and keeps at
+    most log2(A) + 1 nodes of A micro-steps.
 
     Attributes:
-        leaf: number of this rank's leaf whose gradients come next.
+        leaf: number of the micro-step whose gradients come next.
 
     Args:
-        tree: of the step.
+        leaves: of the step, dealt in turn to the ranks of a replica.
         mesh: of the shards, or of replicas and shards.
         world: the ranks; those of a replica are neighbours.
     """
 
-    def __init__(self, tree: StepTree, mesh: DeviceMesh, world: World) -> None:
-        self._tree, self._segment = tree, tree.segments[world.rank]
-        self._shards = mesh["shards"].size()
-        self._replica, self._replicas = world.rank // self._shards, world.size // self._shards
+    def __init__(self, leaves: Leaves, mesh: DeviceMesh, world: World) -> None:
+        self._leaves, self._total = leaves, leaves.ranks * leaves.per_rank
+        self._first_rank, self._replicas = world.rank // leaves.in_turn * leaves.in_turn, world.size // leaves.in_turn
         self._among_replicas = mesh.get_group("replicas") if self._replicas > 1 else None
-        self._sums = LeafSums([], [])
-        self._rows: list[torch.Tensor] = []
+        self._sums: list[tuple[TreeNode, torch.Tensor]] = []
         self.leaf = 0
 
     def __call__(
@@ -45,44 +48,35 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Set `output_tensor` [n / shards] to its part of the sum of all ranks' `input_tensor` [n]; a collective.
+        """Set `output_tensor` [n / ranks] to its part of the sum of all `input_tensor` [n] of a step; a collective.
 
-        Before this rank's last leaf of a step it is left as it is, and no message is sent.
+        Before the last micro-step it is left as it is.
         """
-        rows = self._add(input_tensor)
-        if self.leaf < len(self._segment.additions) - 1:
-            return
-        received = input_tensor.new_empty(len(rows), self._shards, len(output_tensor))
+        received = input_tensor.new_empty(self._leaves.in_turn, len(output_tensor))
         with communication():
-            for place, row in zip(received, rows, strict=True):
-                dist.all_to_all_single(place.view(-1), row, group=group)
-        segments = self._tree.segments[self._replica * self._shards :][: self._shards]
-        left = add_ranks(received.transpose(0, 1), segments, self._tree.leaves, output_tensor)
+            dist.all_to_all_single(received.view(-1), input_tensor, group=group)
+        first = self._leaves.number(self._first_rank, self.leaf)
+        rows = ((TreeNode(leaf, leaf + 1), row) for leaf, row in enumerate(received, first))
+        added = add_nodes(rows, self._total, output_tensor)
+        before = self._sums if self.leaf else []
+        self._sums = add_nodes([*before, *added], self._total, output_tensor)
+        if self.leaf < self._leaves.per_rank - 1:
+            own = {id(values) for _, values in before}  # what is received is freed
+            self._sums = [(node, values if id(values) in own else values.clone()) for node, values in self._sums]
+            return
         if self._replicas > 1:
-            self._add_replicas(left, output_tensor)
+            self._add_replicas(output_tensor)
+        self._sums = []
 
-    def _add(self, gradients: torch.Tensor) -> list[torch.Tensor]:
-        """Add a leaf's gradients [n]; return the rows to be sent."""
-        if len(self._segment.additions) == 1:
-            return [gradients]
-        rows = max(self._tree.rows_sent, self._segment.most_parked + 1)
-        if not self._rows or len(self._rows[0]) != len(gradients):  # other parameters are trained now
-            self._rows = [torch.zeros_like(gradients) for _ in range(rows)]
-            self._sums = LeafSums(self._rows, self._segment.additions)
-        if self.leaf == 0:
-            self._sums.clear()
-        self._sums.add([self._rows[0]], [gradients])
-        return self._rows[: self._tree.rows_sent]
-
-    def _add_replicas(self, sums: list[tuple[TreeNode, torch.Tensor]], out: torch.Tensor) -> None:
+    def _add_replicas(self, out: torch.Tensor) -> None:
         """Add the sums of all replicas, each of which has those of its own leaves, into `out` [n]; a collective."""
-        leaves, length = self._tree.leaves, self._tree.leaves // self._replicas
-        nodes = [plan_segment(first, first + length, leaves).nodes for first in range(0, leaves, length)]
+        length = self._total // self._replicas
+        nodes = [plan_segment(first, first + length, self._total).nodes for first in range(0, self._total, length)]
         own = out.new_zeros(max(map(len, nodes)), len(out))
-        for row, (_, values) in zip(own, sums, strict=False):
+        for row, (_, values) in zip(own, self._sums, strict=False):
             row.copy_(values)
         every = out.new_empty(self._replicas, *own.shape)
         with communication():
             dist.all_gather_into_tensor(every.view(-1), own.view(-1), group=self._among_replicas)
         pairs = [zip(of_replica, rows, strict=False) for of_replica, rows in zip(nodes, every, strict=True)]
-        add_nodes(chain.from_iterable(pairs), leaves, out)
+        add_nodes(chain.from_iterable(pairs), self._total, out)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import zlib
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from training.base.leaves import Leaves
 from training.engines.engine import Engine
 from training.engines.parameter_shards import gather_weights
 from training.world.collectives import gather_objects
@@ -44,12 +44,13 @@ class StepHashes:
     Args:
         every: optimizer steps from one to the next; 0 for none.
         world: the ranks.
+        leaves: of a step.
         module: whose gradients are hashed leaf by leaf, before they are added up, where a rank has whole parameters;
             None for outputs alone.
     """
 
-    def __init__(self, every: int, world: World, module: nn.Module | None) -> None:
-        self._every, self._world = every, world
+    def __init__(self, every: int, world: World, leaves: Leaves, module: nn.Module | None) -> None:
+        self._every, self._world, self._step_leaves = every, world, leaves
         named = [*module.named_parameters()] if module is not None and every else []
         is_whole = not any(isinstance(parameter, DTensor) for _, parameter in named)
         self._trained = [item for item in named if item[1].requires_grad and is_whole]
@@ -88,7 +89,12 @@ class StepHashes:
         self._leaves = []
         if not self._world.is_main:
             return None
-        leaves = [{"rank": int(rank), **dict(zip(OF_LEAF, found, strict=False))} for rank, *found in chain(*by_rank)]
+        numbered = {
+            self._step_leaves.number(place, micro_step): {"rank": int(rank), **dict(zip(OF_LEAF, found, strict=False))}
+            for place, of_rank in enumerate(by_rank)
+            for micro_step, (rank, *found) in enumerate(of_rank)
+        }
+        leaves = [numbered[leaf] for leaf in sorted(numbered)]
         kept = {name: tensor_hash(parameter) for name, parameter in parameters.items()}
         return {"step": position + 1, "leaves": leaves, "weights": kept}
 

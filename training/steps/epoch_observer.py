@@ -42,7 +42,9 @@ class EpochObserver:
         self._metrics = StepMetrics(context, state.progress.epoch, state.sums)
         world = context.world
         is_whole = world.tensor.size == world.pipeline.size == 1  # else gradients are of a part of the network
-        self._hashes = StepHashes(context.log_hashes, world, state.engine.module if is_whole else None)
+        self._hashes = StepHashes(
+            context.log_hashes, world, context.plan.leaves, state.engine.module if is_whole else None
+        )
         self._first_step = state.progress.step
         self._sums_before = state.sums.state()
         self._stop_signal = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from training.base.leaves import Leaves
 from training.engines.engine import StepResult
 from training.recipe.loss import contrast
 from training.steps.accumulate import StepInput, TimedEngine
@@ -25,11 +26,13 @@ class GradientCache:
 
     Attributes:
         world: the ranks.
+        leaves: of a step.
         temperature: of the loss, see `contrast`.
         num_classes: of the data set.
     """
 
     world: World
+    leaves: Leaves
     temperature: float
     num_classes: int
 
@@ -43,14 +46,14 @@ class GradientCache:
                 outputs.append(engine.forward(batch.images))
         if not is_single:
             engine.buffers.restore(buffers)
-        size, first = len(held[0].labels), self.world.data.rank * len(held)
+        size, own = len(held[0].labels), self.leaves.of(self.world.data.rank)
         gathered = (
             self._of_all_leaves([output.detach() for output in outputs]),
             self._of_all_leaves([batch.labels for batch in held]),
             self._of_all_leaves([batch.weights for batch in held]),
         )
         found = contrast(*gathered, self.temperature, self.num_classes, size)
-        losses, shares, gradients = (tensor.split(size)[first : first + len(held)] for tensor in found)
+        losses, shares, gradients = ([tensor.split(size)[leaf] for leaf in own] for tensor in found)
         result = None
         for micro_step, batch in enumerate(held):
             if not is_single:
@@ -66,5 +69,6 @@ class GradientCache:
 
     def _of_all_leaves(self, own: list[torch.Tensor]) -> torch.Tensor:
         """Return this rank's micro-batches [B, ...] and those of the others in the order of leaves; a collective."""
-        rows = torch.cat(own)
-        return gather_rows(rows.reshape(-1), self.world).view(-1, *rows.shape[1:])
+        rows = torch.stack(own)
+        every = gather_rows(rows.reshape(-1), self.world).view(-1, *rows.shape[1:])
+        return every[self.leaves.order()].flatten(0, 1)

@@ -1,0 +1,38 @@
+"""Which micro-batches of a step each rank computes: the leaves of the tree along which gradients are added.
+
+A step has R x A leaves, on R ranks with A micro-steps each. Which rank computes a leaf changes no bit of the sum, so
+that each has what suits it. Where a rank keeps whole gradients, its leaves are neighbours: it adds them first, and
+sends one sum. Where it keeps a part of them, the leaves of one micro-step are neighbours: each part is added at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Leaves(NamedTuple):
+    """The leaves of a step.
+
+    Attributes:
+        ranks: R.
+        per_rank: A, accumulation steps.
+        in_turn: neighbouring ranks, a divisor of R, to which neighbouring leaves are dealt in turn.
+    """
+
+    ranks: int
+    per_rank: int
+    in_turn: int = 1
+
+    def number(self, rank: int, micro_step: int) -> int:
+        """Return the leaf that a rank computes in a micro-step."""
+        group, place = divmod(rank, self.in_turn)
+        return (group * self.per_rank + micro_step) * self.in_turn + place
+
+    def of(self, rank: int) -> list[int]:
+        """Return a rank's leaves in the order of its micro-steps."""
+        return [self.number(rank, micro_step) for micro_step in range(self.per_rank)]
+
+    def order(self) -> list[int]:
+        """Return in the order of leaves where each is among the ranks' micro-steps, one rank's after another's."""
+        numbers = [leaf for rank in range(self.ranks) for leaf in self.of(rank)]
+        return sorted(range(len(numbers)), key=numbers.__getitem__)
