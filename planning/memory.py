@@ -12,8 +12,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from models.activations import Activations
+from training.base.leaves import Leaves
 from training.engines.strategies import ParallelPlan
-from training.engines.summation_tree import StepTree
+from training.engines.summation_tree import StepTree, plan_segment
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class StateRule:
     """Other ranks' sums of this rank's part, if there is more than one rank."""
     parks_sums: bool = False
     """Whether gradients are added along the tree of PyTorch's engine."""
-    accumulates_whole: bool = False
-    """Whether accumulation keeps whole sums of gradients, as the tree says, that are otherwise sharded."""
+    keeps_sums: bool = False
+    """Whether accumulation keeps sums of sharded gradients, as the tree says, from one micro-step to the next."""
     gradients_stay: bool = False
     """Whether the gradients' memory stays taken between the steps; else backward takes it as it computes them."""
     step: float = 0
@@ -75,17 +76,15 @@ STATE_RULES: dict[tuple[str, int], StateRule] = {
     ("torch", 1): StateRule(
         weights=1, gradients=1, sums=1, received=1, parks_sums=True, gradients_stay=True, channels_last=True
     ),
-    ("torch", 2): StateRule(
-        sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathered=1, block_gradients=2
-    ),
+    ("torch", 2): StateRule(sharded_weights=1, sharded_gradients=1, keeps_sums=True, gathered=1, block_gradients=2),
     ("torch", 3): StateRule(
-        sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathers_blocks=True, block_gradients=2
+        sharded_weights=1, sharded_gradients=1, keeps_sums=True, gathers_blocks=True, block_gradients=2
     ),
 }
 # At stage 1 PyTorch's engine shares one copy of the weights between a machine's CPU ranks: each is charged its part.
 SHARED = StateRule(sharded_weights=1, gradients=1, sums=1, parks_sums=True, gradients_stay=True, channels_last=True)
 # One rank has plain parameters under PyTorch's engine at stages 2 and 3.
-ALONE = StateRule(weights=1, gradients=1, accumulates_whole=True)
+ALONE = StateRule(weights=1, gradients=1, keeps_sums=True)
 
 
 FLOAT32_BYTES = 4
@@ -213,10 +212,12 @@ def plan_memory(
     traffic = _traffic(rule, sizes, plan, ranks, device)
     whole, part = FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
     others, accumulates = ranks > 1, accumulation_steps > 1
-    rows = _rows(ranks, accumulation_steps) if rule.parks_sums or rule.accumulates_whole else 1
-    computed = rule.gradients * (rows if rule.parks_sums else 1) * whole + rule.sharded_gradients * part
+    rows = _rows(ranks, accumulation_steps) if rule.parks_sums else 1
+    kept = _sums_kept(Leaves(ranks, accumulation_steps, plan.neighbours)) if rule.keeps_sums else 0
+    # What ranks send each other takes the place of the sums in the last micro-step.
+    sharded = max(rule.sharded_gradients, kept)
+    computed = rule.gradients * rows * whole + sharded * part
     gradients = computed + ((rule.sums * part + rule.received * whole) if others else 0)
-    gradients += rule.accumulates_whole * accumulates * rows * whole
     later = 0.0
     if not rule.gradients_stay:
 
@@ -293,6 +294,12 @@ def _rows(ranks: int, accumulation_steps: int) -> int:
     """Whole gradients of a rank: the running sum, and those that the tree sets aside."""
     tree = StepTree(ranks, accumulation_steps)
     return max(tree.rows_sent, 1 + max(segment.most_parked for segment in tree.segments))
+
+
+def _sums_kept(leaves: Leaves) -> int:
+    """Sums of a part of the gradients that a rank keeps from one micro-step to the next, at most."""
+    total, ends = leaves.ranks * leaves.per_rank, range(1, leaves.per_rank)
+    return max((len(plan_segment(0, end * leaves.in_turn, total).nodes) for end in ends), default=0)
 
 
 def _placed(found: MemoryPlan, engine: str, offload: str, device: str) -> MemoryPlan:

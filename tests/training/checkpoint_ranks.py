@@ -307,7 +307,7 @@ def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **opt
     job = Job(world, folder, strategy, every_steps=1, resume=checkpoint, **options)
     buffers = {name: leaves.double().tolist() for name, leaves in job.engine.buffers.by_name().items()}
     job.train()
-    result = job.report() | {"resumed_buffers": buffers}
+    result = job.report() | {"resumed_buffers": buffers, "resumed_leaves": [*job.engine.state().leaves]}
     job.close()
     return result
 
