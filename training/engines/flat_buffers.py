@@ -139,6 +139,10 @@ class CollectiveBuffers(FlatBuffers):
         self._works: list[dist.Work | None] = []  # under way
 
     def start_sum(self) -> None:
+        if self._tree.levels is not None:
+            self._received, work = self._tree.levels.start(self._rows[0])
+            self._works = [work]
+            return
         # Half of the bytes of an all-reduce, if a rank has one sum to send.
         self._received = self.gradients.new_empty(len(self._rows), self._world.size, len(self.part))
         self._works = [
@@ -148,6 +152,10 @@ class CollectiveBuffers(FlatBuffers):
 
     def sum_own_part(self) -> torch.Tensor:
         self._wait()
+        if self._tree.levels is not None:
+            nodes = [segment.nodes[0] for segment in self._tree.segments]
+            self._tree.levels.finish(self._received, nodes.__getitem__, self._tree.leaves, self._sum)
+            return self._sum
         return _sum_rows(self._received.transpose(0, 1), self._tree, self._sum)
 
     def start_from_main(self) -> None:

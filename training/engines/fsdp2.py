@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from training.engines.activation_checkpointing import repeated_blocks
 from training.engines.compilation import compile_network
 from training.engines.engine import Distribution, EngineSetup
+from training.engines.machine_levels import machine_levels
 from training.engines.norms import SumOfSquares, pieces_per_row
 from training.engines.parameter_shards import WEIGHTS, ParameterShard
 from training.engines.precision import under_autocast
@@ -84,6 +85,7 @@ class Fsdp2(Distribution):
         if plan.offload != "none":
             policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         options: dict[str, Any] = {"mesh": mesh["shards"], "offload_policy": policy}
+        levels = machine_levels(world, setup.leaves, setup.notes) if replicas == 1 else None
         units = repeated_blocks(self._module)
         for number, unit in enumerate(units, 1):
             unit.register_forward_pre_hook(partial(self._note_block, number))
@@ -96,7 +98,7 @@ class Fsdp2(Distribution):
         fully_shard(self._module, reshard_after_forward=False, **options)
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
-                self._reduce.append(TreeReduceScatter(setup.leaves, mesh, world))
+                self._reduce.append(TreeReduceScatter(setup.leaves, mesh, world, levels))
                 module.set_custom_reduce_scatter(self._reduce[-1])
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)

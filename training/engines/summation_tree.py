@@ -8,9 +8,12 @@ unchanged. Floating-point addition is commutative but not associative: all that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from training.engines.machine_levels import MachineLevels
 
 
 class TreeNode(NamedTuple):
@@ -57,10 +60,11 @@ class StepTree:
     Args:
         ranks: of the run.
         leaves_per_rank: accumulation steps.
+        levels: that ranks on several machines add their sums in; None to send them from each rank to each.
     """
 
-    def __init__(self, ranks: int, leaves_per_rank: int) -> None:
-        self.leaves = ranks * leaves_per_rank
+    def __init__(self, ranks: int, leaves_per_rank: int, levels: MachineLevels | None = None) -> None:
+        self.leaves, self.levels = ranks * leaves_per_rank, levels
         firsts = range(0, self.leaves, leaves_per_rank)
         self.segments = [plan_segment(first, first + leaves_per_rank, self.leaves) for first in firsts]
         self.rows_sent = max(len(segment.nodes) for segment in self.segments)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 
 from training.base.leaves import Leaves
 from training.base.timing import communication
+from training.engines.machine_levels import MachineLevels
 from training.engines.summation_tree import TreeNode, add_nodes, plan_segment
 from training.world.world import World
 
@@ -31,10 +32,11 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         leaves: of the step, dealt in turn to the ranks of a replica.
         mesh: of the shards, or of replicas and shards.
         world: the ranks; those of a replica are neighbours.
+        levels: of ranks on several machines; None to send gradients from each rank to each.
     """
 
-    def __init__(self, leaves: Leaves, mesh: DeviceMesh, world: World) -> None:
-        self._leaves, self._total = leaves, leaves.ranks * leaves.per_rank
+    def __init__(self, leaves: Leaves, mesh: DeviceMesh, world: World, levels: MachineLevels | None) -> None:
+        self._leaves, self._total, self._levels = leaves, leaves.ranks * leaves.per_rank, levels
         self._first_rank, self._replicas = world.rank // leaves.in_turn * leaves.in_turn, world.size // leaves.in_turn
         self._among_replicas = mesh.get_group("replicas") if self._replicas > 1 else None
         self._sums: list[tuple[TreeNode, torch.Tensor]] = []
@@ -52,12 +54,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
 
         Before the last micro-step it is left as it is.
         """
-        received = input_tensor.new_empty(self._leaves.in_turn, len(output_tensor))
-        with communication():
-            dist.all_to_all_single(received.view(-1), input_tensor, group=group)
-        first = self._leaves.number(self._first_rank, self.leaf)
-        rows = ((TreeNode(leaf, leaf + 1), row) for leaf, row in enumerate(received, first))
-        added = add_nodes(rows, self._total, output_tensor)
+        added = self._add_ranks(input_tensor, output_tensor, group)
         before = self._sums if self.leaf else []
         self._sums = add_nodes([*before, *added], self._total, output_tensor)
         if self.leaf < self._leaves.per_rank - 1:
@@ -67,6 +64,26 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         if self._replicas > 1:
             self._add_replicas(output_tensor)
         self._sums = []
+
+    def _node_of(self, rank: int) -> TreeNode:
+        """Return the leaf that a rank has computed in this micro-step."""
+        leaf = self._leaves.number(rank, self.leaf)
+        return TreeNode(leaf, leaf + 1)
+
+    def _add_ranks(
+        self, gradients: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup
+    ) -> list[tuple[TreeNode, torch.Tensor]]:
+        """Add the gradients [n] that the ranks of a replica have computed in this micro-step, as `add_nodes` does."""
+        if self._levels is not None:
+            received, work = self._levels.start(gradients)
+            with communication():
+                work.wait()
+            return self._levels.finish(received, self._node_of, self._total, out)
+        received = gradients.new_empty(self._leaves.in_turn, len(out))
+        with communication():
+            dist.all_to_all_single(received.view(-1), gradients, group=group)
+        nodes = (self._node_of(rank) for rank in range(self._first_rank, self._first_rank + self._leaves.in_turn))
+        return add_nodes(zip(nodes, received, strict=True), self._total, out)
 
     def _add_replicas(self, out: torch.Tensor) -> None:
         """Add the sums of all replicas, each of which has those of its own leaves, into `out` [n]; a collective."""

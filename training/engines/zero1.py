@@ -19,6 +19,7 @@ from training.engines.buckets import BackwardOrder, Placed, Shared, make_buckets
 from training.engines.compilation import compile_network
 from training.engines.cuda_graphs import record, records
 from training.engines.engine import Distribution, EngineSetup
+from training.engines.machine_levels import machine_levels
 from training.engines.norms import BLOCK, SumOfSquares, squares_of_rows
 from training.engines.parameter_shards import (
     CONVOLUTION_DIMENSIONS,
@@ -68,7 +69,8 @@ class Zero1(Distribution):
         for parameter in frozen_parameters(self._module).values():
             if parameter.ndim == CONVOLUTION_DIMENSIONS:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-        tree = StepTree(self._world.size, setup.accumulation_steps)
+        levels = machine_levels(self._world, setup.leaves, setup.notes)
+        tree = StepTree(self._world.size, setup.accumulation_steps, levels)
         shared = share_out(self._module, self._optimizer, self._world.device, setup.split)
         if stages is None:
             stages = Stages([{name for one in shared for name in one.parameters}], self._world.alone())
