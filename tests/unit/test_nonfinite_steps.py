@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.recording import Recorder
 from training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
+from training.base.leaves import Leaves
 from training.base.run_logger import Loggers
 from training.data.reader import Batch
 from training.engines.engine import StepResult
@@ -313,7 +314,7 @@ def test_every_leaf_has_its_own_version_and_all_are_set_back():
     """Against one module per leaf; three leaves in turn, two steps, then a step that is undone."""
     module = nn.BatchNorm2d(3).train()
     leaves = [copy.deepcopy(module) for _ in range(3)]
-    buffers = ModelBuffers(module, versions=3)
+    buffers = ModelBuffers(module, Leaves(1, 3))
     for undone in (False, False, True):
         kept = buffers.copy()
         for number, leaf in enumerate(leaves):

@@ -15,11 +15,13 @@ from PIL import Image
 
 from delivery.predict import predict
 from models.build import build_model
+from tests.rounding import assert_same_but_rounding
 from training.checkpoint.weights import preprocess, read_metadata
 from training.data import DataOptions, load_data
 from training.data.reading.model_input import ModelInput
 
-ONE_LEVEL_HERE_AND_THERE = 5e-3  # what a network that is as sensitive as ours makes of it
+# What a network that is as sensitive as ours makes of it; without AVX2 a tenth of the pixels is off, up to 1.1e-2.
+ONE_LEVEL_HERE_AND_THERE = 2e-2
 ORIENTATION = 0x0112  # of EXIF
 SIDES = (300, 220)  # width and height of most pictures: shrunk to a quarter
 
@@ -130,7 +132,7 @@ def test_the_lines_of_the_readme(run, pictures):
     for picture, (label, probabilities) in zip(pictures, wanted_from(run, pictures), strict=True):
         names = run_lines(code, picture, safetensors=run / "model.safetensors")
         found = names["logits"].detach().softmax(1)[0]
-        np.testing.assert_allclose(found, probabilities, rtol=1e-5, err_msg=picture)  # a batch of another size
+        assert_same_but_rounding(found, probabilities, msg=picture)  # a batch of another size
         assert names["metadata"]["class_names"][found.argmax()] == label
 
 
@@ -144,7 +146,7 @@ def test_the_lines_for_onnxruntime_alone(run, pictures, monkeypatch, tmp_path, c
         seen = torch.from_numpy(names["values"].transpose(2, 0, 1))
         off = ((seen - reader.read(picture)) * levels).abs()
         assert off.max() <= 1.01, picture  # Pillow rounds otherwise than PyTorch
-        assert off.mean() <= 0.02, picture
+        assert off.mean() <= 0.2, picture  # 0.02 with AVX2
         found = torch.from_numpy(names["logits"]).softmax(0)
         np.testing.assert_allclose(found, probabilities, atol=ONE_LEVEL_HERE_AND_THERE, err_msg=picture)
         assert names["use"]["class_names"][found.argmax()] == label

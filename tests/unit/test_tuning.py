@@ -19,6 +19,7 @@ from torch import nn
 from models.build import BuiltModel, build_model
 from models.whole_input import WholeInputConv2d
 from training.base.errors import UserError
+from training.base.leaves import Leaves
 from training.checkpoint.manifest import frozen_name, read_manifest
 from training.checkpoint.weights import save_weights
 from training.config import FLAG_OF, TrainConfig
@@ -153,7 +154,7 @@ def test_statistics_that_are_the_same_everywhere_are_not_rounded_by_their_mean()
     module.running_mean.copy_(torch.rand(1000, generator=torch.Generator().manual_seed(0)))
     kept = module.running_mean.clone()
     assert not torch.equal((kept + kept + kept) / 3, kept), "else this shows nothing"
-    buffers = ModelBuffers(module, versions=3)
+    buffers = ModelBuffers(module, Leaves(1, 3))
     buffers.average(World(0, 0, 1, 1, torch.device("cpu")))
     assert torch.equal(module.running_mean, kept)
 
