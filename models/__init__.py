@@ -49,7 +49,9 @@ MODELS: dict[str, ModelSpec] = {
     "airbench": ModelSpec(
         "models.airbench", "airbench's CNN, which trains fast on small images", options={"width": 64}
     ),
-    "airbench_small": ModelSpec("models.airbench", "airbench's CNN at half its width", options={"width": 32}),
+    "airbench_small": ModelSpec(
+        "models.airbench", "airbench's CNN at half its width", options={"width": 32}, learning_rate=3e-3
+    ),
     "mobilenet": ModelSpec(
         "models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100", learning_rate=3e-3
     ),
@@ -62,7 +64,10 @@ MODELS: dict[str, ModelSpec] = {
     "efficientnet": ModelSpec("models.timm_models", "EfficientNet-B0", timm_name="efficientnet_b0", learning_rate=3e-3),
     "vgg": ModelSpec("models.timm_models", "VGG16 with BatchNorm", timm_name="vgg16_bn"),
     "cnn_lstm": ModelSpec(
-        "models.cnn_lstm", "CNN features read column by column by a bidirectional LSTM", options={"dropout": 0.2}
+        "models.cnn_lstm",
+        "CNN features read column by column by a bidirectional LSTM",
+        options={"dropout": 0.2},
+        learning_rate=5e-4,
     ),
     "ensemble": ModelSpec(
         "models.ensemble", "several models trained side by side, their probabilities averaged", takes_members=True
