@@ -231,7 +231,8 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
     whole = dict(zip(names, found, strict=True))
 
     def write(*_: object) -> None:
-        fill_shards([part for part in state.engine.state().shards if part.name in whole], {WEIGHTS: whole})
+        parts = [part for part in state.engine.state().shards if part.name in whole]
+        fill_shards(parts, {WEIGHTS: lambda name, box: whole[name][box]})
 
     with torch.no_grad():
         state.engine.change_weights(write)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.chaos.damage import newest_checkpoint
+from tests.stored_tensors import whole_tensors
 from training.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from training.checkpoint.shards import CheckpointReader
 
@@ -54,12 +55,9 @@ def _checkpoint_differences(run: Path, oracle: Path) -> list[str]:
 def _content(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return weights, moments and all versions of the buffers, put together from the shards of all ranks."""
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    whole = {
-        f"{kind}/{name}": tensors[name]
-        for kind, tensors in reader.tensors.items()
-        for name in (tensors if kind == "weights" else tensors.keys() - reader.frozen)
-    }
-    return whole | {f"buffer/{name}": buffer for name, buffer in reader.all_buffers().items()}
+    whole = {f"{kind}/{name}": one for kind, tensors in whole_tensors(reader).items() for name, one in tensors.items()}
+    buffers = {name: torch.stack([part[row] for part, row in rows]) for name, rows in reader.buffer_rows().items()}
+    return whole | {f"buffer/{name}": buffer for name, buffer in buffers.items()}
 
 
 def _tensor_differences(ours: Path, theirs: Path) -> list[str]:

@@ -72,18 +72,20 @@ def waits_of_lookahead(world: World, over_collectives: bool) -> int:
 
 
 def evaluate(world: World, engine: Engine, oracle: torch.nn.Module) -> dict[str, Any]:
-    """Return logits, whether what is exported has them too, and whether its weights are timm's."""
+    """Return logits, whether what is exported has them too, whether it has timm's weights, and how often it sends."""
     engine.module.eval()
     images, _ = make_batch(99, 0)
     with torch.no_grad():
-        exported = gather_weights(engine, world)
+        with mock.patch.object(torch.distributed, "reduce", side_effect=torch.distributed.reduce) as sent:
+            exported = gather_weights(engine, world)
         logits = engine.forward(images)  # last: an engine may keep the weights that it gathered for it
         engine.module.train()
         plain = make_model(True).eval()
         plain.load_state_dict(exported or plain.state_dict())
         difference = share_apart(plain(images), logits)
     is_timms = all(torch.equal(exported[name], weights) for name, weights in oracle.named_parameters() if exported)
-    return {"logits": logits.tolist(), "difference": difference if world.is_main else 0.0, "is_timms": is_timms}
+    report = {"logits": logits.tolist(), "difference": difference if world.is_main else 0.0, "is_timms": is_timms}
+    return report | {"sent": sent.call_count}
 
 
 def digest(world: World, engine: Engine) -> str:

@@ -10,6 +10,7 @@ import time
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from models.build import BuiltModel
 from models.ensemble import Ensemble
 from tests.recording import Recorder
+from tests.stored_tensors import CountingFile
 from tests.training.engine_ranks import (
     CLASSES,
     configuration,
@@ -32,6 +34,7 @@ from training.base.errors import RunEnded
 from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
+from training.checkpoint import shards
 from training.checkpoint.frozen import keep_frozen
 from training.checkpoint.restore import TrainState, restore
 from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
@@ -205,8 +208,10 @@ class Job:
         self.stop = StopRequest()
         self.state = TrainState(self.engine, ScoreSums(CLASSES, world.device), Progress())
         self.averages = WeightAverages(self.engine, 0.6, 2, plan.steps_per_epoch) if is_averaged else None
+        CountingFile.bytes_read = 0
         if found is not None:
-            restore(found, self.state, world)
+            with mock.patch.object(shards, "safe_open", CountingFile):
+                restore(found, self.state, world)
         report = HeartbeatWriter(None, world.rank, 0.0)
         self.clock_ahead_s = 0.0
         clock = lambda: time.monotonic() + self.clock_ahead_s  # noqa: E731
@@ -308,6 +313,7 @@ def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **opt
     buffers = {name: leaves.double().tolist() for name, leaves in job.engine.buffers.by_name().items()}
     job.train()
     result = job.report() | {"resumed_buffers": buffers, "resumed_leaves": [*job.engine.state().leaves]}
+    result |= {"bytes_read": CountingFile.bytes_read}
     job.close()
     return result
 

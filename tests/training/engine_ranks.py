@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.step_choices import without_shared_memory
+from tests.stored_tensors import in_memory
 from training.base.errors import AgreedError
 from training.base.heartbeat import HeartbeatWriter
 from training.base.leaves import Leaves
@@ -403,7 +404,7 @@ def resume_report(world: World, change: tuple[str, str, str, str], optimizer: st
             torch.manual_seed(77)
             config = configuration(strategy=strategies[1], engine=engines[1], optimizer=optimizer)
             engine = make_engine(world, SmallNet(True), config, discriminative=True)
-            engine.load_state(tensors, buffers, old.applied_steps)
+            engine.load_state(in_memory(tensors), buffers, old.applied_steps)
         losses += train_steps(world, engine, range(2, 4))
         results.append({"losses": losses, "weights": weights_of(engine)})
         engine.close()

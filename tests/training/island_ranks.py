@@ -15,6 +15,7 @@ from torch import nn
 
 from benchmarks.step_choices import without_shared_memory
 from tests.recording import Recorder
+from tests.stored_tensors import in_memory
 from tests.training.engine_ranks import (
     BATCH_SIZE,
     CLASSES,
@@ -240,7 +241,7 @@ def change_islands(world: World, before: int, after: int) -> dict[str, Any]:
             saved = whole_tensors(engine)
         else:
             buffers = engine.buffers.by_name() | {APPLIED_STEPS: torch.tensor([world.rank])}
-            engine.load_state(saved, buffers, 0)
+            engine.load_state(in_memory(saved), buffers, 0)
             found["applied"] = engine.state().applied_steps
         found[name] = {kind: digests(tensors) for kind, tensors in whole_tensors(engine).items()}
         engine.close()

@@ -34,6 +34,13 @@ def test_timms_ema_is_evaluated_and_exported_and_training_goes_on_as_without_it(
     assert_same_but_rounding(first["logits"], second["logits"])
 
 
+def test_weights_that_every_rank_has_are_not_sent_to_rank_0(reports):
+    for case, ranks in zip(CASES, reports, strict=True):
+        is_whole = case["strategy"] == "ddp" or (case["strategy"], case["engine"]) == ("fsdp_stage2", "deepspeed")
+        parameters = 8  # of the network
+        assert [report["sent"] for report in ranks] == [0 if is_whole else parameters] * 2, case
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_any_number_of_ranks_averages_to_the_same_bytes(is_sharded, run_on_ranks, reports):
     own = [case["engine"] == "torch" and (case["strategy"] != "ddp") == is_sharded for case in CASES]

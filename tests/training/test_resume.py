@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.rounding import assert_same_but_rounding
+from tests.stored_tensors import whole_tensors
 from tests.training.checkpoint_ranks import DropoutNet
 from training.checkpoint.manifest import read_manifest
 from training.checkpoint.shards import CheckpointReader
@@ -210,6 +211,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(row, runs):
             assert_near(report, whole, row.step)
 
 
+@pytest.mark.parametrize("row", [row for row in QUICK if row.resumed.ranks > 1], ids=str)
+def test_ranks_read_a_checkpoint_once_in_all(row, runs):
+    folder = runs.checkpoint(row.variant, row.saved, row.step)
+    read = sum(report["bytes_read"] for report in runs.resumed(row))
+    files = [*folder.glob("*.safetensors"), *folder.parent.glob("frozen-*.safetensors")]
+    stored = sum(path.stat().st_size for path in files)
+    copies = 2 if row.variant == "replicated" else 1
+    assert 0.5 * copies * stored < read < 1.2 * copies * stored
+
+
 def test_three_changes_of_strategy_in_one_training(runs):
     whole = Place("torch", "ddp", 2)
     checkpoint = runs.checkpoint("plain", whole, 1)
@@ -238,7 +249,7 @@ def test_the_content_of_a_checkpoint_does_not_depend_on_the_ranks(strategy, rank
     for place in (Place("torch", alike(strategy), 1), Place("torch", strategy, ranks)):
         folder = runs.checkpoint("batchnorm", place, 2)
         reader = CheckpointReader(folder, read_manifest(folder))
-        tensors = {(kind, name): tensor for kind in reader.tensors for name, tensor in reader.tensors[kind].items()}
+        tensors = {(kind, name): one for kind, named in whole_tensors(reader).items() for name, one in named.items()}
         buffers = [reader.buffers([leaf], LEAVES) for leaf in range(LEAVES)]
         contents.append({"sums": reader.epoch_sums(0, 100), **tensors, **dict(enumerate(buffers))})
     first, second = contents

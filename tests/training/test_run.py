@@ -25,6 +25,7 @@ from sklearn.metrics import accuracy_score, classification_report, confusion_mat
 
 from models.build import build_model
 from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.stored_tensors import whole_tensors
 from training.base.errors import DIVERGED_EXIT_CODE
 from training.base.run_folder import LEARNING_RATE
 from training.checkpoint.manifest import read_manifest
@@ -249,7 +250,7 @@ def load_last(run_folder: Path) -> dict[str, torch.Tensor]:
     """Return weights and buffers of the newest checkpoint of a run of one rank."""
     checkpoint = last_checkpoint(run_folder)
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    return {**reader.tensors["weights"], **{name: buffer[0] for name, buffer in reader.buffers([0], 1).items()}}
+    return {**whole_tensors(reader)["weights"], **{name: buffer[0] for name, buffer in reader.buffers([0], 1).items()}}
 
 
 def test_timm_model_loads_in_timm_by_its_own_name_and_is_profiled(tmp_path):

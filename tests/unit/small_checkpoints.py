@@ -11,11 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from models.weights_metadata import METADATA_KEY
+from tests.stored_tensors import whole_tensors
 from training.base.progress import Progress
 from training.checkpoint.manifest import MANIFEST_FILE, Manifest, _digest, shard_name
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, choose, commit, find_candidates, set_aside, temporary_folder
-from training.engines.parameter_shards import EngineState, ParameterShard, flat_shards
+from training.engines.parameter_shards import EngineState, ParameterShard, flat_shards, index_of
 from training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
@@ -66,8 +67,11 @@ class PretendedRank:
             position += numel
 
     def load_state(self, tensors, buffers, applied_steps: int) -> None:
-        self.weights = {name: tensors["weights"][name] for name in self.weights}
-        self.moments = {kind: {name: tensors[kind][name] for name in self.weights} for kind in MOMENTS}
+        self.weights, *moments = [
+            {name: tensors[kind](name, index_of([0] * len(shape), shape)) for name, shape in SHAPES.items()}
+            for kind in ("weights", *MOMENTS)
+        ]
+        self.moments = dict(zip(MOMENTS, moments, strict=True))
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name][0])
         self.applied_steps = applied_steps
@@ -116,7 +120,7 @@ def newest(folder, resume="must"):
 
 def holds_weights_of(found, seed):
     expected = PretendedRank(seed=seed).weights
-    read = CheckpointReader(found.path, found.manifest).tensors["weights"]
+    read = whole_tensors(CheckpointReader(found.path, found.manifest))["weights"]
     return all(torch.equal(read[name], expected[name]) for name in SHAPES)
 
 

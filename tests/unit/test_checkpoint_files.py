@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
+from tests.stored_tensors import whole_tensors
 from training.base import atomic_write
 from training.base.atomic_write import unfinished
 from training.base.errors import UserError
@@ -59,7 +60,7 @@ def assert_whole(path):
     expected = PretendedRank()
     assert set(reader.tensors) == {"weights", *MOMENTS}
     for kind, tensors in {"weights": expected.weights, **expected.moments}.items():
-        read = reader.tensors[kind]
+        read = whole_tensors(reader)[kind]
         assert list(read) == list(SHAPES)
         for name, tensor in tensors.items():
             assert read[name].dtype == torch.float32, kind

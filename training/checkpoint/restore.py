@@ -23,9 +23,6 @@ from training.world.world import World
 if TYPE_CHECKING:
     from training.observe.scores import ScoreSums
 
-if TYPE_CHECKING:
-    from training.observe.scores import ScoreSums
-
 
 @dataclass
 class TrainState:

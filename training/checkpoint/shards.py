@@ -14,12 +14,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -36,7 +35,7 @@ from training.checkpoint.manifest import (
     frozen_name,
     shard_name,
 )
-from training.engines.parameter_shards import WEIGHTS, EngineState, ParameterShard, index_of
+from training.engines.parameter_shards import WEIGHTS, EngineState, ParameterShard, TakeBox, index_of
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"
@@ -192,7 +191,7 @@ class _StoredShard(NamedTuple):
 
 
 class CheckpointReader:
-    """The training state in a verified checkpoint; tensors are read on access, one at a time.
+    """The training state in a verified checkpoint, of which a rank reads what it asks for.
 
     Args:
         folder: the checkpoint.
@@ -260,9 +259,18 @@ class CheckpointReader:
         return tuple(slices[0].get_shape())
 
     @property
-    def tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Weights and moments, whole, fp32: kind -> parameter name -> tensor."""
-        return {kind: _Assembled(self, kind) for kind in (WEIGHTS, *self.moment_kinds)}
+    def tensors(self) -> dict[str, TakeBox]:
+        """Weights and moments: kind -> what returns a box of a whole parameter, fp32 on the CPU, given its name."""
+        return {kind: partial(self._read, kind) for kind in (WEIGHTS, *self.moment_kinds)}
+
+    def _read(self, kind: str, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        part = torch.empty([along.stop - along.start for along in box])
+        for shard in self._shards[name]:
+            common = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, shard.box, strict=True)]
+            if all(low < high for low, high in common):
+                stored = self._files[shard.rank].get_slice(f"{kind}.{shard.number}")
+                part[_within(box, common)] = stored[_within(shard.box, common)]
+        return part
 
     def buffers(self, leaves: Sequence[int], total: int) -> dict[str, torch.Tensor]:
         """Return buffers, name -> [versions, ...]: the saved ones, or their mean if their number is another.
@@ -272,35 +280,35 @@ class CheckpointReader:
             total: leaves that have versions.
         """
         result = {}
-        for name, saved in self.all_buffers().items():
-            if len(saved) == total:
-                result[name] = saved[[*leaves]]
-            else:
+        for name, rows in self.buffer_rows().items():
+            is_alike = len(rows) == total
+            saved = torch.stack([part[row] for part, row in ([rows[leaf] for leaf in leaves] if is_alike else rows)])
+            if not is_alike:
                 # Counters and the statistics of frozen layers are the same on all ranks: no mean may round them.
                 mean = saved.mean(0) if saved.is_floating_point() else saved[0]
                 mean = torch.where((saved == saved[0]).all(0), saved[0], mean)
-                result[name] = mean.expand(len(leaves), *mean.shape)
+                saved = mean.expand(len(leaves), *mean.shape)
+            result[name] = saved
         return result
 
-    def all_buffers(self) -> dict[str, torch.Tensor]:
-        """Return all versions of the buffers, in the order of their leaves: name -> [n, ...].
+    def buffer_rows(self) -> dict[str, list[tuple[Any, int]]]:
+        """Return the versions of each buffer in the order of their leaves, not read yet: name -> (slice, row in it).
 
         Raises:
             DamagedCheckpoint: if there are not as many of each as all ranks with other images have.
         """
-        parts: dict[str, list[torch.Tensor]] = {}
-        numbers: dict[str, list[int]] = {}
+        rows: dict[str, dict[int, tuple[Any, int]]] = {}
         for file, leaves in zip(self._files[: self._ranks], self._leaves, strict=False):
-            for name, versions in self._buffers_of(file).items():
-                parts.setdefault(name, []).append(versions)
-                # A checkpoint without them was written when leaves were numbered one rank after another.
-                last = len(numbers.setdefault(name, []))
-                numbers[name] += range(last, last + len(versions)) if leaves is None else leaves
-        buffers = {name: torch.cat(versions) for name, versions in parts.items()}
-        for name, found in buffers.items():
-            if len(parts[name]) != len(self._with_sums) or sorted(numbers[name]) != [*range(len(found))]:
-                raise DamagedCheckpoint("buffers or sums of a rank are missing")
-        return {name: found[np.argsort(numbers[name])] for name, found in buffers.items()}
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                if key.startswith(BUFFER_PREFIX):
+                    part, found = file.get_slice(key), rows.setdefault(key.removeprefix(BUFFER_PREFIX), {})
+                    versions, ranks = part.get_shape()[0], len(self._with_sums)
+                    # A checkpoint without them was written when leaves were numbered one rank after another.
+                    numbers = range(len(found), len(found) + versions) if leaves is None else leaves
+                    found |= zip(numbers, ((part, row) for row in range(versions)), strict=False)
+        if any(sorted(found) != [*range(ranks * versions)] for found in rows.values()):
+            raise DamagedCheckpoint("buffers or sums of a rank are missing")
+        return {name: [found[leaf] for leaf in sorted(found)] for name, found in rows.items()}
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
         """Return a rank's share of the epoch's sums so far: its own, or all on rank 0; arguments as of `buffers`."""
@@ -310,21 +318,10 @@ class CheckpointReader:
         total = torch.stack(sums).sum(0)
         return total if rank == 0 else torch.zeros_like(total)
 
-    def assemble(self, kind: str, name: str) -> torch.Tensor:
-        """Return the weights or a moment of one parameter, whole, fp32 on the CPU."""
-        whole = torch.empty(self.shapes[name])
-        for shard in self._shards[name]:
-            whole[shard.box] = self._files[shard.rank].get_tensor(f"{kind}.{shard.number}")
-        return whole
-
     @cached_property
     def _with_sums(self) -> list[Any]:
         """The files of the ranks that save sums: one of those that read the same images."""
         return [file for file in self._files[: self._ranks] if EPOCH_SUMS in file.keys()]  # noqa: SIM118
-
-    def _buffers_of(self, file: Any) -> dict[str, torch.Tensor]:
-        names = [name for name in file.keys() if name.startswith(BUFFER_PREFIX)]  # noqa: SIM118 - no mapping
-        return {name.removeprefix(BUFFER_PREFIX): file.get_tensor(name) for name in names}
 
 
 def _is_covered(shape: Sequence[int], shards: Sequence[_StoredShard]) -> bool:
@@ -339,17 +336,6 @@ def _is_covered(shape: Sequence[int], shards: Sequence[_StoredShard]) -> bool:
     return True
 
 
-class _Assembled(Mapping[str, torch.Tensor]):
-    """One kind of tensor of all parameters, assembled on access."""
-
-    def __init__(self, reader: CheckpointReader, kind: str) -> None:
-        self._reader, self._kind = reader, kind
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._reader.assemble(self._kind, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._reader.shapes)
-
-    def __len__(self) -> int:
-        return len(self._reader.shapes)
+def _within(box: Sequence[slice], common: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    """Return where a part of a box, given by its low and high indices, is in the box."""
+    return tuple(slice(low - a.start, high - a.start) for a, (low, high) in zip(box, common, strict=True))

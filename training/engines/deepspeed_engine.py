@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from training.engines.parameter_shards import (
     WEIGHTS,
     EngineState,
     ParameterShard,
+    TakeBox,
     fill_shards,
     flat_shards,
     frozen_parameters,
@@ -32,6 +32,7 @@ from training.engines.parameter_shards import (
 )
 from training.engines.precision import DynamicLossScale, under_autocast
 from training.recipe.optimizer import create_state, moment_kinds, moments_of, restart, set_applied_steps
+from training.world.collectives import copy_from_main
 
 
 class DeepSpeedEngine(Engine):
@@ -103,11 +104,17 @@ class DeepSpeedEngine(Engine):
 
     @torch.no_grad()
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
+        with self._parts_written():
+            for flat in self._flat_partitions():
+                change(flat, self.optimizer.state[flat])
+
+    @contextlib.contextmanager
+    def _parts_written(self) -> Iterator[None]:
+        """Let the model compute with what the block writes to this rank's parts of the weights; a collective."""
         zero = self._engine.optimizer
         if self._is_stage_3:
             zero.checkpoint_event_prologue()  # releases whole weights, which would be those of before
-        for flat in self._flat_partitions():
-            change(flat, self.optimizer.state[flat])
+        yield
         if self._is_stage_3:  # as after a step
             for number in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(number)
@@ -132,27 +139,22 @@ class DeepSpeedEngine(Engine):
         shapes, buffers = parameter_shapes(self.module), self.buffers.by_name()
         return EngineState(shapes, kinds, shards, buffers, (self._world.rank,), self._applied_steps)
 
+    @torch.no_grad()
     def load_state(
         self,
-        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        tensors: Mapping[str, TakeBox],
         buffers: Mapping[str, torch.Tensor],
         applied_steps: int,
     ) -> None:
         self._applied_steps = applied_steps
         set_applied_steps(self.optimizer, applied_steps)
-        for name, parameter in self.module.named_parameters():
-            # The working weights too: if only the fp32 copy were set, the next forward would use the old ones.
-            with self._whole(parameter, modifier_rank=0):
-                parameter.data.copy_(tensors[WEIGHTS][name])
         # Not safe_set_full_fp32_param: at ZeRO 3 it fails if a parameter's size is no multiple of the ranks.
-        fill_shards(self.state().shards, tensors)
+        with self._parts_written():
+            fill_shards(self.state().shards, tensors)
+        if not self._is_stage_3:  # rank 0 has filled what is frozen
+            for parameter in frozen_parameters(self.module).values():
+                copy_from_main([parameter], self._world)
         self.buffers.write(buffers)
-
-    def _whole(self, parameter: nn.Parameter, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        """Gather a parameter inside the block at ZeRO 3, and keep what `modifier_rank` writes to it; a collective."""
-        import deepspeed
-
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank, enabled=self._is_stage_3)
 
     @property
     def _is_stage_3(self) -> bool:

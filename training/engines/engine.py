@@ -15,7 +15,7 @@ from torch import nn
 from training.base.leaves import Leaves
 from training.data.reader import Batch
 from training.engines.model_buffers import ModelBuffers
-from training.engines.parameter_shards import EngineState, ParameterShard
+from training.engines.parameter_shards import EngineState, ParameterShard, TakeBox
 from training.engines.precision import DynamicLossScale
 from training.engines.strategies import ParallelPlan
 from training.engines.tensor_split import WHOLE, TensorSplit
@@ -212,15 +212,15 @@ class Engine(Protocol):
 
     def load_state(
         self,
-        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        tensors: Mapping[str, TakeBox],
         buffers: Mapping[str, torch.Tensor],
         applied_steps: int,
     ) -> None:
         """Load the state of any engine under any strategy; a collective.
 
         Args:
-            tensors: kind -> parameter name -> the whole tensor, read one at a time; kinds as in `ParameterShard`. Those
-                that are missing keep their values.
+            tensors: kind -> what returns a box of a whole parameter's tensor, of which a rank takes what it needs;
+                kinds as in `ParameterShard`. Those that are missing keep their values.
             buffers: name -> this rank's buffers [n, ...], as in `EngineState`.
             applied_steps: updates applied so far.
         """

@@ -4,21 +4,21 @@
 do. So a checkpoint contains those of each: island 0's by the parameters' names, island i's as 'island i/NAME'. What all
 have in common, such as frozen weights, it contains once.
 
-A run may go on with another number of islands: the last ones are dropped, and new ones begin as `_OfIsland` says.
+A run may go on with another number of islands: the last ones are dropped, and new ones begin as `_of_own_island` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from training.base.errors import AgreedError
 from training.engines.engine import EngineSetup, StepResult
-from training.engines.parameter_shards import WEIGHTS, EngineState, ParameterShard, frozen_parameters
+from training.engines.parameter_shards import WEIGHTS, EngineState, ParameterShard, TakeBox, frozen_parameters
 from training.engines.torch_engine import TorchEngine
 from training.world.collectives import copy_from_main, largest_over_ranks
 from training.world.mesh import along
@@ -95,17 +95,15 @@ class IslandEngine(TorchEngine):
 
     def load_state(
         self,
-        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        tensors: Mapping[str, TakeBox],
         buffers: Mapping[str, torch.Tensor],
         applied_steps: int,
     ) -> None:
         """As of every engine."""
-        frozen = frozen_parameters(self.module).keys()
+        prefix, frozen = _prefix(self._peers.rank), frozen_parameters(self.module).keys()
         own = {
-            kind: values
-            if kind in (OUTER_WEIGHTS, OUTER_MOMENTUM)
-            else _OfIsland(tensors, kind, self._peers.rank, frozen)
-            for kind, values in tensors.items()
+            kind: take if kind in (OUTER_WEIGHTS, OUTER_MOMENTUM) else _of_own_island(tensors, kind, prefix, frozen)
+            for kind, take in tensors.items()
         }
         # The same on all ranks of an island, unless these were of several.
         applied = largest_over_ranks(buffers[APPLIED_STEPS].to(self._world.device), self._world)
@@ -137,29 +135,19 @@ def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
     return ParameterShard(_prefix(island) + shard.name, shard.offsets, inner if has_moments else shard.tensors)
 
 
-class _OfIsland(Mapping[str, torch.Tensor]):
-    """An island's tensors of a kind among those of a checkpoint, by the parameters' names.
+def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, frozen: Collection[str]) -> TakeBox:
+    """Return what takes an island's tensors of a kind out of a checkpoint's, by the parameters' names.
 
     An island that the checkpoint has not begins with the outer weights, nothing left to send, and island 0's moments:
     with zeros its first steps would be too long, because the count of steps corrects their bias no more.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Mapping[str, torch.Tensor]], kind: str, island: int, frozen: Collection[str]
-    ) -> None:
-        self._values, self._prefix, self._frozen = tensors[kind], _prefix(island), frozen
-        self._of_new = tensors[OUTER_WEIGHTS if kind == WEIGHTS else kind]
-        self._begins_at_zero = kind in (OUTER_RESIDUAL, OUTER_SENT)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def take(name: str, box: tuple[slice, ...]) -> torch.Tensor:
         try:
-            return self._values[name if name in self._frozen else self._prefix + name]
+            return tensors[kind](name if name in frozen else prefix + name, box)
         except KeyError:
-            first = self._of_new[name]
-            return torch.zeros_like(first) if self._begins_at_zero else first
+            if kind in (OUTER_RESIDUAL, OUTER_SENT):
+                return torch.zeros(())
+            return tensors[OUTER_WEIGHTS if kind == WEIGHTS else kind](name, box)
 
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+    return take

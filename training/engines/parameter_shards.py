@@ -7,13 +7,14 @@ parameters, rows of them, and pieces of flat buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from training.base.timing import communication
 from training.world.world import World
@@ -26,6 +27,9 @@ CHANNELS_LAST = (0, 2, 3, 1)  # the order of a convolution's dimensions in memor
 CONVOLUTION_DIMENSIONS = len(CHANNELS_LAST)
 # Where each dimension of the usual order is in that.
 USUAL_FROM_CHANNELS_LAST = tuple(CHANNELS_LAST.index(dimension) for dimension in range(CONVOLUTION_DIMENSIONS))
+
+# Returns a box of a whole parameter, given its name: a part of a tensor in memory, or what is read from files.
+TakeBox = Callable[[str, tuple[slice, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -151,30 +155,35 @@ def frozen_shards(module: nn.Module, world: World) -> list[ParameterShard]:
     ]
 
 
-def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Copy shards from whole tensors; arguments as of `Engine.load_state`."""
-    for name, parts in _by_name(shards).items():
-        for kind in parts[0].tensors.keys() & tensors.keys():
-            whole = tensors[kind][name]  # read once: a checkpoint assembles it
-            for part in parts:
-                part.tensors[kind].copy_(whole[part.box])
+def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, TakeBox]) -> None:
+    """Copy shards from whole tensors, one kind after the other; arguments as of `Engine.load_state`."""
+    for kind, take in tensors.items():
+        for shard in shards:
+            if kind in shard.tensors:
+                shard.tensors[kind].copy_(take(shard.name, shard.box))
 
 
 def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
-    """Return the fp32 weights and buffers of the state dict in CPU memory on rank 0, {} on the others; a collective."""
+    """Return the fp32 weights and buffers of the state dict in CPU memory on rank 0, {} on the others; a collective.
+
+    Nothing is sent of a parameter that every rank has whole.
+    """
     state, weights = engine.state(), {}
-    shards, parameters = _by_name(state.shards), dict(engine.module.named_parameters())
+    parameters = dict(engine.module.named_parameters())
     for name, shape in state.shapes.items():
         if name not in parameters:  # the same one on another island
             continue
-        whole = torch.zeros(shape, device=world.device)
-        for shard in shards.get(name, []):
-            whole[shard.box] = shard.tensors[WEIGHTS]
-        if world.size > 1:
-            with communication():  # the bits of each element are those of one rank, and 0 on the others
-                dist.reduce(whole.view(torch.int32), 0)
+        whole = parameters[name].detach()
+        if world.pipeline.size > 1 or _is_sharded(parameters[name], shape):
+            whole = torch.zeros(shape, device=world.device)
+            for shard in state.shards:
+                if shard.name == name:
+                    whole[shard.box] = shard.tensors[WEIGHTS]
+            if world.size > 1:
+                with communication():  # the bits of each element are those of one rank, and 0 on the others
+                    dist.reduce(whole.view(torch.int32), 0)
         if world.is_main:
-            weights[name] = whole.cpu()
+            weights[name] = torch.empty(shape).copy_(whole)
     buffers = {name: _gather_buffer(buffer, world) for name, buffer in engine.module.named_buffers()}
     if not world.is_main:
         return {}
@@ -186,6 +195,11 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
     return {key: weights[name] if key == name else weights[name].clone() for key, name in first_names.items()}
 
 
+def _is_sharded(parameter: nn.Parameter, shape: tuple[int, ...]) -> bool:
+    """Return whether ranks have parts of a parameter: by FSDP2, by DeepSpeed at stage 3, or in a tensor group."""
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_shape") or parameter.shape != shape
+
+
 def _gather_buffer(buffer: torch.Tensor, world: World) -> torch.Tensor:
     """Return a buffer, or a stage's own of the first rank that has it, in CPU memory on rank 0; a collective."""
     if world.pipeline.size == 1:
@@ -195,10 +209,3 @@ def _gather_buffer(buffer: torch.Tensor, world: World) -> torch.Tensor:
     with communication():  # as above
         dist.reduce(own.view(-1).view(torch.uint8), 0)
     return own.cpu()
-
-
-def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]]:
-    grouped: dict[str, list[ParameterShard]] = {}
-    for shard in shards:
-        grouped.setdefault(shard.name, []).append(shard)
-    return grouped

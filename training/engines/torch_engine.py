@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from training.engines.engine import Distribution, Engine, EngineSetup, StepResult, Updates
 from training.engines.fsdp2 import Fsdp2
 from training.engines.model_buffers import ModelBuffers
-from training.engines.parameter_shards import WEIGHTS, EngineState, fill_shards, frozen_parameters, parameter_shapes
+from training.engines.parameter_shards import EngineState, TakeBox, fill_shards, frozen_parameters, parameter_shapes
 from training.engines.zero1 import Zero1
 from training.recipe.optimizer import create_state, moment_kinds, restart, set_applied_steps
+from training.world.collectives import copy_from_main
 
 
 class TorchEngine(Engine):
@@ -112,17 +113,17 @@ class TorchEngine(Engine):
     @torch.no_grad()
     def load_state(
         self,
-        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        tensors: Mapping[str, TakeBox],
         buffers: Mapping[str, torch.Tensor],
         applied_steps: int,
     ) -> None:
         self.updates.applied = applied_steps
         set_applied_steps(self.optimizer, applied_steps)
-        for name, parameter in frozen_parameters(self.module).items():
+        fill_shards(self._split.of_whole(self._distribution.shards()), tensors)
+        for parameter in frozen_parameters(self.module).values():
             # Whole on every rank, and a shard of one; without data on a rank that does not compute with it.
             if not isinstance(parameter, DTensor) and not parameter.is_meta:
-                parameter.copy_(tensors[WEIGHTS][name])
-        fill_shards(self._split.of_whole(self._distribution.shards()), tensors)
+                copy_from_main([parameter], self._world)
         self.buffers.write(buffers)
         self._distribution.settle()
         self._distribution.share_weights()
