@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import hashlib
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -34,6 +36,7 @@ from training.engines.model import synchronize_batchnorm
 from training.engines.model_buffers import ModelBuffers
 from training.engines.strategies import plan_of
 from training.loop import train_one_epoch
+from training.observe.memory_limit import peak_memory, reset_peak_memory, used_memory
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
 from training.recipe.loss import build_loss
@@ -176,7 +179,8 @@ def mean_over_ranks(world: World, loss: torch.Tensor) -> float:
 def whole_tensors(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
     """Put weights and moments together from all ranks' shards: kind -> parameter name -> tensor; a collective."""
     state = engine.state()
-    own = [(s.name, s.box, {kind: tensor.cpu() for kind, tensor in s.tensors.items()}) for s in state.shards]
+    # Copies: a pickled view has its whole buffer, and Muon's matrices are all in one.
+    own = [(s.name, s.box, {kind: tensor.cpu().clone() for kind, tensor in s.tensors.items()}) for s in state.shards]
     parts: list[Any] = [own]
     if torch.distributed.get_world_size() > 1:
         parts = [None] * torch.distributed.get_world_size()
@@ -287,6 +291,26 @@ def train_leaves(world: World, leaves: int, precision: str = "fp32", over_collec
     updated = sum(tensors.numel() for shard in engine.state().shards for tensors in [shard.tensors["weights"]])
     engine.close()
     return digest.hexdigest(), updated
+
+
+def memory_report(world: World, optimizer: str) -> dict[str, float]:
+    """Return by how many times a model's bytes its steps, and then `whole_tensors`, raise this rank's peak memory."""
+    layers = nn.Sequential(*(nn.Linear(192, 192) for _ in range(40)))
+    parts = {"stem": nn.Conv2d(3, 192, 8), "flat": nn.Flatten(), "layers": layers, "head": nn.Linear(192, CLASSES)}
+    module = nn.Sequential(OrderedDict(parts))
+    raised, model_bytes = {}, sum(parameter.nbytes for parameter in module.parameters())
+
+    def watch(what: str, function: Callable[[], Any]) -> None:
+        reset_peak_memory(world.device)
+        before = used_memory(world.device)
+        function()
+        raised[what] = (peak_memory(world.device) - before) / model_bytes
+
+    engine = make_engine(world, module, configuration(engine="torch", optimizer=optimizer))
+    watch("steps", lambda: train_steps(world, engine, range(3)))
+    watch("whole_tensors", lambda: whole_tensors(engine))
+    engine.close()
+    return raised
 
 
 def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

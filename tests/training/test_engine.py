@@ -84,6 +84,16 @@ def test_rules_of_whole_parameters_equal_plain_ddp(rule, run_cases, oracle):
         assert np.ptp(expected["losses"]) > 1e-3
 
 
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_memory_of_training_40_matrices(rule, run_cases):
+    """In models' sizes: sums, gradients, what the rule computes with, and 50 MB of code that the first step loads.
+
+    When the tests sent each matrix with the whole buffer that it is a view of, putting them together took 430.
+    """
+    for report in run_cases("memory_report", fixed={"optimizer": rule})[()]:
+        assert max(report.values()) < 30, report
+
+
 def test_collectives_give_the_bits_of_shared_memory(run_cases, ours):
     for (rule,), ranks in run_cases("train_over_collectives", optimizer=RULES, fixed={"steps": 5}).items():
         assert ranks == ours["ddp", "torch", rule]
