@@ -302,8 +302,7 @@ def set_up_engine(
     split = WHOLE
     if world.tensor.size > 1:
         divided = agreed(lambda: tensor_plan(built.module, config.model_type, world.tensor.size), world)
-        for parameter in built.module.parameters():  # one by one: not all twice
-            copy_from_main([parameter], world)
+        copy_from_main([*built.module.parameters()], world)
         split = split_model(built.module, divided, world.tensor)
     discriminative = has_slow_backbone(config)
     resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values

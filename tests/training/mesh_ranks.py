@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from tests.recording import Recorder
 from training.base.errors import UserError
@@ -15,6 +17,7 @@ from training.data.reader import Batch
 from training.engines.engine import Engine, StepResult
 from training.engines.model_buffers import ModelBuffers
 from training.steps.nonfinite_steps import NonFiniteGuard
+from training.world import collectives
 from training.world.collectives import (
     barrier,
     broadcast_object,
@@ -49,6 +52,26 @@ def neighbours(world: World, tensor: int, pipeline: int, per_machine: int = 0) -
             "of main": [mains.item(), broadcast_object(world.rank, whole_number, group)],
         }
     return found
+
+
+def copied(world: World, most_bytes: int, source: int) -> dict[str, Any]:
+    """Copy one rank's tensors to all; return what this rank had and has, and how many bytes each broadcast was of."""
+    generator = torch.Generator().manual_seed(world.rank)
+    shapes = [(5,), (), (2, 3, 4, 4), (0,), (3, 7), (1,)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors[2] = tensors[2].contiguous(memory_format=torch.channels_last)
+    before, sent = [tensor.tolist() for tensor in tensors], []
+
+    def broadcast(flat: torch.Tensor, **options: Any) -> None:
+        sent.append(flat.nbytes)
+        dist.broadcast(flat, **options)
+
+    with (
+        mock.patch.object(collectives, "BROADCAST_BYTES", most_bytes),
+        mock.patch.object(collectives, "dist", SimpleNamespace(broadcast=broadcast)),
+    ):
+        copy_from_main(tensors, world, source)
+    return {"before": before, "after": [tensor.tolist() for tensor in tensors], "sent": sent}
 
 
 def skip(world: World, tensor: int, pipeline: int) -> list[str]:

@@ -29,6 +29,18 @@ def test_the_groups_of_a_mesh_are_rows_of_the_ranks(run_on_ranks):
     assert found[0][3]["text"].endswith("data 1 x pipeline 2 x tensor 2")
 
 
+def test_tensors_are_copied_a_bounded_part_at_a_time(run_on_ranks):
+    limits, largest, total = [1, 100, 10**6], 4 * 2 * 3 * 4 * 4, 4 * (5 + 1 + 2 * 3 * 4 * 4 + 3 * 7 + 1)
+    cases = [{"most_bytes": limit, "source": source} for limit, source in zip(limits, (0, 2, 1), strict=True)]
+    reports = run_on_ranks("tests.training.mesh_ranks:copied", 4, cases)
+    for rank in reports:
+        for number, (case, report) in enumerate(zip(cases, rank, strict=True)):
+            assert report["after"] == reports[case["source"]][number]["before"]
+            assert sum(report["sent"]) == total
+            assert max(report["sent"]) < case["most_bytes"] + largest
+    assert [len(report["sent"]) for report in reports[0]] == [5, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "per_machine", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from training.world.exchange import Parser, optional, text, whole_number
 from training.world.world import World
 
 Result = TypeVar("Result")
+
+BROADCAST_BYTES = 32 * 2**20  # of many tensors at a time
 
 
 def barrier(world: World) -> None:
@@ -73,14 +76,20 @@ def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -> None:
-    """Replace tensors of one dtype by rank 0's, or another rank's, in place, by one broadcast; a collective."""
-    if world.size == 1 or not tensors:
+    """Replace tensors of one dtype by rank 0's, or another rank's, in place; a collective.
+
+    Each broadcast is of some 32 MB, or of one tensor: a whole model is not copied at once.
+    """
+    if world.size == 1:
         return
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    with communication():
-        dist.broadcast(flat, group=world.group, group_src=source)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.detach().copy_(part.view_as(tensor))
+    ends = itertools.accumulate(tensor.nbytes for tensor in tensors)
+    for _, places in itertools.groupby(zip(ends, tensors, strict=True), lambda place: place[0] // BROADCAST_BYTES):
+        together = [tensor.detach() for _, tensor in places]
+        flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        with communication():
+            dist.broadcast(flat, group=world.group, group_src=source)
+        for tensor, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> int:
