@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from itertools import product
 
-from ranks import run_ranks
-
 from training.engines.strategies import STRATEGIES
 
 TRAIN = "tests.training.machine_ranks:train"
 CASES = [*product(STRATEGIES, (4, 16, 12))]
 
 
-def test_two_levels_change_no_bit_and_send_what_leaves_a_machine_once(tmp_path):
+def test_two_levels_change_no_bit_and_send_what_leaves_a_machine_once(run_on_ranks):
     cases = [
         {"per_machine": 2, "is_two_level": levels, "leaves": leaves, "strategy": strategy}
         for (strategy, leaves), levels in product(CASES, (True, False))
     ]
-    reports = run_ranks(TRAIN, 4, tmp_path, cases)
+    reports = run_on_ranks(TRAIN, 4, cases)
     for at, (strategy, leaves) in enumerate(CASES):
         two, one = 2 * at, 2 * at + 1
         found = [rank[two] for rank in reports], [rank[one] for rank in reports]

@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ranks import run_ranks
 
 from training.engines.strategies import STRATEGIES
 
@@ -30,33 +29,33 @@ def check(cases, reports):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_layer_that_some_micro_batches_skip(ranks, tmp_path):
+def test_a_layer_that_some_micro_batches_skip(ranks, run_on_ranks):
     cases = [
         {"skipped": "layer", "strategy": strategy, "used": [*used]} for strategy, used in product(STRATEGIES, PATTERNS)
     ]
-    for reports in run_ranks(TRAIN, ranks, tmp_path, cases):
+    for reports in run_on_ranks(TRAIN, ranks, cases):
         check(cases, reports)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_block_that_all_ranks_skip_in_some_micro_batches(ranks, tmp_path):
+def test_a_block_that_all_ranks_skip_in_some_micro_batches(ranks, run_on_ranks):
     patterns = ((True, False, True, False), (False, True, False, True), (False, True, True, True) * 2)
     cases = [
         {"skipped": f"block {block}", "strategy": strategy, "used": [*used]}
         for block, strategy, used in product((0, 2), STRATEGIES, patterns)
     ]
-    for reports in run_ranks(TRAIN, ranks, tmp_path, cases):
+    for reports in run_on_ranks(TRAIN, ranks, cases):
         check(cases, reports)
 
 
-def test_ranks_that_run_other_blocks_than_each_other_change_no_weight(tmp_path):
+def test_ranks_that_run_other_blocks_than_each_other_change_no_weight(run_on_ranks):
     """FSDP2 would gather, and add, parts of different blocks, without a word."""
     alike, different = [True, False, True, False], [True, True, False, False]
     cases = [
         {"skipped": "one of two blocks", "strategy": strategy, "used": used}
         for strategy, used in product(STRATEGIES, (alike, different))
     ]
-    for reports in run_ranks(TRAIN, 2, tmp_path, cases):
+    for reports in run_on_ranks(TRAIN, 2, cases):
         right = [at for at, case in enumerate(cases) if case["used"] is alike or case["strategy"] == "ddp"]
         check([cases[at] for at in right], [reports[at] for at in right])
         for at in set(range(len(cases))) - {*right}:
