@@ -11,9 +11,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.step_choices import without_shared_memory
@@ -26,7 +29,7 @@ from training.base.run_logger import Loggers
 from training.checkpoint.restore import TrainState
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
-from training.engines import buckets
+from training.engines import buckets, fsdp2
 from training.engines.activation_checkpointing import enable_activation_checkpointing
 from training.engines.build_engine import build_engine, resolve_engine
 from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
@@ -257,6 +260,21 @@ def train_blocks(world: World, strategy: str, engine: str, over_collectives: boo
     return result
 
 
+def whole_bytes_while_sharding(world: World, strategy: str) -> tuple[list[int], list[int]]:
+    """Return the bytes of each block and of the rest, and how many of the whole weights are left after each's turn."""
+    module, left = BlockNet(), []
+    whole = [(StorageWeakRef(parameter.untyped_storage()), parameter.nbytes) for parameter in module.parameters()]
+    sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in module.blocks]
+
+    def shard(unit: nn.Module, **options: Any) -> None:
+        fully_shard(unit, **options)
+        left.append(sum(size for storage, size in whole if not storage.expired()))
+
+    with mock.patch.object(fsdp2, "fully_shard", shard):
+        make_engine(world, module, configuration(strategy=strategy, engine="torch")).close()
+    return [*sizes, sum(size for _, size in whole) - sum(sizes)], left
+
+
 def uneven_machines(world: World) -> str:
     """Return what `--replicate-across nodes` says if machines have different numbers of ranks."""
     try:
@@ -359,11 +377,18 @@ def precision_report(world: World, strategy: str, engine: str, precision: str):
     module = make_model(True)
     engine = make_engine(world, module, configuration(strategy=strategy, engine=engine), precision)
     computed: set[str] = set()
-    module.features[3].register_forward_hook(lambda _m, _i, output: computed.add(str(output.dtype)))
+    gathered: set[str] = set()
+
+    def note_dtypes(layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        computed.add(str(output.dtype))
+        gathered.add(str(layer.weight.dtype))
+
+    module.features[3].register_forward_hook(note_dtypes)
     losses = train_steps(world, engine, range(3))
     result = {
         "losses": losses,
         "convolution_output": sorted(computed),
+        "gathered": sorted(gathered),
         "weights": sorted({str(tensor.dtype) for tensor in whole_tensors(engine)["weights"].values()}),
         "live": sorted({str(t.dtype) for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()}),
         "loss_scale": engine.loss_scale.value if engine.loss_scale else None,

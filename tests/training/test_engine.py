@@ -114,6 +114,12 @@ def test_sharded_blocks_train_heads_first_as_whole_ones_do(world_size, run_cases
             assert_same_but_rounding(report, expected)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp_stage2", "fsdp_stage3"])
+def test_a_block_that_is_sharded_is_whole_no_longer(strategy, run_cases):
+    for sizes, left in run_cases("whole_bytes_while_sharding", fixed={"strategy": strategy})[()]:
+        assert left == [sum(sizes[number:]) for number in range(1, 4)]
+
+
 def test_machines_of_different_sizes_cannot_replicate_each_other(run_cases):
     for report in run_cases("uneven_machines")[()]:
         assert report.startswith("--replicate-across nodes: the machines have 1 and 2 ranks")
@@ -178,6 +184,8 @@ def precision_reports(run_cases):
 def test_low_precision_keeps_weights_and_statistics_in_fp32(strategy, engine, precision, precision_reports):
     report = precision_reports[strategy, engine, precision][0]
     assert report["convolution_output"] == [PRECISIONS[precision]]
+    is_gathered_as_computed = engine == "torch" and strategy != "ddp"
+    assert report["gathered"] == [PRECISIONS[precision if is_gathered_as_computed else "fp32"]]
     assert report["weights"] == report["live"] == ["torch.float32"]
     assert report["loss_scale"] == (2.0**16 if precision == "fp16" else None)
     exact = precision_reports[strategy, engine, "fp32"][0]

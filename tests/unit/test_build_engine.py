@@ -229,7 +229,6 @@ def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
     stack = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.BatchNorm2d(4))
     monkeypatch.setattr(model_module, "build_model", lambda *_, **__: BuiltModel(nn.Sequential(stack), {}))
     monkeypatch.setattr(model_module, "agreed", lambda action, _world: action())
-    monkeypatch.setattr(nn.Module, "to", lambda module, _device: module)
     config = TrainConfig(activation_checkpointing=True, sync_batchnorm=True)
     data = SimpleNamespace(class_names=["a", "b"], preprocessing={"image_size": 8}, image_channels=3)
     data.train = SimpleNamespace(sizes=[8])

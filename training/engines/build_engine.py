@@ -98,6 +98,8 @@ def build_engine(setup: EngineSetup, engine: str, islands: Islands | None = None
         engine: a key of `ENGINES`.
         islands: of which each has an engine of its own, PyTorch's; None for none.
     """
+    if engine != "torch" or setup.plan.zero_stage == 1 or setup.world.size == 1:  # else FSDP2 moves it block by block
+        setup.module.to(setup.world.device)
     copy_from_main([*frozen_parameters(setup.module).values()], setup.world)
     if islands is not None:
         return IslandEngine(setup, islands)

@@ -64,8 +64,8 @@ class DeepSpeedEngine(Engine):
             config=dict(setup.deepspeed_config),
             dist_init_required=False,
         )
-        self.optimizer, self.buffers = self._engine.optimizer.optimizer, ModelBuffers(self.module)
-        self._applied_steps = 0
+        self.optimizer = self._engine.optimizer.optimizer
+        self.buffers, self._applied_steps = ModelBuffers(self.module, device=self._world.device), 0
         self._backend = deepspeed.comm.comm.cdb
         deepspeed.comm.comm.cdb = TimedBackend(self._backend)
         create_state(self.optimizer, self._flat_partitions())

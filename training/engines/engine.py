@@ -121,7 +121,7 @@ class EngineSetup:
     """What every engine is built from.
 
     Attributes:
-        module: the model in fp32 on `world.device`, float32 images [B, C, H, W] -> logits [B, classes].
+        module: the model in fp32 on the CPU, float32 images [B, C, H, W] -> logits [B, classes].
         optimizer: the optimizer over the module's parameters; the engine may replace them by its own.
         plan: how the state is distributed.
         precision: 'bf16', 'fp16' or 'fp32'.

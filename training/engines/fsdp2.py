@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from models.whole_input import PLAIN_CONVOLUTIONS
 from training.engines.activation_checkpointing import repeated_blocks
 from training.engines.compilation import compile_network
 from training.engines.engine import Distribution, EngineSetup
 from training.engines.machine_levels import machine_levels
 from training.engines.norms import SumOfSquares, pieces_per_row
 from training.engines.parameter_shards import WEIGHTS, ParameterShard
-from training.engines.precision import under_autocast
+from training.engines.precision import DTYPES, under_autocast
 from training.engines.summation_tree import LeafSums, StepTree
 from training.engines.tensor_split import TensorSplit
 from training.engines.tree_reduce_scatter import TreeReduceScatter
@@ -34,6 +35,8 @@ from training.world.collectives import copy_from_main
 # On a CPU a fused rule, and a power (as of MADGRAD), rounds the last elements of a tensor otherwise than the others,
 # unless they fill what a kernel takes at a time: two vectors of AVX-512.
 VECTOR_ELEMENTS = 32
+# Layers that use their parameters in one product only. No subclasses: some standardize their weights first, in fp32.
+CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
 MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial over the numbers of the blocks that were run
 
 
@@ -48,8 +51,9 @@ class Fsdp2(Distribution):
         self._module, self._optimizer, world, plan = setup.module, setup.optimizer, setup.world, setup.plan
         self._accumulation_steps, self._releases = setup.accumulation_steps, plan.releases_weights
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        grouped = [[names[id(parameter)] for parameter in group["params"]] for group in self._optimizer.param_groups]
-        self._module.to(memory_format=torch.contiguous_format)  # FSDP2 refuses any other
+        grouped = [[names[id(one)] for one in group.pop("params")] for group in self._optimizer.param_groups]
+        # FSDP2 refuses any other layout, and brings the weights to a GPU itself: one block is whole there at a time.
+        self._module.to(memory_format=torch.contiguous_format)
         copy_from_main([*self._module.parameters()], world)
         self._shards = plan.neighbours
         self._reduce: list[TreeReduceScatter] = []
@@ -86,6 +90,8 @@ class Fsdp2(Distribution):
             policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         options: dict[str, Any] = {"mesh": mesh["shards"], "offload_policy": policy}
         levels = machine_levels(world, setup.leaves, setup.notes) if replicas == 1 else None
+        if setup.precision != "fp32":
+            options["mp_policy"] = _gather_as_computed(self._module, DTYPES[setup.precision])
         units = repeated_blocks(self._module)
         for number, unit in enumerate(units, 1):
             unit.register_forward_pre_hook(partial(self._note_block, number))
@@ -259,6 +265,21 @@ class _OwnSums:
         self._leaf = 0 if is_last else self._leaf + 1
         if is_last:
             self._sums.clear()
+
+
+def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Return the policy that gathers weights in the dtype to which autocast casts them, and all others in fp32.
+
+    The results are autocast's to the bit. Half as much is sent, and no whole copies are kept until backward, as
+    autocast keeps those that it makes.
+    """
+    layers = (layer for layer in module.modules() if type(layer) in CAST_LAYERS)
+    cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    return MixedPrecisionPolicy(
+        dtype,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda parameter: dtype if id(parameter) in cast else parameter.dtype,
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The model of a run on its device, before an engine shards it."""
+"""The model of a run, before an engine moves it to its device and shards it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def build_training_model(
         loads_weights: whether the model begins with the configured weights; else all are to be restored.
 
     Returns:
-        The model in fp32 on `world.device`, and on rank 0 the counter of its FLOPs.
+        The model in fp32 on the CPU, and on rank 0 the counter of its FLOPs.
 
     Raises:
         UserError: on all ranks, if the model cannot be built.
@@ -101,12 +101,10 @@ def build_training_model(
         return tune(built, config.tune)
 
     # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
-    built = agreed(lambda: build() if world.local_rank == 0 else None, world)
-    if built is None:
-        built = build()
+    built = agreed(lambda: build() if world.local_rank == 0 else None, world) or build()
     if config.whitened_stem:
         agreed(lambda: whiten_stem(built, data, computes=world.is_main), world)
-    module = built.module.to(world.device)
+    module = built.module
     # Before the conversion for several ranks: only rank 0 counts.
     has_one_size = len(data.train.sizes) == 1  # else the operations are those of no epoch
     flops = TrainingFlops(module, data.train.sizes[0], channels) if world.is_main and has_one_size else None

@@ -51,23 +51,23 @@ class ModelBuffers:
         module: the model.
         leaves: of a step, of which each has a version on the rank that computes it, all equal at first; of one leaf of
             each rank if there is one version on each.
+        device: to which they come, whatever the parameters are on; None for the CPU.
     """
 
     ALIGNMENT = 32  # elements: that of a tensor of its own
 
-    def __init__(self, module: nn.Module, leaves: Leaves = ONE_LEAF) -> None:
+    def __init__(self, module: nn.Module, leaves: Leaves = ONE_LEAF, device: torch.device | None = None) -> None:
         versions, self._leaves = leaves.per_rank, leaves
         self._selected = 0
         self._live: list[torch.Tensor] = []  # [n] of each dtype, of which the module's buffers are views
         self._rows: list[torch.Tensor] = []  # [versions, n]; the selected row is up to date after `_store`
         self._averages: list[torch.Tensor] = []  # as the rows, which they follow
         self._places: list[dict[str, tuple[int, torch.Size]]] = []  # start and shape of each dtype's buffers
-        by_kind: dict[tuple[torch.dtype, torch.device], dict[str, torch.Tensor]] = {}
+        by_dtype: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         for name, buffer in module.named_buffers():
-            if buffer.is_meta:  # of a stage that other ranks have
-                continue
-            by_kind.setdefault((buffer.dtype, buffer.device), {})[name] = buffer
-        for (dtype, device), buffers in by_kind.items():
+            if not buffer.is_meta:  # else of a stage that other ranks have
+                by_dtype.setdefault(buffer.dtype, {})[name] = buffer
+        for dtype, buffers in by_dtype.items():
             places, size = dict[str, tuple[int, torch.Size]](), 0
             for name, buffer in buffers.items():
                 places[name] = size, buffer.shape

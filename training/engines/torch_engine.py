@@ -32,7 +32,7 @@ class TorchEngine(Engine):
         self.loss_scale = self.updates.loss_scale
         self._accumulation_steps, self._micro_steps, self._split = setup.accumulation_steps, 0, setup.split
         self._leaves = setup.leaves
-        self.buffers = ModelBuffers(self.module, setup.leaves)
+        self.buffers = ModelBuffers(self.module, setup.leaves, device)
         self._distribution = self._distribute(setup)
         create_state(self.optimizer, self._trained())
 

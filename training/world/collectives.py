@@ -78,14 +78,15 @@ def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
 def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -> None:
     """Replace tensors of one dtype by rank 0's, or another rank's, in place; a collective.
 
-    Each broadcast is of some 32 MB, or of one tensor: a whole model is not copied at once.
+    The tensors may be on the CPU, whatever the ranks' device is. Each broadcast is of some 32 MB, or of one tensor:
+    a whole model is not copied at once.
     """
     if world.size == 1:
         return
     ends = itertools.accumulate(tensor.nbytes for tensor in tensors)
     for _, places in itertools.groupby(zip(ends, tensors, strict=True), lambda place: place[0] // BROADCAST_BYTES):
         together = [tensor.detach() for _, tensor in places]
-        flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        flat = torch.cat([tensor.reshape(-1) for tensor in together]).to(world.device)
         with communication():
             dist.broadcast(flat, group=world.group, group_src=source)
         for tensor, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):

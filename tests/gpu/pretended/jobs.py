@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -9,12 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from timm.layers import set_fused_attn
 
 from benchmarks.gpu.contestants import make_network, our_contestant, timm_contestant
 from scripts import train_distributed
 from tests.gpu.pretended.faults import FAULTS
+from tests.gpu.pretended.garbage import replace
 from tests.gpu.pretended.watch import Watch, launches
 from training.config.command_line import run_script
+from training.steps.epoch_observer import EpochObserver
 from training.world.world import start_world
 
 # One short epoch of 20 steps, without what has nothing to do with a step.
@@ -32,6 +37,32 @@ def train(flags: str, fault: str = "") -> dict[str, Any]:
         sys.argv = [train_distributed.__file__, *FLAGS.split(), "--log-dir", folder, *flags.split()]
         exit_code = run_script("error", list, train_distributed.train)
     return watch.report() | {"exit_code": exit_code}
+
+
+class _SeenEnough(BaseException):
+    """Ends a training in the midst of an epoch."""
+
+
+def memory(flags: str) -> dict[str, int]:
+    """Train a few steps as one rank; return the most bytes of the GPU that were in use before the first, and after."""
+    peaks, steps = [], itertools.count()
+    set_fused_attn(enable=False)  # whose kernels are not there
+
+    def noting(before_step: Any) -> Any:
+        def noted(observer: Any) -> int:
+            if (step := next(steps)) in (0, WARM_UP):
+                peaks.append(torch.cuda.max_memory_allocated())
+                torch.cuda.reset_peak_memory_stats()
+            if step == WARM_UP:
+                raise _SeenEnough
+            return before_step(observer)
+
+        return noted
+
+    replace(EpochObserver, "before_step", noting)
+    with contextlib.suppress(_SeenEnough):
+        train(flags)
+    return {"starting": peaks[0], "training": peaks[1]}
 
 
 def bare_step(model_type: str) -> dict[str, int]:
@@ -53,4 +84,4 @@ def bare_step(model_type: str) -> dict[str, int]:
     return kernels
 
 
-JOBS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "bare_step": bare_step}
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "memory": memory, "bare_step": bare_step}

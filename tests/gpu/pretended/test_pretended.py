@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+import timm
 import torch
 
 from tests.gpu.pretended.client import CASES, EXPECTED, PretendedGpus, problems
@@ -13,6 +14,7 @@ from tests.gpu.pretended.garbage import NameIsGoneError, does, replace
 from tests.gpu.pretended.library import CannotBuildError
 
 MOST_KERNELS, MOST_RECORDED = 1.10, 0.15  # of timm's loop, a bare step; a CUDA graph is one
+MOST_AT_START = 1.3  # of the bytes in use in a step
 SLOW = re.compile(r"averaged|deepspeed fp16|workers|fsdp_stage3 torch 2 GPUs")
 
 
@@ -59,6 +61,18 @@ def test_a_planted_fault_is_found(fault, told, gpus, expected):
     case = "ddp torch plain"
     (found,) = problems(gpus.train(case, fault), expected[case])
     assert told in found
+
+
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.slow)])
+def test_a_model_is_whole_on_no_gpu_while_a_run_starts(size, gpus):
+    """Under ZeRO 3 on 4 GPUs, with Adam: a quarter of the weights and of the two moments of each."""
+    with torch.device("meta"):
+        network = timm.create_model(f"vit_{size}_patch16_224", num_classes=10, img_size=32)
+    kept = 3 * sum(parameter.nbytes for parameter in network.parameters()) / 4
+    flags = f"--model-type timm:vit_{size}_patch16_224 --strategy fsdp_stage3 --engine torch --batch-size 2"
+    report = gpus.run("memory", gpus=4, flags=flags)
+    assert "failure" not in report, report["failure"]
+    assert kept < report["starting"] < MOST_AT_START * min(kept, report["training"])
 
 
 @pytest.mark.parametrize("model_type", ["mobilenet", "timm:resnet50"])
