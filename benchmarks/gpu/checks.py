@@ -37,6 +37,7 @@ TRIALS = {
     "ddp, bf16": "--strategy ddp --precision bf16",
     "fsdp_stage3, bf16": "--strategy fsdp_stage3 --precision bf16",
     "ddp, fp16": "--strategy ddp --precision fp16",
+    "ddp, bf16, compiled": "--strategy ddp --precision bf16 --compile on",
 }
 QUICK_TRIALS = {"ddp, bf16": TRIALS["ddp, bf16"]}
 CPUS_PER_COMPILER = "3"
@@ -76,12 +77,14 @@ def _step(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tupl
 
 
 def killed_and_resumed(model: str, trial: str) -> None:
-    """Emit whether runs that were killed and resumed, or had no CUDA graphs, end with an undisturbed run's bytes."""
+    """Emit whether runs that were killed and resumed, or done otherwise, end with an undisturbed run's bytes."""
     flags = ["--model-type", model, *TRIALS[trial].split()]
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = {"whole": _train(folder, "whole", flags)}
         killed = _train(folder, "killed", flags)
-        if "ddp" in trial:  # of stage 3 nothing is recorded
+        if "compiled" in trial:
+            undisturbed["again"] = _train(folder, "again", flags)
+        elif "ddp" in trial:  # of stage 3 nothing is recorded
             undisturbed["without-graphs"] = _train(folder, "without-graphs", [*flags, "--compile", "off"])
         while killed.poll() is None and _newest_step(Path(folder, "runs", "killed")) < KILLED_AT_STEP:
             time.sleep(0.01)
@@ -89,7 +92,7 @@ def killed_and_resumed(model: str, trial: str) -> None:
         at, code = _newest_step(Path(folder, "runs", "killed")), killed.wait()
         codes = {"killed": code, "resumed": _train(folder, "killed", [*flags, "--resume", "auto"]).wait()}
         codes |= {name: process.wait() for name, process in undisturbed.items()}
-        names = ("whole", *(name for name in ("killed", "without-graphs") if Path(folder, "runs", name).exists()))
+        names = ("whole", "killed", *list(undisturbed)[1:])
         weights = [Path(folder, "runs", name, "model.safetensors").read_bytes() for name in names]
     equal = {name: found == weights[0] for name, found in zip(names[1:], weights[1:], strict=True)}
     emit("resume", model=model, trial=trial, codes=codes, killed_after_step=at, equal_bytes=equal)
