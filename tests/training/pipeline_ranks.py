@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from models.basic_cnn import BasicCNN
@@ -239,6 +242,30 @@ def wait_share(world: World, micro_batches: int, schedule: str, split: str, bloc
     engine.close()
     # The first step is longer: PyTorch tries the stages for the shapes of what they send.
     return min(statistics.mean(gather_objects(share, number_of, world)) for share in shares[1:])
+
+
+def features_sent(world: World) -> list[list[str]]:
+    """Evaluate as on GPUs, where features have a group of their own; return every rank's messages in that group."""
+    world = form_mesh(world, 1, world.size)
+    features, messages = dist.new_group(backend="gloo"), list[str]()
+    mesh = dataclasses.replace(world.mesh, pipeline=dataclasses.replace(world.pipeline, group=features))
+    world = dataclasses.replace(world, mesh=mesh)
+    engine = make_engine(world, make_network("vit"), 1, SIZE, pipeline=world.size, schedule="1f1b", split="auto")
+
+    def noted(name: str) -> Any:
+        action = getattr(dist, name)
+
+        def run(*tensors: torch.Tensor, group: Any, **options: Any) -> Any:
+            messages.extend([name] if group is features else [])
+            return action(*tensors, group=group, **options)
+
+        return mock.patch.object(dist, name, run)
+
+    engine.module.eval()
+    with torch.no_grad(), noted("isend"), noted("irecv"), noted("recv"):
+        assert len([*engine.outputs(make_batches(7, 0, 4, SIZE))]) == 4
+    engine.close()
+    return gather_objects(messages, list_of(text), world)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -58,6 +58,12 @@ def test_stages_train_and_evaluate_the_bytes_of_the_whole(network, leaves, ranks
     assert len({found[f"outputs {step} 0"] for step in range(3)}) == 3, "the weights must have moved"
 
 
+def test_no_features_wait_for_logits_in_evaluation(run_on_ranks):
+    """NCCL does what a group is given one after another, so that stages would take turns."""
+    ((messages,), *_) = run_on_ranks(f"{RANKS}:features_sent", 3, [{}])
+    assert messages == [["isend"] * 4, ["recv", "isend"] * 4, ["recv"] * 4]
+
+
 @pytest.mark.parametrize(
     ("micro_batches", "schedule", "split", "expected"),
     [

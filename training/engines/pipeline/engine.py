@@ -179,7 +179,7 @@ class PipelineEngine(TorchEngine):
         """Run this rank's stages in evaluation; return the logits, and on other ranks than the last who brings them."""
         assert not self.module.training
         pipeline, traced = self.pipeline, self._staged.traced(images.shape)
-        logits = torch.empty(len(images), traced.output.shape[1], device=images.device)
+        logits = torch.empty(len(images), traced.output.shape[1])
         before, after = (pipeline.rank - 1) % pipeline.size, (pipeline.rank + 1) % pipeline.size
         for stage in self._own:
             inputs = images
@@ -194,18 +194,19 @@ class PipelineEngine(TorchEngine):
                 self._send(self._boundaries[stage].evaluated.pack(result), after, pipeline.group)
             else:
                 logits = result
+        shared = logits.cpu()  # in a group of their own: NCCL would let the next features wait for these logits
         if self._is_last:
             for rank in range(pipeline.size - 1):
-                self._send(logits, rank, pipeline.group)
+                self._send(shared, rank, pipeline.signal_group)
             return logits, None
-        return logits, dist.irecv(logits, group=pipeline.group, group_src=pipeline.size - 1)
+        return shared, dist.irecv(shared, group=pipeline.signal_group, group_src=pipeline.size - 1)
 
     def _received_logits(self, logits: torch.Tensor, work: Any) -> torch.Tensor:
         if work is not None:
             with communication():
                 work.wait()
         self._finish_sends(most=2 * self.pipeline.size)
-        return logits
+        return logits.to(self._world.device)
 
     def _send(self, tensor: torch.Tensor, rank: int, group: Any, tag: int = 0) -> None:
         tensor = tensor.contiguous()
