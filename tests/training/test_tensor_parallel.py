@@ -54,7 +54,7 @@ def test_variants_of_one_network(run_on_ranks):
         assert again["is_left"]
         assert sharded["is_left"], "no rank takes a step with a gradient that is not finite on one"
         assert adamw["sha256"] == again["sha256"], "the same mesh gives the same bytes"
-        assert adamw["moments"] == pytest.approx(2 * adamw["elements"], abs=2**15)  # the rest fills blocks up
+        assert adamw["moments"] == pytest.approx(2 * adamw["elements"], abs=2**16)  # the rest fills blocks up
         np.testing.assert_allclose(half["losses"], found[0][2]["expected"]["losses"], atol=0.05)
 
 

@@ -259,7 +259,7 @@ def test_the_gradient_norm_keeps_its_digits_whatever_the_number_of_values(count)
     values = torch.randn(count, generator=torch.Generator().manual_seed(0))
     padded = nn.functional.pad(values, (0, -count % BLOCK))
     blocks = len(padded) // BLOCK
-    square_sum = SumOfSquares(torch.arange(blocks), blocks, ALONE)
+    square_sum = SumOfSquares(torch.arange(blocks), ALONE)
     exact = (values.double() ** 2).sum().item()
     assert square_sum(squares_of_rows(padded.view(-1, BLOCK))).item() == pytest.approx(exact, rel=ROUNDING)
     padded[count - 1] = math.inf

@@ -2,7 +2,7 @@
 
 Which parameters share a bucket does not depend on the ranks. Each rank updates an equal part of a bucket: any piece of
 it, or for rules that compute with whole parameters, those that have been dealt to the rank. Of a model that is cut into
-stages, every stage has its own of each bucket's parameters, at the same places within blocks as in the whole model.
+stages, every stage has its own of each bucket's parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from training.engines.tensor_split import TensorSplit
 from training.recipe.optimizer import moments_of
 from training.world.world import World
 
-ALIGNMENT = 16  # elements: every parameter begins on a cache line
 # Of a bucket to which no further parameter is added: 1 MB, as fits a core's cache, or 16 MB, as NCCL needs for its
 # rate and a GPU for few kernels.
 FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
@@ -38,71 +37,51 @@ FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where parameters lie in a flat buffer, which is cut into one equal part per rank.
+    """Where parameters lie in a flat buffer, which is cut into one equal part per rank. Each begins a block.
 
     Attributes:
         starts: first element of each parameter, by name.
         part: elements of a rank's part, a whole number of blocks.
-        blocks: int64 [blocks], those that have elements, in the order of their parameters.
         owners: by name the rank whose part has all of a parameter; none if parts may begin in the middle of one.
-        numbers: int64 [blocks], their numbers among those of all stages.
     """
 
     starts: dict[str, int]
     part: int
-    blocks: torch.Tensor
     owners: dict[str, int]
-    numbers: torch.Tensor
 
 
-def cut_anywhere(parameters: Mapping[str, nn.Parameter], stage: Collection[str], ranks: int) -> BucketLayout:
-    """Lay parameters out one after another, whatever rank's part they are in; of the blocks keep those of a stage."""
-    places, elements = dict[str, int](), 0
-    for name, parameter in parameters.items():
-        if name in stage:
-            places[name] = elements
-        elements += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-    spans = [
-        torch.arange(place // BLOCK, (place + parameters[name].numel() - 1) // BLOCK + 1)
-        for name, place in places.items()
-    ]
-    numbers = torch.cat([torch.arange(0), *spans]).unique()
-    kept = torch.searchsorted(numbers, torch.tensor([place // BLOCK for place in places.values()])).tolist()
-    starts = {name: BLOCK * block + place % BLOCK for block, (name, place) in zip(kept, places.items(), strict=True)}
-    part = BLOCK * -(-len(numbers) // ranks)
-    return BucketLayout(starts, part, torch.arange(len(numbers)), {}, numbers)
+def count_blocks(parameter: torch.Tensor) -> int:
+    """Return the blocks that a parameter takes."""
+    return -(-parameter.numel() // BLOCK)
 
 
-def deal_whole(
-    parameters: Mapping[str, nn.Parameter], stage: Collection[str], ranks: int, *, by_products: bool
-) -> BucketLayout:
-    """Deal whole parameters of a stage out to the ranks' parts, the largest first, each to the rank that has least.
+def cut_anywhere(parameters: Mapping[str, nn.Parameter], ranks: int) -> BucketLayout:
+    """Lay parameters out one after another, whatever rank's part they are in."""
+    *firsts, blocks = accumulate(map(count_blocks, parameters.values()), initial=0)
+    starts = {name: BLOCK * first for name, first in zip(parameters, firsts, strict=True)}
+    return BucketLayout(starts, BLOCK * -(-blocks // ranks), {})
 
-    Every parameter begins a block.
+
+def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_products: bool) -> BucketLayout:
+    """Deal whole parameters out to the ranks' parts, the largest first, each to the rank that has least.
 
     Args:
-        parameters: of all stages, by name.
-        stage: names of those of this one.
-        ranks: that share it.
+        parameters: by name.
+        ranks: that share them.
         by_products: whether the work of a parameter is that of multiplying it by its transpose.
     """
     cost = _products if by_products else torch.Tensor.numel
-    lengths = {name: -(-parameter.numel() // BLOCK) for name, parameter in parameters.items()}
-    firsts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
-    costs = {name: cost(parameter) for name, parameter in parameters.items() if name in stage}
+    costs = {name: cost(parameter) for name, parameter in parameters.items()}
     loads, owners = [0] * ranks, dict[str, int]()
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
         owners[name] = min(range(ranks), key=loads.__getitem__)
         loads[owners[name]] += costs[name]
     ends, offsets = [0] * ranks, dict[str, int]()
-    for name in costs:
+    for name, parameter in parameters.items():
         offsets[name] = ends[owners[name]]
-        ends[owners[name]] += BLOCK * lengths[name]
+        ends[owners[name]] += BLOCK * count_blocks(parameter)
     starts = {name: owners[name] * max(ends) + offset for name, offset in offsets.items()}
-    blocks = [torch.arange(lengths[name]) + start // BLOCK for name, start in starts.items()]
-    numbers = [torch.arange(lengths[name]) + firsts[name] for name in starts]
-    none = torch.arange(0)
-    return BucketLayout(starts, max(ends), torch.cat([none, *blocks]), owners, torch.cat([none, *numbers]))
+    return BucketLayout(starts, max(ends), owners)
 
 
 class Bucket:
@@ -251,9 +230,10 @@ class Shared:
 
     def layout(self, stage: Collection[str], ranks: int) -> BucketLayout:
         """Return where those of a stage lie, given their names and the ranks that share it."""
+        parameters = {name: parameter for name, parameter in self.parameters.items() if name in stage}
         if self.group.get("whole_parameters"):
-            return deal_whole(self.parameters, stage, ranks, by_products="use_muon" in self.group)
-        return cut_anywhere(self.parameters, stage, ranks)
+            return deal_whole(parameters, ranks, by_products="use_muon" in self.group)
+        return cut_anywhere(parameters, ranks)
 
 
 class Placed(NamedTuple):

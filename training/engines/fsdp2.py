@@ -76,7 +76,7 @@ class Fsdp2(Distribution):
             group["params"] = [self._parts[name].trained for name in members if name in self._parts]
         self._split = setup.split
         self._own_sums = None if world.size > 1 else _OwnSums(self._parts, StepTree(1, setup.accumulation_steps))
-        self._sum_of_squares = SumOfSquares(*self._places(trained, setup.split), world)
+        self._sum_of_squares = SumOfSquares(self._own_pieces(trained, setup.split), world)
 
     def _shard(self, setup: EngineSetup) -> None:
         """Shard the modules; a collective."""
@@ -118,21 +118,21 @@ class Fsdp2(Distribution):
         if block.training:
             self._blocks_run = (self._blocks_run * MULTIPLIER + number) % MODULUS
 
-    def _places(self, trained: set[str], split: TensorSplit) -> tuple[torch.Tensor, int]:
-        """Return where the squares of rows that count are among the ranks', and the most that a rank has."""
-        lengths, places = [0] * self._shards, []
+    def _own_pieces(self, trained: set[str], split: TensorSplit) -> torch.Tensor:
+        """Return the place of every piece that counts among this rank's, int64 [pieces]; -1 for other ranks'."""
+        places, own = [torch.arange(0)], 0
         for name, parameter in self._parameters.items():
             if name not in trained:
                 continue
             rows = len(parameter)
             pieces = pieces_per_row(parameter.numel() // rows) if parameter.ndim > 1 else 1
-            for shard in range(self._shards):
-                own = (_first_row(rows, shard + 1, self._shards) - _first_row(rows, shard, self._shards)) * pieces
-                if split.counts(name):
-                    places.append((shard, lengths[shard], own))
-                lengths[shard] += own
-        longest = max(lengths)
-        return torch.cat([torch.arange(own) + shard * longest + start for shard, start, own in places]), longest
+            low, high = (pieces * _first_row(rows, self._row + more, self._shards) for more in (0, 1))
+            if split.counts(name):
+                places.append(torch.full((rows * pieces,), -1))
+                if self.reports:  # no replica
+                    places[-1][low:high] = torch.arange(own, own + high - low)
+            own += high - low
+        return torch.cat(places)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self._network(images)

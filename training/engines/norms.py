@@ -1,15 +1,14 @@
 """Sums of squares that are the same to the bit on any number of ranks.
 
-Gradients are cut into pieces that no rank shares with another: blocks of a flat buffer, or rows of a parameter. The
-sums of the pieces are gathered on every rank and added there, in an order that does not depend on how many ranks there
-are.
+Gradients are cut into pieces that no rank shares with another: blocks of a parameter, or its rows. Every rank gets the
+sums of all pieces, and adds them in an order that does not depend on how many ranks there are.
 """
 
 from __future__ import annotations
 
 import torch
 
-from training.world.collectives import gather_rows
+from training.world.collectives import sum_over_ranks
 from training.world.world import World
 
 BLOCK = 1024  # elements
@@ -30,32 +29,29 @@ def pieces_per_row(row_elements: int) -> int:
 
 
 class SumOfSquares:
-    """The sum over all ranks' pieces in one order.
+    """The sum over all pieces, in the order of their numbers.
 
     Args:
-        places: int64 [pieces], of every piece in the order of the sum its place in the ranks' rows, one after another.
-        row_length: of a rank's row: the most pieces of any rank.
+        places: int64 [pieces], of every piece its place among this rank's; -1 if it is another rank's.
         world: the ranks that share a stage, or the whole model.
         pipeline: the ranks that have its stages; None for a whole model.
     """
 
-    def __init__(self, places: torch.Tensor, row_length: int, world: World, pipeline: World | None = None) -> None:
-        self._places, self._row_length, self._world = places.to(world.device), row_length, world
-        self._pipeline = pipeline
+    def __init__(self, places: torch.Tensor, world: World, pipeline: World | None = None) -> None:
+        self._places, self._groups = places.to(world.device), [world, *([pipeline] if pipeline else [])]
 
-    def __call__(self, own: torch.Tensor, more: torch.Tensor | None = None, mark: int = 0) -> torch.Tensor:
-        """Return the sum, float64 [], over this rank's pieces' squares, float64 [n], and the others'; a collective.
+    def __call__(self, own: torch.Tensor, mark: int = 0) -> torch.Tensor:
+        """Return the sum, float64 [], of all ranks' pieces; a collective.
 
         Args:
-            own: this rank's.
-            more: float64 [k] that every rank has, whose places come after the ranks' rows.
+            own: the squares of this rank's, float64 [n].
             mark: below 2**53; if ranks have different ones, the sum is NaN.
         """
-        row = torch.nn.functional.pad(own.to(self._world.device), (0, self._row_length - len(own)))
-        rows = gather_rows(torch.nn.functional.pad(row, (0, 1), value=mark), self._world)
-        if self._pipeline is not None:
-            rows = gather_rows(rows.view(-1), self._pipeline)
-        rows = rows.view(-1, self._row_length + 1)
-        values = rows[:, :-1].reshape(-1)
-        total = (values if more is None else torch.cat([values, more]))[self._places].sum()
-        return torch.where((rows[:, -1] == mark).all(), total, torch.nan)
+        world = self._groups[0]
+        squares = torch.nn.functional.pad(own.to(world.device), (0, 1))[self._places]  # the last place, -1, is 0
+        marks = torch.nn.functional.pad(squares.new_full((1,), mark), (world.rank, world.size - world.rank - 1))
+        every = torch.cat([squares, marks])
+        for ranks in self._groups:  # exact in any order: an element is one rank's, and 0 on the others
+            every = sum_over_ranks(every, ranks)
+        squares, marks = every.split([len(squares), len(marks)])
+        return torch.where((marks == mark).all(), squares.sum(), torch.nan)

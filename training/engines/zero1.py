@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training.engines.buckets import BackwardOrder, Placed, Shared, make_buckets, place, share_out
+from training.engines.buckets import BackwardOrder, Placed, Shared, count_blocks, make_buckets, place, share_out
 from training.engines.compilation import compile_network
 from training.engines.cuda_graphs import record, records
 from training.engines.engine import Distribution, EngineSetup
@@ -30,7 +30,7 @@ from training.engines.parameter_shards import (
 from training.engines.precision import under_autocast
 from training.engines.summation_tree import StepTree
 from training.engines.tensor_split import TensorSplit
-from training.world.collectives import barrier, sum_over_ranks
+from training.world.collectives import barrier
 from training.world.world import World
 
 
@@ -74,17 +74,18 @@ class Zero1(Distribution):
         shared = share_out(self._module, self._optimizer, self._world.device, setup.split)
         if stages is None:
             stages = Stages([{name for one in shared for name in one.parameters}], self._world.alone())
-        pipeline, ranks = stages.pipeline, range(stages.pipeline.size)
-        placed = [place(shared, stages.of_rank(rank), self._world.size) for rank in ranks]
-        own = placed[pipeline.rank]
+        pipeline = stages.pipeline
+        own_stages = stages.of_rank(pipeline.rank)
+        own = place(shared, own_stages, self._world.size)
         self._buckets, self._gradients = make_buckets(shared, own, self._world, tree)
         self._split = setup.split
         self._whole = [bucket for bucket in self._buckets if bucket.parameters.keys().isdisjoint(self._split.cuts)]
         self._orders = [
             BackwardOrder(self._module, [b for b, one in zip(self._buckets, own, strict=True) if one.stage == stage])
-            for stage in range(len(stages.of_rank(pipeline.rank)))
+            for stage in range(len(own_stages))
         ]
-        self._blocks = _Blocks(shared, placed, self._world, pipeline, setup.split)
+        blocks = _own_blocks(shared, own, self._world.rank, setup.split)
+        self._sum_of_squares = SumOfSquares(blocks, self._world, pipeline)
         if setup.compiles:
             compile_network(self._network, setup)
         self._compute = record(self._network, setup) if records(setup) else self._network
@@ -110,7 +111,7 @@ class Zero1(Distribution):
             bucket.sum_gradients()
         self._split.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
         # All ranks have read the gradients when this returns: they may be written again.
-        return self._blocks.sum_of_squares(self._gradients.view(-1, BLOCK))
+        return self._sum_of_squares(squares_of_rows(self._gradients.view(-1, BLOCK)))
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         self._gradients.mul_(factor)
@@ -130,60 +131,25 @@ class Zero1(Distribution):
         return shards + [shard for bucket in self._buckets for shard in bucket.shards(self._optimizer)]
 
 
-class _Blocks:
-    """The blocks of the whole model's buckets, wherever they are.
+def _own_blocks(shared: Sequence[Shared], placed: Sequence[Placed], rank: int, split: TensorSplit) -> torch.Tensor:
+    """Return the place of each block of the whole model among those of this rank, int64 [blocks]; -1 for others'.
 
     Args:
-        shared: the parameters of each bucket.
-        placed: the buckets of each rank of the pipeline.
-        world: the ranks that have this rank's stages.
-        pipeline: the ranks that have the stages.
-        tensor_split: decides which blocks count on this rank of a tensor group.
+        shared: the parameters of the model's buckets.
+        placed: the buckets that this rank has parts of.
+        rank: whose parts they are.
+        split: decides which parameters count on this rank of a tensor group.
     """
-
-    def __init__(
-        self,
-        shared: Sequence[Shared],
-        placed: Sequence[Sequence[Placed]],
-        world: World,
-        pipeline: World,
-        tensor_split: TensorSplit,
-    ) -> None:
-        self._world, self._pipeline = world, pipeline
-        first, firsts = 0, []  # number of each bucket's first block
-        counted = [torch.ones(0, dtype=torch.bool)]  # of each block, whether it counts
-        for one in shared:
-            firsts.append(first)
-            length = len(one.layout([*one.parameters], 1).numbers)
-            first += length
-            counted.append(torch.full((length,), all(map(tensor_split.counts, one.parameters))))
-        row = max(sum(one.layout.part for one in of_rank) for of_rank in placed) // BLOCK
-        none = torch.arange(0)
-        found = [(none, none)]  # numbers of blocks, and their places in the ranks' rows, one after another
-        for rank, of_rank in enumerate(placed):
-            start = rank * world.size * row
-            for number, _, layout in of_rank:
-                blocks_of_part = layout.part // BLOCK
-                owners = layout.blocks.div(blocks_of_part, rounding_mode="floor")
-                found.append((firsts[number] + layout.numbers, start + owners * row + layout.blocks % blocks_of_part))
-                start += blocks_of_part
-        numbers, places = (torch.cat(parts) for parts in zip(*found, strict=True))
-        is_split = torch.bincount(numbers, minlength=first) > 1  # over several stages
-        split = is_split.nonzero().view(-1)
-        place_of = torch.empty(first, dtype=torch.int64).scatter_(0, numbers, places)
-        place_of[split] = pipeline.size * world.size * row + torch.arange(len(split))
-        own_row = pipeline.rank * world.size + world.rank
-        is_own = is_split[numbers] & (places.div(max(row, 1), rounding_mode="floor") == own_row)
-        self._own = (places[is_own] % max(row, 1)).to(world.device)
-        self._own_split = torch.searchsorted(split, numbers[is_own]).to(world.device)
-        self._split = len(split)
-        self._sum = SumOfSquares(place_of[torch.cat(counted)], row, world, pipeline if pipeline.size > 1 else None)
-
-    def sum_of_squares(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the squares of all blocks, float64 [], given this rank's [n, BLOCK]; a collective."""
-        if not self._split:
-            return self._sum(squares_of_rows(rows))
-        whole = rows.new_zeros(self._split, BLOCK).index_add_(0, self._own_split, rows[self._own])
-        for ranks in (self._world, self._pipeline):  # every element is one rank's, and 0 on the others
-            whole = sum_over_ranks(whole, ranks)
-        return self._sum(squares_of_rows(rows), squares_of_rows(whole))
+    places = [
+        {name: -torch.ones(count_blocks(one), dtype=torch.int64) for name, one in every.parameters.items()}
+        for every in shared
+    ]
+    start = 0
+    for number, _, layout in placed:
+        part = layout.part // BLOCK
+        for name, element in layout.starts.items():
+            place = torch.arange(len(places[number][name])) + element // BLOCK - rank * part  # in the part
+            is_own = (place >= 0) & (place < part) & split.counts(name)
+            places[number][name] = torch.where(is_own, start + place, -1)
+        start += part
+    return torch.cat([torch.arange(0), *(place for of_bucket in places for place in of_bucket.values())])
