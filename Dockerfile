@@ -11,7 +11,7 @@ RUN apt-get update \
 
 WORKDIR /opt/zerovision
 COPY . .
-RUN make setup && .venv/bin/python -m compileall -q launch training models planning delivery
+RUN make setup && .venv/bin/python -m compileall -q zerovision models
 
 # For a user without a home folder and a root that cannot be written: caches and compiled operators go to /tmp.
 ENV HOME=/tmp

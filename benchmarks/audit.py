@@ -67,7 +67,7 @@ def kept(path: str) -> dict[str, np.ndarray]:
 
 def judge(name: str, probabilities: np.ndarray, labels: np.ndarray, truth: np.ndarray, path: str) -> None:
     """Print what is found of the flips by probabilities of a classifier, and keep both in a file for `compare`."""
-    from delivery.audit.labels import wrong_label_probabilities
+    from zerovision.delivery.audit.labels import wrong_label_probabilities
 
     wrong, other, _ = wrong_label_probabilities(probabilities, labels)
     is_flipped = labels != truth
@@ -90,7 +90,7 @@ def measure_labels(path: str, only: list[tuple[float, str, int]]) -> None:
     """Print what is found of the flips of each rate and kind among the digits, by their pictures."""
     from sklearn.datasets import load_digits
 
-    from delivery.audit.labels import out_of_sample_probabilities
+    from zerovision.delivery.audit.labels import out_of_sample_probabilities
 
     digits = load_digits()
     features = digits.images.reshape(len(digits.target), -1).astype(np.float32)
@@ -116,8 +116,8 @@ def write(folder: str, train: Arrays, test: Arrays) -> None:
 
 def train(folder: str, train: Arrays, test: Arrays, model: str, epochs: int, seed: int, recipe: str = RECIPE) -> Path:
     """Train a model on images and labels, by the flags of a recipe; return the folder of its run."""
-    from training.config.command_line import parse_args
-    from training.run import run
+    from zerovision.training.config.command_line import parse_args
+    from zerovision.training.run import run
 
     write(folder, train, test)
     given = f"{recipe} {QUIET} --model-type {model} --epochs {epochs} --seed {seed} --run-name run".split()
@@ -136,11 +136,11 @@ def measure_trained(
 
     "pictures" is no model: labels are judged as without `--run`. What the file has already is not measured again.
     """
-    from delivery.audit.catalogue import Catalogue, embeddings, picture_features
-    from delivery.audit.labels import out_of_sample_probabilities, with_history
-    from training.checkpoint.weights import load_model
-    from training.data import DataOptions, load_data
-    from training.observe.sample_history import mean_probabilities
+    from zerovision.delivery.audit.catalogue import Catalogue, embeddings, picture_features
+    from zerovision.delivery.audit.labels import out_of_sample_probabilities, with_history
+    from zerovision.training.checkpoint.weights import load_model
+    from zerovision.training.data import DataOptions, load_data
+    from zerovision.training.observe.sample_history import mean_probabilities
 
     archive, task, held_out = np.load(data), Path(data).stem, images // 5
     pictures, truth = archive["x_train"][:images], archive["y_train"][:images].astype(np.int64)
@@ -175,7 +175,7 @@ def measure_fixes(path: str, data: str, model: str, epochs: int) -> None:
     The images are the first x_train of the data, and accuracy is that of the last epoch on its x_test. What the file
     has already is not measured again.
     """
-    from delivery.audit.labels import wrong_label_probabilities
+    from zerovision.delivery.audit.labels import wrong_label_probabilities
 
     archive = np.load(data)
     print("| flips | seed | relabelled | dropped | top-1 as given | fixed | as many removed at random |")
@@ -251,7 +251,7 @@ def measure_copies(count: int, each: int, folder: str, photographs: str) -> None
     from PIL import Image, ImageEnhance, ImageOps
     from sklearn.datasets import load_digits
 
-    from delivery.audit.copies import SIDE, find_copies
+    from zerovision.delivery.audit.copies import SIDE, find_copies
 
     sys.path.insert(0, "tests/unit")  # where its helpers are
     from tests.unit.test_audit import scenes
@@ -326,8 +326,8 @@ def measure_cifair(path: str, listed: str, drawing: str) -> None:
     import torch
     from PIL import Image
 
-    from delivery.audit.copies import find_copies
-    from training.data.reading.sources import grey
+    from zerovision.delivery.audit.copies import find_copies
+    from zerovision.training.data.reading.sources import grey
 
     train, test = (np.load(path)[key] for key in ("x_train", "x_test"))
     images = np.concatenate([train, test])

@@ -27,11 +27,11 @@ from photographs import write_photographs
 from PIL import Image
 from torch.nn import functional
 
-from models.build import build_model
-from training.data import DataOptions, load_data
-from training.data.loader import Loader
-from training.data.reading.decode import shrunk_bytes
-from training.data.sampler import BatchPlan
+from zerovision.models.build import build_model
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reading.decode import shrunk_bytes
+from zerovision.training.data.sampler import BatchPlan
 
 EPOCHS = 10
 SHOWN = (1, 3, 10)

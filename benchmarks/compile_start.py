@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 
 from benchmarks.report import Section, save, show, versions
-from launch.launch_folder import HeartbeatFolder
+from zerovision.launch.launch_folder import HeartbeatFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.01

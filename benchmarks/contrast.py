@@ -35,15 +35,15 @@ from benchmarks.memory import MALLOC
 from benchmarks.memory_rank import Peak, resident_bytes
 from benchmarks.our_engine import make_engine
 from benchmarks.report import RESULTS, Section, hardware, machine_name, save, show, today, versions
-from models.build import build_model
-from training.base.timing import SpanClock
-from training.config.command_line import OneLineParser, run_script
-from training.data.reader import Batch
-from training.out_of_memory import is_out_of_memory
-from training.recipe.loss import EMBEDDING_SIZE
-from training.steps.accumulate import StepInput, TimedEngine
-from training.steps.gradient_cache import GradientCache
-from training.world.world import World
+from zerovision.models.build import build_model
+from zerovision.training.base.timing import SpanClock
+from zerovision.training.config.command_line import OneLineParser, run_script
+from zerovision.training.data.reader import Batch
+from zerovision.training.out_of_memory import is_out_of_memory
+from zerovision.training.recipe.loss import EMBEDDING_SIZE
+from zerovision.training.steps.accumulate import StepInput, TimedEngine
+from zerovision.training.steps.gradient_cache import GradientCache
+from zerovision.training.world.world import World
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, RANKS, BATCH_SIZE, HEAD_EPOCHS = "airbench_small", 2, 128, 3

@@ -38,13 +38,13 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms import v2
 
-from delivery.pack import pack
 from tests.unit.made_data import CLASSES, as_parquet
-from training.data import DataOptions, load_data
-from training.data.augment import CROP_DRAWS, BoxChooser, random_box, resize
-from training.data.reading import native
-from training.data.reading.cache import ImageCache
-from training.data.reading.decode import Decoder, crop, decode_exact, make_decoder
+from zerovision.delivery.pack import pack
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.augment import CROP_DRAWS, BoxChooser, random_box, resize
+from zerovision.training.data.reading import native
+from zerovision.training.data.reading.cache import ImageCache
+from zerovision.training.data.reading.decode import Decoder, crop, decode_exact, make_decoder
 
 OURS = {"a folder": "photos", "tar": "tar", "Parquet": "parquet"}
 BASELINE = "torchvision, Pillow"

@@ -27,8 +27,8 @@ from benchmarks.peers.bare_ddp import BASELINE, TUNED, TUNED_OPTIONS, ddp_step
 from benchmarks.peers.job import Job, make_batches, make_network, read_job, take_turns, timed, write_job
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from benchmarks.step_choices import our_step, without_shared_memory
-from training.engines import buckets
-from training.world.world import start_world, stop_world
+from zerovision.training.engines import buckets
+from zerovision.training.world.world import start_world, stop_world
 
 HOSTS = ("exchange-a", "exchange-b")
 OURS, AFTERWARDS = "ours", "ours, all gradients in one bucket"

@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Section, machine_name, save, show, versions
-from delivery.export import ExportRefused
-from delivery.export.export_job import ExportSettings
-from delivery.export.export_model import LATENCY_BATCHES, Exported, export_model
+from zerovision.delivery.export import ExportRefused
+from zerovision.delivery.export.export_job import ExportSettings
+from zerovision.delivery.export.export_model import LATENCY_BATCHES, Exported, export_model
 
 ROOT = Path(__file__).resolve().parents[1]
 # Flags beside --model-type: enough for a decent accuracy in minutes on 2 cores, no more.

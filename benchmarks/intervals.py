@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks.report import Section, save, show, versions
-from delivery.intervals import OF_CLASSES, of_classes
-from training.observe.class_counts import ClassCounts
+from zerovision.delivery.intervals import OF_CLASSES, of_classes
+from zerovision.training.observe.class_counts import ClassCounts
 
 RESAMPLES = 400
 Intervals = Mapping[str, tuple[float, float]]

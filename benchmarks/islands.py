@@ -31,10 +31,10 @@ from benchmarks.launch import torchrun
 from benchmarks.report import machine_name, today, versions
 from tests.cluster.hosts import SHARED, Hosts
 from tests.cluster.trainings import RUN, Training, read_metrics
-from training.config import TrainConfig
-from training.prepare import FIRST_START
-from training.run import set_up, train
-from training.world.world import start_world, stop_world
+from zerovision.training.config import TrainConfig
+from zerovision.training.prepare import FIRST_START
+from zerovision.training.run import set_up, train
+from zerovision.training.world.world import start_world, stop_world
 
 RECIPE = {"model_type": "basic_cnn", "batch_size": 16, "image_size": 16, "learning_rate": 1e-3, "augmentation": "none"}
 # Local steps, precision and delay.

@@ -1,4 +1,4 @@
-"""What keeping freed memory gives (`launch.node_launcher.malloc_variables`): training with it against without.
+"""What keeping freed memory gives (`node_launcher.malloc_variables`): training with it against without.
 
     python benchmarks/kept_memory.py
     python benchmarks/kept_memory.py --models mobilenet --rounds 9

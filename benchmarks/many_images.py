@@ -23,14 +23,14 @@ from pathlib import Path
 import psutil
 
 from benchmarks.photographs import write_photographs
-from delivery.pack import pack
 from tests.unit.made_data import write_csv
-from training.config import TrainConfig
-from training.data import DataOptions, load_data, parquet
-from training.data.archives import Index, Kind, identity_of, index_of, write_index
-from training.data.loader import Loader
-from training.data.sampler import build_plan
-from training.data.tar_shards import TAR
+from zerovision.delivery.pack import pack
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, load_data, parquet
+from zerovision.training.data.archives import Index, Kind, identity_of, index_of, write_index
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.sampler import build_plan
+from zerovision.training.data.tar_shards import TAR
 
 KINDS = ("table", "tar", "parquet", "folder")
 PHOTOGRAPHS, CLASSES, PER_SHARD, BATCHES = 40, 20_000, 10_000, 12

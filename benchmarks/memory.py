@@ -1,4 +1,4 @@
-"""Memory per rank, predicted by `planning/memory.py` and measured: every model, strategy and engine on CPU ranks.
+"""Memory per rank, predicted by `planning.memory` and measured: every model, strategy and engine on CPU ranks.
 
     python benchmarks/memory.py                                     # make check-memory
     python benchmarks/memory.py --models mobilenet --ranks 1,2 --engines torch
@@ -31,14 +31,14 @@ import torch
 
 from benchmarks.launch import torchrun
 from benchmarks.report import Section, save, show, versions
-from models import MODELS
-from models.build import build_model
-from planning.machines import detect_machine
-from planning.search import PlannedJob, memory_of
-from training.config import TrainConfig
-from training.engines.build_engine import resolve_engine
-from training.engines.deepspeed_config import read_strategy_json
-from training.engines.strategies import STRATEGIES, plan_of
+from zerovision.models import MODELS
+from zerovision.models.build import build_model
+from zerovision.planning.machines import detect_machine
+from zerovision.planning.search import PlannedJob, memory_of
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.build_engine import resolve_engine
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.strategies import STRATEGIES, plan_of
 
 FILL = 0.8  # of the free memory
 LARGE = ("vgg", "ensemble")

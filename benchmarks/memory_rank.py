@@ -18,10 +18,10 @@ import torch
 from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.bare_ddp import VARIANTS
 from benchmarks.peers.job import Job
-from models.build import build_model
-from training.world.collectives import barrier
-from training.world.mesh import form_mesh
-from training.world.world import World, start_world, stop_world
+from zerovision.models.build import build_model
+from zerovision.training.world.collectives import barrier
+from zerovision.training.world.mesh import form_mesh
+from zerovision.training.world.world import World, start_world, stop_world
 
 STEPS = 3  # the first creates the optimizer's state
 meshes = functools.cache(form_mesh)

@@ -29,9 +29,9 @@ from benchmarks.launch import torchrun
 from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.job import Batches, Job, Measure, make_batches, make_network, take_turns, timed
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
-from training.base.errors import UserError
-from training.world.mesh import form_mesh
-from training.world.world import World, start_world, stop_world
+from zerovision.training.base.errors import UserError
+from zerovision.training.world.mesh import form_mesh
+from zerovision.training.world.world import World, start_world, stop_world
 
 BASELINE = "ddp"
 meshes = functools.cache(form_mesh)

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.peers.job import mean_cross_entropy
-from models.build import BuiltModel
-from models.whole_input import WholeInputConv2d
-from training.base.timing import SpanClock
-from training.config import TrainConfig
-from training.data.reader import Batch
-from training.engines.build_engine import build_engine
-from training.engines.deepspeed_config import read_strategy_json
-from training.engines.engine import Engine
-from training.engines.pipeline.engine import PipelineEngine
-from training.setup import set_up_engine
-from training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
-from training.world.world import World
+from zerovision.models.build import BuiltModel
+from zerovision.models.whole_input import WholeInputConv2d
+from zerovision.training.base.timing import SpanClock
+from zerovision.training.config import TrainConfig
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.engine import Engine
+from zerovision.training.engines.pipeline.engine import PipelineEngine
+from zerovision.training.setup import set_up_engine
+from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
+from zerovision.training.world.world import World
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 

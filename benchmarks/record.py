@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import write_table
 from benchmarks.report import machine_name, today, versions
-from training.base.errors import UserError
-from training.config.command_line import OneLineParser, run_script
-from training.observe.environment import git
+from zerovision.training.base.errors import UserError
+from zerovision.training.config.command_line import OneLineParser, run_script
+from zerovision.training.observe.environment import git
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
@@ -94,7 +94,7 @@ TASKS: dict[str, Task] = {
 
 def our_command(task: str) -> list[str]:
     """Return the command in the first line of the preset."""
-    first = (ROOT / "presets" / f"{task}.yaml").read_text().splitlines()[0]
+    first = (ROOT / "zerovision" / "presets" / f"{task}.yaml").read_text().splitlines()[0]
     return shlex.split(first.partition(": ")[2])
 
 
@@ -236,7 +236,7 @@ def keep_preset(task: str, folder: Path, instead: str) -> None:
     Raises:
         UserError: if another one was copied there before; `instead` says what to do.
     """
-    now, kept = ROOT / "presets" / f"{task}.yaml", folder / PRESET
+    now, kept = ROOT / "zerovision" / "presets" / f"{task}.yaml", folder / PRESET
     if kept.exists() and yaml.safe_load(kept.read_text()) != yaml.safe_load(now.read_text()):
         raise UserError(f"{kept}: has other values than presets/{now.name}; {instead}.")
     shutil.copyfile(now, kept)

@@ -25,8 +25,8 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.base.errors import UserError, one_line
-from training.config.command_line import OneLineParser, run_script
+from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.config.command_line import OneLineParser, run_script
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 FASHION_NAMES = (
@@ -49,7 +49,7 @@ def digits() -> dict[str, np.ndarray]:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    from training.data.digits import MAX_VALUE, VAL_IMAGES
+    from zerovision.training.data.digits import MAX_VALUE, VAL_IMAGES
 
     found = load_digits()
     images = np.rint(found.images * (255 / MAX_VALUE)).astype(np.uint8)

@@ -27,13 +27,13 @@ import numpy as np
 from PIL import Image
 from torchvision.transforms import v2
 
-from delivery.pack import pack
 from tests.unit.made_data import as_parquet
 from tests.unit.range_server import RangeServer
-from training.config import TrainConfig
-from training.data import DataOptions, load_data
-from training.data.loader import Loader
-from training.data.sampler import build_plan
+from zerovision.delivery.pack import pack
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.sampler import build_plan
 
 CLASSES, BATCH, SIZE = ("ant", "bee", "cat"), 64, 112
 

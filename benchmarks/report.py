@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from training.base.control_groups import usable_cores
+from zerovision.training.base.control_groups import usable_cores
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

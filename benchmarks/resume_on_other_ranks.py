@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from digits_run import train
 
-from training.base.progress import Progress
-from training.checkpoint.store import checkpoint_name
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.store import checkpoint_name
 
 BATCH_SIZE, EPOCHS = 16, 4
 STEPS_PER_EPOCH = 45  # 1,437 digits, 32 at a time

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.data import DataOptions, load_data
+from zerovision.training.data import DataOptions, load_data
 
 
 def peak_bytes() -> int:

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.our_engine import Step, make_engine, training_step
-from models.build import build_model
-from training.world.collectives import barrier
-from training.world.world import World, start_world, stop_world
+from zerovision.models.build import build_model
+from zerovision.training.world.collectives import barrier
+from zerovision.training.world.world import World, start_world, stop_world
 
 CLASSES = 10
 ROUNDS, STEPS = 7, 4  # and one round that only warms up

@@ -30,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.launch_folder import HeartbeatFolder
+from zerovision.launch.launch_folder import HeartbeatFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

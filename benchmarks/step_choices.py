@@ -24,9 +24,9 @@ from benchmarks.our_engine import Step, as_convolutions, make_engine, training_s
 from benchmarks.peers.bare_ddp import BASELINE, TUNED_OPTIONS, ddp_step
 from benchmarks.peers.job import Job, make_batches, make_network, take_turns, timed
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
-from models.whole_input import WholeInputConv2d
-from training.engines import flat_buffers
-from training.world.world import World, start_world, stop_world
+from zerovision.models.whole_input import WholeInputConv2d
+from zerovision.training.engines import flat_buffers
+from zerovision.training.world.world import World, start_world, stop_world
 
 
 def our_step(

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from digits_run import train
 from safetensors.torch import load_file
 
-from training.base.progress import Progress
-from training.checkpoint.store import checkpoint_name
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.store import checkpoint_name
 
 STEPS = 14  # 1,437 digits, 108 at a time
 GLOBAL_BATCH = 108  # what 1, 2, 3 and 4 ranks share evenly

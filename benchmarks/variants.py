@@ -28,9 +28,9 @@ from benchmarks.record import RECORDS, ROOT, add_data_and_seeds, keep_preset, ou
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import replace_between, top1_cell
 from benchmarks.report import machine_name, today, versions
-from models.build import build_model
-from training.base.errors import UserError
-from training.config.command_line import OneLineParser, run_script
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.config.command_line import OneLineParser, run_script
 
 INGREDIENTS = {
     "Muon (AdamW in its place)": "--optimizer adamw --optimizer-options= --learning-rate 0.004",

@@ -1,4 +1,4 @@
-"""The table of networks that can be trained; `models.build` builds one.
+"""The table of networks that can be trained; `zerovision.models.build` builds one.
 
 Importing this module loads neither torch nor timm: the command line reads the table for its `--help`.
 """
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.errors import UserError, unknown_name
+from zerovision.models.errors import UserError, unknown_name
 
 TIMM_PREFIX = "timm:"
-HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # of a repository of the Hugging Face hub, see `models.hub_models`
+HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # of a repository of the Hugging Face hub, see `zerovision.models.hub_models`
 LARGEST_IMAGE_SIZE = 4096  # pixels
 MOST_IMAGE_CHANNELS = 1024
 MOST_MEMBERS = 32  # of an ensemble
@@ -27,7 +27,7 @@ class ModelSpec:
 
     module: str
     """The module whose `create(num_classes, image_size, image_channels, timm_name, pretrained)` makes the network;
-    `models.build` makes an ensemble from its members."""
+    `zerovision.models.build` makes an ensemble from its members."""
     summary: str
     """One phrase for `--help` and the guide."""
     timm_name: str | None = None
@@ -44,33 +44,37 @@ class ModelSpec:
 
 MODELS: dict[str, ModelSpec] = {
     "basic_cnn": ModelSpec(
-        "models.basic_cnn", "small plain CNN: a baseline that trains in seconds", options={"dropout": 0.2}
+        "zerovision.models.basic_cnn", "small plain CNN: a baseline that trains in seconds", options={"dropout": 0.2}
     ),
     "airbench": ModelSpec(
-        "models.airbench", "airbench's CNN, which trains fast on small images", options={"width": 64}
+        "zerovision.models.airbench", "airbench's CNN, which trains fast on small images", options={"width": 64}
     ),
     "airbench_small": ModelSpec(
-        "models.airbench", "airbench's CNN at half its width", options={"width": 32}, learning_rate=3e-3
+        "zerovision.models.airbench", "airbench's CNN at half its width", options={"width": 32}, learning_rate=3e-3
     ),
     "mobilenet": ModelSpec(
-        "models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100", learning_rate=3e-3
+        "zerovision.models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100", learning_rate=3e-3
     ),
     "mobilenet_finetuned": ModelSpec(
-        "models.timm_models",
+        "zerovision.models.timm_models",
         "MobileNetV3-Small from pretrained weights with a new head",
         timm_name="mobilenetv3_small_100",
         always_pretrained=True,
     ),
-    "efficientnet": ModelSpec("models.timm_models", "EfficientNet-B0", timm_name="efficientnet_b0", learning_rate=3e-3),
-    "vgg": ModelSpec("models.timm_models", "VGG16 with BatchNorm", timm_name="vgg16_bn"),
+    "efficientnet": ModelSpec(
+        "zerovision.models.timm_models", "EfficientNet-B0", timm_name="efficientnet_b0", learning_rate=3e-3
+    ),
+    "vgg": ModelSpec("zerovision.models.timm_models", "VGG16 with BatchNorm", timm_name="vgg16_bn"),
     "cnn_lstm": ModelSpec(
-        "models.cnn_lstm",
+        "zerovision.models.cnn_lstm",
         "CNN features read column by column by a bidirectional LSTM",
         options={"dropout": 0.2},
         learning_rate=5e-4,
     ),
     "ensemble": ModelSpec(
-        "models.ensemble", "several models trained side by side, their probabilities averaged", takes_members=True
+        "zerovision.models.ensemble",
+        "several models trained side by side, their probabilities averaged",
+        takes_members=True,
     ),
 }
 
@@ -91,7 +95,7 @@ def check_model_name(name: str) -> None:
     if of_hub.startswith(HUB_PREFIX) and of_hub != name:
         raise UserError(f"model '{name}': a network of the Hugging Face hub is {of_hub}.")
     if name not in MODELS and not (name.startswith(TIMM_PREFIX) and len(name) > len(TIMM_PREFIX)):
-        from models.timm_models import name_in_timm  # a mistake may wait for timm
+        from zerovision.models.timm_models import name_in_timm  # a mistake may wait for timm
 
         raise unknown_name("model", name, [*MODELS, f"{TIMM_PREFIX}<name>"], name_in_timm(name, MODELS))
 
@@ -104,4 +108,4 @@ def model_spec(name: str) -> ModelSpec:
     timm_name = name.removeprefix(TIMM_PREFIX)
     rates = {spec.timm_name: spec.learning_rate for spec in MODELS.values() if not spec.always_pretrained}
     rate = rates.get(timm_name.partition(".")[0], USUAL_RATE)
-    return ModelSpec("models.timm_models", f"timm's {timm_name}", timm_name=timm_name, learning_rate=rate)
+    return ModelSpec("zerovision.models.timm_models", f"timm's {timm_name}", timm_name=timm_name, learning_rate=rate)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.sides import ImageSize, sides
+from zerovision.models.sides import ImageSize, sides
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # While it computes the gradient of a spatial convolution's weights, oneDNN has it twice more, in blocks of channels and
@@ -27,7 +27,7 @@ BLOCKED_COPIES = 2
 CHANNEL_BLOCK = 16 * 16
 LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
-# Of a piece that a CPU rank's malloc keeps when it is freed (`launch.node_launcher.malloc_variables`): glibc maps
+# Of a piece that a CPU rank's malloc keeps when it is freed (`node_launcher.malloc_variables`): glibc maps
 # larger ones one by one, and gives them back.
 LARGEST_KEPT_BYTES = 32 * 2**20
 

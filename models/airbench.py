@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from models.sides import ImageSize
+from zerovision.models.sides import ImageSize
 
 STEM_SIZE = 2  # pixels
 STEM_FILTERS = 24  # twice the values of a patch of 3 channels: what --whitened-stem fills in pairs

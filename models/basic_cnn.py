@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from models.sides import ImageSize
+from zerovision.models.sides import ImageSize
 
 
 def conv_block(
@@ -33,7 +33,7 @@ class BasicCNN(nn.Module):
     default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
 
     def __init__(self, num_classes: int, image_channels: int, dropout: float = 0.0) -> None:
-        """Make the layers; the stem's stride is 2, `models.image_size` lowers it for small images."""
+        """Make the layers; the stem's stride is 2, `zerovision.models.image_size` lowers it for small images."""
         super().__init__()
         self.blocks = nn.Sequential(conv_block(image_channels, 32, stride=2), conv_block(32, 64), conv_block(64, 128))
         self.dropout = nn.Dropout(dropout)

@@ -14,13 +14,13 @@ import torch
 from timm.models import adapt_input_conv
 from torch import nn
 
-from models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
-from models.class_order import head_by_name, published_classes
-from models.ensemble import Ensemble
-from models.errors import UserError, one_line
-from models.image_size import as_names, create_for_image_size, set_strides
-from models.sides import ImageSize
-from models.weights_file import StateDict, load_weights_file
+from zerovision.models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
+from zerovision.models.class_order import head_by_name, published_classes
+from zerovision.models.ensemble import Ensemble
+from zerovision.models.errors import UserError, one_line
+from zerovision.models.image_size import as_names, create_for_image_size, set_strides
+from zerovision.models.sides import ImageSize
+from zerovision.models.weights_file import StateDict, load_weights_file
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
 
@@ -71,7 +71,7 @@ def build_model(
         keep_stem: whether the stem's stride stays for small images, too.
         dropout: probability that a value of the classifier's input is zeroed; "auto": the model's own. Neither this
             nor `drop_path` is part of the description, because they are for training alone.
-        drop_path: see `models.timm_models.create`; "auto": the model's own.
+        drop_path: see `zerovision.models.timm_models.create`; "auto": the model's own.
         embedding: width of a projection in place of the classifier; 0 for a classifier.
         class_names: of the data, by which the loaded weights' classifier is put in order; none to take it as it is.
 
@@ -240,7 +240,7 @@ def _create(
 def _check_rates(part: dict[str, Any], rates: Mapping[str, float]) -> None:
     dropout, drop_path = rates.get("dropout"), rates.get("drop_path")
     if part["timm_name"] is not None:
-        family = importlib.import_module("models.timm_models")
+        family = importlib.import_module("zerovision.models.timm_models")
         if dropout:
             family.check_dropout(part["timm_name"], dropout)
         if drop_path:
@@ -253,7 +253,7 @@ def _check_rates(part: dict[str, Any], rates: Mapping[str, float]) -> None:
 
 def _adapt_weights(description: dict[str, Any], modules: Sequence[nn.Module], tensors: StateDict) -> StateDict:
     """Return the tensors of the described network for its images, from those for others; or them, if that fails."""
-    from models.timm_models import adapt_weights
+    from zerovision.models.timm_models import adapt_weights
 
     adapted: StateDict = {}
     for (prefix, part), module in zip(_parts(description).items(), modules, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 
-from models.errors import shown
+from zerovision.models.errors import shown
 
 Names = Sequence[str]
 

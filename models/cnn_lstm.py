@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from models.basic_cnn import conv_block
-from models.sides import ImageSize
+from zerovision.models.basic_cnn import conv_block
+from zerovision.models.sides import ImageSize
 
 HIDDEN_SIZE = 128
 HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  # oneDNN's LSTM
@@ -22,7 +22,7 @@ class CNNLSTM(nn.Module):
     default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
 
     def __init__(self, num_classes: int, image_channels: int, dropout: float = 0.0) -> None:
-        """Make the layers; the stem's stride is 2, `models.image_size` lowers it for small images."""
+        """Make the layers; the stem's stride is 2, `zerovision.models.image_size` lowers it for small images."""
         super().__init__()
         self.blocks = nn.Sequential(
             conv_block(image_channels, 32, stride=2),

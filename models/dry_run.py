@@ -19,8 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from models.ensemble import Ensemble
-from models.sides import ImageSize, sides
+from zerovision.models.ensemble import Ensemble
+from zerovision.models.sides import ImageSize, sides
 
 
 def without_data(module: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-from models.names_elsewhere import ours
+from zerovision.models.names_elsewhere import ours
 
 JOINERS = "\u200c\u200d"  # of letters in Persian and Indic scripts, and of emoji; terminals do not interpret them
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import timm
 from huggingface_hub import hf_hub_download
 
-from models import HUB_PREFIX
-from models.errors import UserError
-from models.timm_models import offline_where_unreachable, reason_of
+from zerovision.models import HUB_PREFIX
+from zerovision.models.errors import UserError
+from zerovision.models.timm_models import offline_where_unreachable, reason_of
 
 
 def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) -> tuple[str, str]:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from models import model_spec
-from models.errors import UserError
-from models.sides import ImageSize, sides, size_of
-from models.weights_metadata import open_weights, read_facts
+from zerovision.models import model_spec
+from zerovision.models.errors import UserError
+from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.models.weights_metadata import open_weights, read_facts
 
 FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # ours by timm's `crop_mode`
 
@@ -131,7 +131,12 @@ def _of_file(path: str) -> Preparation | None:
     try:
         with open_weights(path) as reader:
             return Preparation.of_run(read_facts(reader)["preprocessing"])
-    except (SafetensorError, OSError, ValueError, KeyError):  # not ours; a broken one `models.weights_file` reports
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+    ):  # not ours; a broken one `zerovision.models.weights_file` reports
         pass
     try:  # a repository of the hub in timm's form
         facts = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))

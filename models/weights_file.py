@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.class_order import classes_beside, head_by_name
-from models.errors import UserError, shown
-from models.weights_metadata import WrongMetadata, open_weights, read_facts
+from zerovision.models.class_order import classes_beside, head_by_name
+from zerovision.models.errors import UserError, shown
+from zerovision.models.weights_metadata import WrongMetadata, open_weights, read_facts
 
 
 def load_weights_file(
@@ -34,7 +34,7 @@ def load_weights_file(
     Args:
         module: the network to fill, in place.
         path: the file.
-        description: of `module`, see `models.build.BuiltModel`.
+        description: of `module`, see `zerovision.models.build.BuiltModel`.
         heads: names of the classifier's submodules.
         adapt: returns the same network's tensors for `module`'s image size and channels, from those of another size; or
             those that it is given, if they do not fit.

@@ -1,7 +1,7 @@
 """The metadata of a weights file: read in this one place, and checked before anything is built from it.
 
 A file may come from anywhere and contain anything. What `read_facts` returns has the right types, is bounded, and has
-no other keys than those asked for; `models.build.tensor_mismatch` checks whether it fits the file's tensors.
+no other keys than those asked for; `zerovision.models.build.tensor_mismatch` checks whether it fits the file's tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS
-from models.errors import shown
-from models.sides import read_size, sides
+from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS
+from zerovision.models.errors import shown
+from zerovision.models.sides import read_size, sides
 
 # One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
 # shall write equal files.
@@ -58,7 +58,7 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     """Return description, class_names, preprocessing and extra of an open file; {} of one that is not ours.
 
     Raises:
-        WrongMetadata: if they are not what `training.checkpoint.weights.save_weights` writes.
+        WrongMetadata: if they are not what `zerovision.training.checkpoint.weights.save_weights` writes.
     """
     text = (reader.metadata() or {}).get(METADATA_KEY)
     if text is None:

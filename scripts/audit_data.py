@@ -17,18 +17,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.flags import audit_data_parser
-from models import TIMM_PREFIX
-from training.config.command_line import run_script
+from zerovision.delivery.flags import audit_data_parser
+from zerovision.models import TIMM_PREFIX
+from zerovision.training.config.command_line import run_script
 
 
 def audit_data(given: argparse.Namespace) -> int:
     """Audit the data that the command line names."""
-    from delivery.trained_model import find_model
+    from zerovision.delivery.trained_model import find_model
 
     if given.run and not given.run.startswith(TIMM_PREFIX):
         find_model(given.run)  # before the slow imports
-    from delivery.audit.audit import audit
+    from zerovision.delivery.audit.audit import audit
 
     audit(**vars(given))
     return 0

@@ -15,15 +15,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.config.command_line import OneLineParser, run_script
+from zerovision.training.config.command_line import OneLineParser, run_script
 
 
 def bisect_runs(given: argparse.Namespace) -> int:
     """Print what was found."""
-    from delivery.trained_model import find_run
+    from zerovision.delivery.trained_model import find_run
 
     runs = find_run(given.first), find_run(given.second)  # before the slow imports
-    from delivery.bisect_runs import compare, lines_of
+    from zerovision.delivery.bisect_runs import compare, lines_of
 
     found = compare(*runs)
     for line in lines_of(found):

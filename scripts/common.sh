@@ -1,13 +1,13 @@
 # shellcheck shell=bash
 # What the three launchers share: they print their help, find the environment, and hand over to Python, which checks
-# all arguments (launch/arguments.py). Sourced, never run.
+# all arguments (zerovision/launch/arguments.py). Sourced, never run.
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 # hand_over PROGRAM ARGUMENT...: run a program of launch/ in place of this shell; -h or --help anywhere prints `usage`.
 # The repository's own environment is used if it exists: the user need not have activated anything.
 hand_over() {
-    local program=$ROOT/launch/$1 word python
+    local program=$ROOT/zerovision/launch/$1 word python
     shift
     for word in "$@"; do
         if [[ $word == -h || $word == --help ]]; then

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from planning.doctor.doctor_command import parse, run
-from training.config.command_line import run_script
+from zerovision.planning.doctor.doctor_command import parse, run
+from zerovision.training.config.command_line import run_script
 
 
 def main() -> int:

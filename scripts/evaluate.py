@@ -17,20 +17,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.flags import evaluate_parser
-from training.config.command_line import run_script
+from zerovision.delivery.flags import evaluate_parser
+from zerovision.training.config.command_line import run_script
 
 
 def evaluate(given: argparse.Namespace) -> int:
     """Evaluate the model that the command line names, on as many ranks as were started; every rank calls this."""
-    from delivery.trained_model import find_model
+    from zerovision.delivery.trained_model import find_model
 
     find_model(given.model)  # before the slow imports
-    import delivery.evaluate
+    import zerovision.delivery.evaluate
 
     arguments = vars(given)
     del arguments["local_rank"]  # which torchrun's and DeepSpeed's launchers add; the ranks read variables
-    delivery.evaluate.evaluate(**arguments, verbose=True)
+    zerovision.delivery.evaluate.evaluate(**arguments, verbose=True)
     return 0
 
 

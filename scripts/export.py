@@ -18,19 +18,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.export import ExportRefused, check_choice
-from delivery.flags import export_parser
-from training.config.command_line import run_script
+from zerovision.delivery.export import ExportRefused, check_choice
+from zerovision.delivery.flags import export_parser
+from zerovision.training.config.command_line import run_script
 
 
 def export(given: argparse.Namespace) -> int:
     """Export the model that the command line names."""
     check_choice(given.format, given.precision, with_preprocessing=given.with_preprocessing)
-    from delivery.trained_model import find_model
+    from zerovision.delivery.trained_model import find_model
 
     find_model(given.model)  # before the slow imports
-    from delivery.export.export_job import ExportSettings
-    from delivery.export.export_model import export_model, show_export
+    from zerovision.delivery.export.export_job import ExportSettings
+    from zerovision.delivery.export.export_model import export_model, show_export
 
     settings = ExportSettings(**vars(given))
     try:

@@ -17,20 +17,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.config.command_line import OneLineParser, parse_args, run_script
+from zerovision.training.config.command_line import OneLineParser, parse_args, run_script
 
 LARGEST_SHARD_MB = 100_000
 
 
 def pack(given: argparse.Namespace) -> int:
     """Pack the data that the command line names."""
-    import delivery.pack
-    from training.base.units import format_bytes
-    from training.data import data_options
+    import zerovision.delivery.pack
+    from zerovision.training.base.units import format_bytes
+    from zerovision.training.data import data_options
 
     config, _ = parse_args([*given.training_arguments, f"--data={given.data}"])
     output = Path(os.path.expanduser(given.output))
-    done = delivery.pack.pack(data_options(config), output, given.shard_mb * 10**6)
+    done = zerovision.delivery.pack.pack(data_options(config), output, given.shard_mb * 10**6)
     print(f"packed {done.images} images, {format_bytes(done.bytes)} in {done.shards} tar file(s), into {output}")
     return 0
 

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.config.command_line import run_script
+from zerovision.training.config.command_line import run_script
 
 if TYPE_CHECKING:
-    from planning.plan_command import PlanRequest
+    from zerovision.planning.plan_command import PlanRequest
 
 
 # Imported late: outside the environment `run_script` says in one line what is missing.
 def parse(words: list[str]) -> PlanRequest:
     """Read the command line."""
-    from planning.plan_command import parse
+    from zerovision.planning.plan_command import parse
 
     return parse(words, __doc__)
 
 
 def plan(request: PlanRequest) -> int:
     """Print what was asked for; return the exit code."""
-    from planning.plan_command import run
+    from zerovision.planning.plan_command import run
 
     return run(request)
 

@@ -18,21 +18,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.flags import predict_parser
-from training.config.command_line import run_script
+from zerovision.delivery.flags import predict_parser
+from zerovision.training.config.command_line import run_script
 
 
 def predict(given: argparse.Namespace) -> int:
     """Predict the images that the command line names; the predictions go to standard output or a file."""
-    from delivery.trained_model import find_model
+    from zerovision.delivery.trained_model import find_model
 
     find_model(given.model)  # before the slow imports
-    import delivery.predict
-    from delivery.prediction_output import saving_pictures, write_predictions
+    import zerovision.delivery.predict
+    from zerovision.delivery.prediction_output import saving_pictures, write_predictions
 
     arguments = vars(given)
     kind, output, folder = (arguments.pop(name) for name in ("format", "output", "explain"))
-    predictions = delivery.predict.predict(**arguments, explain=bool(folder))
+    predictions = zerovision.delivery.predict.predict(**arguments, explain=bool(folder))
     if folder:
         predictions = saving_pictures(predictions, folder)
     return 1 if write_predictions(predictions, kind, output, given.top_k) else 0

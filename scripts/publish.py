@@ -12,17 +12,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.config.command_line import OneLineParser, run_script
+from zerovision.training.config.command_line import OneLineParser, run_script
 
 
 def publish(given: argparse.Namespace) -> int:
     """Publish the model that the command line names."""
-    from delivery.trained_model import find_model
+    from zerovision.delivery.trained_model import find_model
 
     find_model(given.model)  # before the slow imports
-    import delivery.publish
+    import zerovision.delivery.publish
 
-    for line in delivery.publish.publish(**vars(given)):
+    for line in zerovision.delivery.publish.publish(**vars(given)):
         print(line)
     return 0
 

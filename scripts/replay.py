@@ -14,18 +14,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.base.errors import UserError
-from training.config.command_line import OneLineParser, run_script
+from zerovision.training.base.errors import UserError
+from zerovision.training.config.command_line import OneLineParser, run_script
 
 MOST_STEPS = 10**9
 
 
 def replay(given: argparse.Namespace) -> int:
     """Replay the step that the command line names."""
-    from delivery.trained_model import find_run
+    from zerovision.delivery.trained_model import find_run
 
     run = find_run(given.run)  # before the slow imports
-    from delivery.replay import differences, replay, write_step
+    from zerovision.delivery.replay import differences, replay, write_step
 
     output = Path(os.path.expanduser(given.output)) if given.output else run / f"replay-{given.step}"
     if output.exists():

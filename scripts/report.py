@@ -16,18 +16,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.base.errors import printable
-from training.base.run_folder import REPORT
-from training.config.command_line import OneLineParser, run_script
+from zerovision.training.base.errors import printable
+from zerovision.training.base.run_folder import REPORT
+from zerovision.training.config.command_line import OneLineParser, run_script
 
 
 def report(given: argparse.Namespace) -> int:
     """Write the page, and with --watch keep it up to date."""
-    from delivery.trained_model import find_run
+    from zerovision.delivery.trained_model import find_run
 
     folders = list(dict.fromkeys(find_run(run) for run in given.runs))  # before the slow imports
-    from delivery.report.comparison import compare
-    from delivery.report.page import watch, write_report
+    from zerovision.delivery.report.comparison import compare
+    from zerovision.delivery.report.page import watch, write_report
 
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     output = Path(os.path.expanduser(given.output)) if given.output else default

@@ -14,16 +14,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.flags import LARGEST_TOP_K, add_max_megapixels
-from training.config.command_line import OneLineParser, run_script
+from zerovision.delivery.flags import LARGEST_TOP_K, add_max_megapixels
+from zerovision.training.config.command_line import OneLineParser, run_script
 
 
 def serve(given: argparse.Namespace) -> int:
     """Answer until Ctrl-C."""
-    from delivery.trained_model import find_model
+    from zerovision.delivery.trained_model import find_model
 
     find_model(given.model)  # before the slow imports
-    from delivery.serve import make_server
+    from zerovision.delivery.serve import make_server
 
     asked = {"top_k": given.top_k, "device": given.device or "", "max_megapixels": given.max_megapixels}
     with make_server(given.model, given.host, given.port, **asked) as server:

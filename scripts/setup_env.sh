@@ -10,7 +10,7 @@ REQUIREMENTS=${1:?give requirements.txt or requirements-dev.txt}
 PYTHON=${PYTHON:-python3}
 STAMP=.venv/.installed-
 UNFINISHED=.venv/.unfinished
-CROP_JPEG=training/data/reading/native/crop_jpeg.c
+CROP_JPEG=zerovision/training/data/reading/native/crop_jpeg.c
 SCRATCH=
 
 die() {
@@ -85,10 +85,10 @@ install_requirements() {
 
 # Without compiled bytecode every start compiles all imports anew: 14 s to the first step instead of 9.
 compile_bytecode() {
-    local cores count='from training.base.control_groups import usable_cores; print(usable_cores())'
+    local cores count='from zerovision.training.base.control_groups import usable_cores; print(usable_cores())'
     cores=$(.venv/bin/python -c "$count" 2>/dev/null) || cores=1
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m compileall -q -j "$cores" \
-        .venv/lib scripts launch planning delivery training models tests >/dev/null || true
+        .venv/lib scripts zerovision models tests >/dev/null || true
 }
 
 # Optional: a fifth less time for a JPEG, where a C compiler and libjpeg-turbo's headers (package libjpeg-dev) are.

@@ -19,21 +19,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.base.errors import UserError
-from training.base.points import show_score
-from training.base.run_folder import shown_path
-from training.base.units import plural
-from training.config.command_line import OneLineParser, run_script
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.points import show_score
+from zerovision.training.base.run_folder import shown_path
+from zerovision.training.base.units import plural
+from zerovision.training.config.command_line import OneLineParser, run_script
 
 LAUNCHED = "--"
 
 
 def sweep(given: argparse.Namespace) -> int:
     """Train the trials, print each as it comes to a rung, and print and write the table."""
-    from launch.arguments import with_flags
-    from launch.sweep import FAILED, SCRIPT, Sweep, prepare
-    from launch.sweep_table import best_trial, rows_of, write_table
-    from training.world.signals import handling_stop_signals
+    from zerovision.launch.arguments import with_flags
+    from zerovision.launch.sweep import FAILED, SCRIPT, Sweep, prepare
+    from zerovision.launch.sweep_table import best_trial, rows_of, write_table
+    from zerovision.training.world.signals import handling_stop_signals
 
     asked = Sweep(given.name, tuple(given.words), tuple(given.vary), given.trials, given.halving, given.seed)
     running, received = prepare(asked), []

@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.base.errors import USER_ERROR_EXIT_CODE, UserError
-from training.base.heartbeat import LEAVE_SECONDS, HeartbeatWriter
-from training.base.lasting_output import finish_output, outlast_readers
-from training.config.command_line import parse_args, run_script
-from training.engines.deepspeed_config import read_strategy_json
-from training.world.launchers import adopt_rank
+from zerovision.training.base.errors import USER_ERROR_EXIT_CODE, UserError
+from zerovision.training.base.heartbeat import LEAVE_SECONDS, HeartbeatWriter
+from zerovision.training.base.lasting_output import finish_output, outlast_readers
+from zerovision.training.config.command_line import parse_args, run_script
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.world.launchers import adopt_rank
 
 
 def train(arguments: list[str]) -> int:
@@ -35,11 +35,11 @@ def train(arguments: list[str]) -> int:
         return 0
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
     # Imported late: `--help` and the launchers' check need none of it.
-    from delivery.end_of_run import leave_files
-    from planning.run_memory import plan_memory, write_prediction
-    from training.base.run_lock import Origin
-    from training.prepare import RunStart
-    from training.run import run
+    from zerovision.delivery.end_of_run import leave_files
+    from zerovision.planning.run_memory import plan_memory, write_prediction
+    from zerovision.training.base.run_lock import Origin
+    from zerovision.training.prepare import RunStart
+    from zerovision.training.run import run
 
     start = RunStart(Origin.of(os.environ), heartbeat, write_prediction, plan_memory)
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.base.points import StepPoint
-from training.base.run_logger import RunLogger
+from zerovision.training.base.points import StepPoint
+from zerovision.training.base.run_logger import RunLogger
 
 
 class Recorder(RunLogger):

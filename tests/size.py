@@ -14,20 +14,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 350,
-    "launch": 2700,
+    "zerovision/launch": 2700,
     "models": 1500,
-    "training/base": 1200,
-    "training/world": 800,
-    "training/data": 3200,
-    "training/recipe": 1500,
-    "training/engines": 2300,
-    "training/checkpoint": 1500,
-    "training/observe": 2300,
-    "training": 1100,
-    "planning": 1600,
-    "delivery": 2950,
+    "zerovision/training/base": 1200,
+    "zerovision/training/world": 800,
+    "zerovision/training/data": 3200,
+    "zerovision/training/recipe": 1500,
+    "zerovision/training/engines": 2300,
+    "zerovision/training/checkpoint": 1500,
+    "zerovision/training/observe": 2300,
+    "zerovision/training": 1100,
+    "zerovision/planning": 1600,
+    "zerovision/delivery": 2950,
 }
-ELSEWHERE = {"training/config": "training/base", "training/steps": "training"}  # whose budget such a room shares
+ELSEWHERE = {
+    "zerovision/training/config": "zerovision/training/base",
+    "zerovision/training/steps": "zerovision/training",
+}  # whose budget such a room shares
 SINCE = 5100  # in any room: meshes, contrastive training, islands; sources, audits of data; trackers, sweeps, reasons
 
 

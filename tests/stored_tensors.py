@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from training.checkpoint.shards import CheckpointReader
-from training.engines.parameter_shards import TakeBox, index_of
+from zerovision.training.checkpoint.shards import CheckpointReader
+from zerovision.training.engines.parameter_shards import TakeBox, index_of
 
 
 def whole_tensors(reader: CheckpointReader) -> dict[str, dict[str, torch.Tensor]]:

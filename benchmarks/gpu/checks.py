@@ -25,8 +25,8 @@ from benchmarks.gpu.options import ROOT, Options, part_options
 from benchmarks.gpu.steps import compiled_models
 from benchmarks.peers.job import mean_cross_entropy
 from benchmarks.report import hardware, results_folder, today, versions
-from models.build import build_model
-from training.world.world import World, start_world, stop_world
+from zerovision.models.build import build_model
+from zerovision.training.world.world import World, start_world, stop_world
 
 FAMILIES = ("mobilenet", "efficientnet", "vgg", "cnn_lstm", "ensemble")
 PIXELS, IMAGES, CLASSES = 64, 8, 10

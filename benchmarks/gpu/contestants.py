@@ -11,9 +11,9 @@ from torch import nn
 
 from benchmarks.our_engine import Step, make_engine, training_step
 from benchmarks.peers.job import mean_cross_entropy
-from models.build import build_model
-from training.config import TrainConfig
-from training.world.world import World
+from zerovision.models.build import build_model
+from zerovision.training.config import TrainConfig
+from zerovision.training.world.world import World
 
 OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
 OURS_EAGER = "ours, no CUDA graphs"
@@ -70,7 +70,7 @@ def our_contestant(
     compiles: bool = False,
     graphs: bool = True,
 ) -> Contestant:
-    """An engine as `training.loop` uses it; `graphs` are CUDA's."""
+    """An engine as `zerovision.training.loop` uses it; `graphs` are CUDA's."""
     shape = (3, image_size, image_size) if graphs else None
     built = make_engine(
         module, strategy, precision, batch_size, world, engine=engine, compiles=compiles, graphs_of=shape

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.gpu.lines import attempt, emit
 from benchmarks.gpu.options import ROOT, Options, part_options
 from benchmarks.jpegs import make_folder
-from training.base.control_groups import usable_cores
+from zerovision.training.base.control_groups import usable_cores
 
 IMAGES, COPIES, PIXELS, BATCH_SIZE = 1000, 12, 384, 128  # one core takes 8 ms to make an image
 CASES = (("mobilenet", "ram", 3), ("mobilenet", "off", 2), ("timm:resnet50", "ram", 2))  # model, cache, epochs

@@ -16,7 +16,7 @@ from benchmarks.gpu.contestants import COMPILED, MAKERS, Contestant, Switches, m
 from benchmarks.gpu.lines import emit
 from benchmarks.gpu.roofline import peak_of, step_costs
 from benchmarks.report import ratios_to
-from training.world.world import World
+from zerovision.training.world.world import World
 
 LONGEST_TIMING_SECONDS = 0.5
 FEWEST_ROUNDS = 3

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.peers.job import mean_cross_entropy
-from models.build import build_model
-from models.dry_run import convolution_backward_flops
-from training.engines.flops import peak_tflops
+from zerovision.models.build import build_model
+from zerovision.models.dry_run import convolution_backward_flops
+from zerovision.training.engines.flops import peak_tflops
 
 ADAMW_BYTES_PER_PARAMETER = 7 * 4
 

@@ -29,7 +29,7 @@ from benchmarks.gpu.contestants import (
 from benchmarks.gpu.lines import attempt, emit
 from benchmarks.gpu.measure import compare, make_batch, make_timed, release, synchronize
 from benchmarks.gpu.options import Options, part_options
-from training.world.world import World, start_world, stop_world
+from zerovision.training.world.world import World, start_world, stop_world
 
 EAGER = (OURS, OURS_EAGER, PLAIN, TIMM)
 # Network, images, contestants; in order of worth.

@@ -6,9 +6,9 @@ from itertools import product
 
 from benchmarks.peers.job import Job, Measure, timed
 from benchmarks.peers.ours import our_step
-from training.base.errors import UserError
-from training.engines.build_engine import ENGINES
-from training.engines.strategies import STRATEGIES
+from zerovision.training.base.errors import UserError
+from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.strategies import STRATEGIES
 
 
 def step_contestants(job: Job) -> dict[str, Measure]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.job import Job, Measure, Step, make_network, timed
-from training.engines.strategies import STRATEGIES
-from training.world.world import World
+from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.world.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY = (
@@ -24,7 +24,7 @@ SHARED_MEMORY = (
 
 
 def our_step(job: Job, strategy: str, engine: str = "auto") -> Step:
-    """Return one step as `training.loop` takes it, logging apart."""
+    """Return one step as `zerovision.training.loop` takes it, logging apart."""
     size, rank = dist.get_world_size(), dist.get_rank()
     world = World(rank=rank, local_rank=rank, local_size=size, size=size, device=torch.device("cpu"))
     return training_step(

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
 
-from models import MODELS
-from models.build import build_model
+from zerovision.models import MODELS
+from zerovision.models.build import build_model
 
 
 class Images(Dataset):

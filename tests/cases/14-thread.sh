@@ -4,8 +4,8 @@
 cat >t.py <<'E'
 import threading,sys,os
 sys.path.insert(0,os.environ["P"])
-from training.config import TrainConfig as C
-from training.run import run
+from zerovision.training.config import TrainConfig as C
+from zerovision.training.run import run
 r=[]
 t=threading.Thread(target=lambda:r.append(run(C(model_type='basic_cnn',epochs=1,data='d',image_size=32,batch_size=4,log_dir='logs',tensorboard=False))));t.start();t.join();print('returned',r)
 E

@@ -4,8 +4,8 @@
 mk d a b; cat >t.py <<'E'
 import sys,os
 sys.path.insert(0,os.environ["P"]); open('times','a').write('x')
-from training.config import TrainConfig as C
-from training.run import run
+from zerovision.training.config import TrainConfig as C
+from zerovision.training.run import run
 print('returned',run(C(model_type="basic_cnn",epochs=1,data="d",image_size=32,workers="2",batch_size=4,log_dir='logs',tensorboard=False,cache='off')))
 E
 timeout 200 "$PY" t.py >out 2>&1; rc=$?; n=$(wc -c <times)

@@ -19,7 +19,7 @@ E
 "$PY" - >v 2>&1 <<'E' && ok "$(tail -1 v)"
 import os,sys,json
 sys.path.insert(0,os.environ['P']); import numpy as np
-from training.data.reading.decode import make_decoder
+from zerovision.training.data.reading.decode import make_decoder
 for name in ('cpu','exact'):
     d=make_decoder(name,48); ref=d('d/a/1.png').astype(int)
     for o in range(1,9):

@@ -25,7 +25,7 @@ tb() { grep -q '^Traceback' "$W/out" && bad "traceback: $(last)"; return 0; }
 many() { "$PY" - "$@" <<'PYEOF'
 import os, runpy, shlex, signal, sys, traceback
 P = os.environ["P"]; sys.path.insert(0, P)
-import torch, delivery.evaluate, delivery.predict, training.run
+import torch, zerovision.delivery.evaluate, zerovision.delivery.predict, zerovision.training.run
 os.environ.setdefault("ZV", "1")
 BASE = "--model-type basic_cnn --epochs 1 --batch-size 4 --image-size 32 --tensorboard false --report false --cache off --progress off --log-dir logs"
 for i, line in enumerate(sys.argv[1:], 1):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from tests.chaos.damage import newest_checkpoint
 from tests.stored_tensors import whole_tensors
-from training.checkpoint.manifest import DamagedCheckpoint, read_manifest
-from training.checkpoint.shards import CheckpointReader
+from zerovision.training.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from zerovision.training.checkpoint.shards import CheckpointReader
 
 WEIGHTS = "model.safetensors"
 NAMED = 5  # of many tensors that differ

@@ -12,10 +12,10 @@ from typing import Literal
 
 import psutil
 
-from launch.process_tree import is_alive, send
 from tests.chaos.damage import DAMAGES, Damage, newest_checkpoint
 from tests.chaos.disk import fill
 from tests.chaos.processes import NODE_LAUNCHER, Seen, freeze, processes_of, ranks_of, workers_of
+from zerovision.launch.process_tree import is_alive, send
 
 FILL_SECONDS = (0.2, 6.0)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from launch.local_ranks import RANK_NAME
-from launch.process_tree import send
+from zerovision.launch.local_ranks import RANK_NAME
+from zerovision.launch.process_tree import send
 
 MARK = "ZEROVISION_CHAOS"
 LAUNCH_MARK = "ZEROVISION_LAUNCH"  # the supervisor gives it to everything that it starts

@@ -28,7 +28,7 @@ from tests.chaos.processes import MARK, kill_all, processes_of, ranks_of
 from tests.chaos.records import Injection, TrialResult
 from tests.chaos.report import misses, print_report, write_records
 from tests.unit.small_checkpoints import write_checkpoint
-from training.base.progress import Progress
+from zerovision.training.base.progress import Progress
 
 POSITIONS = ("step-00001-0000003", "step-00001-0000006")
 

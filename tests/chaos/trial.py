@@ -12,13 +12,13 @@ from random import Random
 
 import psutil
 
-from launch.process_tree import is_alive
 from tests.chaos.case import SURVIVAL_FLAGS, Watch, run_folder
 from tests.chaos.compare import differences
 from tests.chaos.disk import small_disk
 from tests.chaos.faults import FAULTS, NothingToHitError, Target
 from tests.chaos.processes import POLL_SECONDS, kill_all, processes_of, ranks_of
 from tests.chaos.records import Draw, Injection, TrialResult
+from zerovision.launch.process_tree import is_alive
 
 # From a signal to the end of the launch, and of every process of it. Data workers that are still importing block
 # SIGTERM.

@@ -32,7 +32,7 @@ from tests.cluster.trainings import (
     read_metrics,
     train_on_login,
 )
-from training.base.heartbeat import SECRET_VARIABLE
+from zerovision.training.base.heartbeat import SECRET_VARIABLE
 
 pytestmark = pytest.mark.cluster
 
@@ -399,7 +399,7 @@ def test_a_log_folder_that_is_not_shared_is_named_before_the_first_step(hosts: H
 
 def test_other_code_on_one_node_is_named_before_the_first_step(hosts: Hosts, shared: Path) -> None:
     """A file that no agent imports has one more line there; --allow-differences trains all the same."""
-    file = REPO_ROOT / "delivery/model_card.py"
+    file = REPO_ROOT / "zerovision/delivery/model_card.py"
     (shared / file.name).write_text(file.read_text() + "# changed, not committed\n")
     hosts.run("node02", ["mount", "--bind", str(shared / file.name), str(file)])
     try:

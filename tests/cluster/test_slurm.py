@@ -161,7 +161,7 @@ def test_a_job_that_loses_a_node_goes_on_with_another_and_the_same_weights(
 
 def test_the_tasks_of_an_srun_are_the_ranks(slurm: Hosts, shared: Path, uninterrupted: bytes) -> None:
     """Without any launcher of ours; the shell of the job, which Slurm calls a job of two tasks too, is no rank."""
-    code = "from training.world.launchers import launched_world; print('alone' * (launched_world()[3] == 1))"
+    code = "from zerovision.training.world.launchers import launched_world; print('alone' * (launched_world()[3] == 1))"
     words = ["--model-type", "basic_cnn", "--batch-size", "16", "--epochs", LONG[-1], *FLAGS]
     words += ["--log-dir", str(shared / "logs"), "--run-name", "tasks"]
     train = shlex.join([sys.executable, "scripts/train_distributed.py", *words])

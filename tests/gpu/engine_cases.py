@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from tests.training.engine_ranks import configuration, decayed_and_not, make_batch, make_engine, make_model, weights_of
-from training.base.progress import Progress
-from training.base.run_logger import Loggers
-from training.checkpoint.manifest import Manifest, shard_name
-from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
-from training.data.reader import Batch
-from training.engines.engine import Engine
-from training.observe.scores import ScoreSums, sample_losses
-from training.steps.nonfinite_steps import NonFiniteGuard
-from training.world.world import World
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint.manifest import Manifest, shard_name
+from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.engine import Engine
+from zerovision.training.observe.scores import ScoreSums, sample_losses
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.world.world import World
 
 BATCH_SIZE = 8
 

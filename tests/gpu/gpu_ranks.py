@@ -12,25 +12,25 @@ from torch import nn
 
 from benchmarks.our_engine import make_engine
 from benchmarks.peers.job import mean_cross_entropy
-from models import MODELS
-from models.build import build_model
 from tests.training import engine_ranks
-from training.base.progress import Progress
-from training.base.timing import start_clock
-from training.checkpoint.restore import TrainState
-from training.data import DataOptions, load_data
-from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
-from training.data.loader import Loader
-from training.data.reading.sources import ArraySource
-from training.data.sampler import BatchPlan
-from training.engines.build_engine import build_engine
-from training.engines.cuda_graphs import Recorded
-from training.engines.engine import Engine, EngineSetup
-from training.engines.strategies import plan_of
-from training.loop import seed_dropout, train_one_epoch
-from training.observe.scores import ScoreSums, sample_losses
-from training.observe.step_metrics import Timing
-from training.world.world import World
+from zerovision.models import MODELS
+from zerovision.models.build import build_model
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.timing import start_clock
+from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reading.sources import ArraySource
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.cuda_graphs import Recorded
+from zerovision.training.engines.engine import Engine, EngineSetup
+from zerovision.training.engines.strategies import plan_of
+from zerovision.training.loop import seed_dropout, train_one_epoch
+from zerovision.training.observe.scores import ScoreSums, sample_losses
+from zerovision.training.observe.step_metrics import Timing
+from zerovision.training.world.world import World
 
 CLASSES, IMAGE_SIZE, BATCH_SIZE, LEARNING_RATE = 5, 64, 8, 1e-3
 

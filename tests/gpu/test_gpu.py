@@ -15,8 +15,8 @@ from ranks import Ranks, run_ranks
 from safetensors.torch import load_file
 
 from tests.gpu.gpu_ranks import TRAINABLE_MODELS
-from training.engines.build_engine import ENGINES
-from training.engines.strategies import STRATEGIES
+from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.strategies import STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,

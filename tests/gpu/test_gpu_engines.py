@@ -9,8 +9,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from training.engines.build_engine import ENGINES
-from training.engines.strategies import STRATEGIES
+from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.strategies import STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,

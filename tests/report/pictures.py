@@ -10,9 +10,9 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from delivery.report.page import write_report
-from delivery.trained_model import find_run
 from tests.report.browsing import opened, start_chromium
+from zerovision.delivery.report.page import write_report
+from zerovision.delivery.trained_model import find_run
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 COLOURS = 256

@@ -18,11 +18,11 @@ from exports import save_run
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
-from delivery import serve
-from delivery.predict import predict
-from models.build import build_model
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
+from zerovision.delivery import serve
+from zerovision.delivery.predict import predict
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
 
 
 @pytest.fixture(scope="module")

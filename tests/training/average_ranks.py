@@ -20,12 +20,12 @@ from tests.training.engine_ranks import (
     whole_tensors,
     without_shared_memory,
 )
-from training.engines import zero1
-from training.engines.engine import Engine
-from training.engines.parameter_shards import gather_weights
-from training.steps.weight_average import WeightAverages
-from training.world.collectives import gather_rows
-from training.world.world import World
+from zerovision.training.engines import zero1
+from zerovision.training.engines.engine import Engine
+from zerovision.training.engines.parameter_shards import gather_weights
+from zerovision.training.steps.weight_average import WeightAverages
+from zerovision.training.world.collectives import gather_rows
+from zerovision.training.world.world import World
 
 LEAVES, STEPS, DECAY = 4, 5, 0.6
 

@@ -17,8 +17,6 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
-from models.build import BuiltModel
-from models.ensemble import Ensemble
 from tests.recording import Recorder
 from tests.stored_tensors import CountingFile
 from tests.training.engine_ranks import (
@@ -30,40 +28,42 @@ from tests.training.engine_ranks import (
     weights_of,
     whole_tensors,
 )
-from training.base.errors import RunEnded
-from training.base.heartbeat import HeartbeatWriter
-from training.base.progress import Progress
-from training.base.run_logger import Loggers
-from training.checkpoint import shards
-from training.checkpoint.frozen import keep_frozen
-from training.checkpoint.restore import TrainState, restore
-from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
-from training.checkpoint.store import choose, find_candidates
-from training.data import DataOptions
-from training.data.batch_transforms import BatchTransforms
-from training.data.datasets import DatasetDefaults, DatasetPair, ImageDataset, make_dataset_pair
-from training.data.loader import Loader
-from training.data.reading.sources import ArraySource
-from training.data.sampler import BatchPlan
-from training.engines.model_buffers import AVERAGE
-from training.engines.parameter_shards import frozen_parameters
-from training.engines.strategies import STRATEGIES
-from training.loop import train_one_epoch
-from training.observe.scores import ScoreSums
-from training.observe.step_metrics import Timing
-from training.recipe.loss import build_loss
-from training.recipe.schedule import Schedule
-from training.recipe.tuning import BackboneFreezer, tune
-from training.steps.accumulate import Accumulate, Pipelined
-from training.steps.context import TrainContext
-from training.steps.gradient_cache import GradientCache
-from training.steps.nonfinite_steps import NonFiniteGuard
-from training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
-from training.world.collectives import barrier, broadcast_object
-from training.world.exchange import text
-from training.world.mesh import form_mesh
-from training.world.signals import StopRequest
-from training.world.world import World
+from zerovision.models.build import BuiltModel
+from zerovision.models.ensemble import Ensemble
+from zerovision.training.base.errors import RunEnded
+from zerovision.training.base.heartbeat import HeartbeatWriter
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint import shards
+from zerovision.training.checkpoint.frozen import keep_frozen
+from zerovision.training.checkpoint.restore import TrainState, restore
+from zerovision.training.checkpoint.saver import GIVE_UP_SECONDS, Saver
+from zerovision.training.checkpoint.store import choose, find_candidates
+from zerovision.training.data import DataOptions
+from zerovision.training.data.batch_transforms import BatchTransforms
+from zerovision.training.data.datasets import DatasetDefaults, DatasetPair, ImageDataset, make_dataset_pair
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reading.sources import ArraySource
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines.model_buffers import AVERAGE
+from zerovision.training.engines.parameter_shards import frozen_parameters
+from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.observe.step_metrics import Timing
+from zerovision.training.recipe.loss import build_loss
+from zerovision.training.recipe.schedule import Schedule
+from zerovision.training.recipe.tuning import BackboneFreezer, tune
+from zerovision.training.steps.accumulate import Accumulate, Pipelined
+from zerovision.training.steps.context import TrainContext
+from zerovision.training.steps.gradient_cache import GradientCache
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
+from zerovision.training.world.collectives import barrier, broadcast_object
+from zerovision.training.world.exchange import text
+from zerovision.training.world.mesh import form_mesh
+from zerovision.training.world.signals import StopRequest
+from zerovision.training.world.world import World
 
 SAMPLES = 45  # three steps of 16, the last of them with a remainder
 MICRO_BATCH = 4

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from training.config.command_line import run_script
+from zerovision.training.config.command_line import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = "scripts/train_distributed.py"

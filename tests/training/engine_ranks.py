@@ -21,37 +21,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.step_choices import without_shared_memory
 from tests.stored_tensors import in_memory
-from training.base.errors import AgreedError
-from training.base.heartbeat import HeartbeatWriter
-from training.base.leaves import Leaves
-from training.base.progress import Progress
-from training.base.run_logger import Loggers
-from training.checkpoint.restore import TrainState
-from training.config import TrainConfig
-from training.data.sampler import BatchPlan
-from training.engines import buckets, fsdp2
-from training.engines.activation_checkpointing import enable_activation_checkpointing
-from training.engines.build_engine import build_engine, resolve_engine
-from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
-from training.engines.engine import Engine, EngineSetup, PipelineSetup
-from training.engines.islands import Islands
-from training.engines.model import synchronize_batchnorm
-from training.engines.model_buffers import ModelBuffers
-from training.engines.strategies import plan_of
-from training.loop import train_one_epoch
-from training.observe.memory_limit import peak_memory, reset_peak_memory, used_memory
-from training.observe.scores import ScoreSums, sample_losses
-from training.observe.step_metrics import Timing
-from training.recipe.loss import build_loss
-from training.recipe.optimizer import build_optimizer
-from training.recipe.schedule import Schedule
-from training.recipe.tuning import BackboneFreezer
-from training.steps.accumulate import Accumulate
-from training.steps.context import TrainContext
-from training.steps.nonfinite_steps import NonFiniteGuard
-from training.world.collectives import gather_rows, ranks_per_machine
-from training.world.signals import StopRequest
-from training.world.world import World
+from zerovision.training.base.errors import AgreedError
+from zerovision.training.base.heartbeat import HeartbeatWriter
+from zerovision.training.base.leaves import Leaves
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.config import TrainConfig
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines import buckets, fsdp2
+from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
+from zerovision.training.engines.build_engine import build_engine, resolve_engine
+from zerovision.training.engines.deepspeed_config import deepspeed_config, read_strategy_json
+from zerovision.training.engines.engine import Engine, EngineSetup, PipelineSetup
+from zerovision.training.engines.islands import Islands
+from zerovision.training.engines.model import synchronize_batchnorm
+from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.engines.strategies import plan_of
+from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe.memory_limit import peak_memory, reset_peak_memory, used_memory
+from zerovision.training.observe.scores import ScoreSums, sample_losses
+from zerovision.training.observe.step_metrics import Timing
+from zerovision.training.recipe.loss import build_loss
+from zerovision.training.recipe.optimizer import build_optimizer
+from zerovision.training.recipe.schedule import Schedule
+from zerovision.training.recipe.tuning import BackboneFreezer
+from zerovision.training.steps.accumulate import Accumulate
+from zerovision.training.steps.context import TrainContext
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.world.collectives import gather_rows, ranks_per_machine
+from zerovision.training.world.signals import StopRequest
+from zerovision.training.world.world import World
 
 BATCH_SIZE = 8
 CLASSES = 10
@@ -462,10 +462,10 @@ def resume_report(world: World, change: tuple[str, str, str, str], optimizer: st
 
 def evaluation_report(world: World):
     """Evaluate a model of fixed random weights on the held-out digits; return the scores and the predictions."""
-    from training.data import DataOptions, load_data
-    from training.data.loader import Loader
-    from training.data.sampler import BatchPlan, EvaluationPlan
-    from training.loop import evaluate
+    from zerovision.training.data import DataOptions, load_data
+    from zerovision.training.data.loader import Loader
+    from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
+    from zerovision.training.loop import evaluate
 
     data = load_data(DataOptions())
     config = configuration(batch_size=BATCH_SIZE, strategy="fsdp_stage3")
@@ -496,9 +496,9 @@ EPOCH_SAMPLES = 37  # 2 ranks x 2 micro-steps x 8 images: a full step, and one o
 
 def make_small_data(**options: Any):
     """37 grey images with labels, as a data set without augmentation, or with what the options of data add."""
-    from training.data import DataOptions
-    from training.data.datasets import DatasetDefaults, make_dataset_pair
-    from training.data.reading.sources import ArraySource
+    from zerovision.training.data import DataOptions
+    from zerovision.training.data.datasets import DatasetDefaults, make_dataset_pair
+    from zerovision.training.data.reading.sources import ArraySource
 
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randint(256, (EPOCH_SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
@@ -526,7 +526,7 @@ def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int 
 
 def epoch_with_our_loop(world: World, strategy: str, engine: str):
     """Train one epoch with a remainder; return the weights and the scores of the epoch."""
-    from training.data.loader import Loader
+    from zerovision.training.data.loader import Loader
 
     config = configuration(strategy=strategy, engine=engine, gradient_accumulation_steps=2)
     engine = make_engine(world, make_model(False), config)
@@ -544,7 +544,7 @@ def epoch_with_our_loop(world: World, strategy: str, engine: str):
 
 def accuracy_of_mixed_images(world: World):
     """Train an epoch of mixed images at a rate of 0; return its accuracy, and what it is by two kinds of labels."""
-    from training.data.loader import Loader
+    from zerovision.training.data.loader import Loader
 
     module, data = make_model(False), make_small_data(mixup=1.0)
     for layer in module.modules():  # whose choice depends on the image
@@ -572,7 +572,7 @@ def accuracy_of_mixed_images(world: World):
 
 def epoch_with_plain_pytorch(world: World, global_batch: int):
     """The oracle on one rank: the mean loss over each step's own samples, in the same order."""
-    from training.data.sampler import BatchPlan
+    from zerovision.training.data.sampler import BatchPlan
 
     config, data, model = configuration(), make_small_data(), make_model(False)
     order = BatchPlan(EPOCH_SAMPLES, global_batch, 1, 1, 0).draw_keys(0)

@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 
 from tests.training.out_of_memory_ranks import SETTINGS
-from training.config import TrainConfig
-from training.engines import buckets
-from training.prepare import FIRST_START
-from training.run import set_up, train
-from training.world.world import World
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines import buckets
+from zerovision.training.prepare import FIRST_START
+from zerovision.training.run import set_up, train
+from zerovision.training.world.world import World
 
 
 def few_elements() -> AbstractContextManager[int]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.world import exchange
-from training.world.collectives import agreed, broadcast_object, gather_objects
-from training.world.exchange import ForeignMessageError, list_of, number, text
-from training.world.world import World
+from zerovision.training.world import exchange
+from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
+from zerovision.training.world.exchange import ForeignMessageError, list_of, number, text
+from zerovision.training.world.world import World
 
 KINDS = {
     "no JSON": b"{",

@@ -30,23 +30,23 @@ from tests.training.engine_ranks import (
     whole_tensors,
 )
 from tests.training.out_of_memory_ranks import run  # noqa: F401 - with the buckets of engine_ranks, too
-from training.base.progress import Progress
-from training.base.run_logger import Loggers
-from training.checkpoint.restore import TrainState
-from training.data.loader import Loader
-from training.data.reader import Batch
-from training.data.sampler import BatchPlan
-from training.engines.buckets import share_out
-from training.engines.islands import APPLIED_STEPS, OUTER_WEIGHTS, form_islands
-from training.engines.parameter_shards import gather_weights
-from training.engines.tensor_split import WHOLE
-from training.loop import train_one_epoch
-from training.observe.scores import ScoreSums, sample_losses
-from training.recipe.optimizer import OPTIONS, build_optimizer
-from training.steps.nonfinite_steps import NonFiniteGuard
-from training.steps.outer_step import OuterSteps
-from training.world.collectives import gather_rows
-from training.world.world import World
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines.buckets import share_out
+from zerovision.training.engines.islands import APPLIED_STEPS, OUTER_WEIGHTS, form_islands
+from zerovision.training.engines.parameter_shards import gather_weights
+from zerovision.training.engines.tensor_split import WHOLE
+from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe.scores import ScoreSums, sample_losses
+from zerovision.training.recipe.optimizer import OPTIONS, build_optimizer
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.steps.outer_step import OuterSteps
+from zerovision.training.world.collectives import gather_rows
+from zerovision.training.world.world import World
 
 LEAVES, EPOCHS, LOCAL_STEPS = 4, 3, 4  # two steps an epoch: rounds of 4 and 2, one epoch ends in mid-round
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.training.engine_ranks import train_leaves
-from training.engines import machine_levels
-from training.world.world import World
+from zerovision.training.engines import machine_levels
+from zerovision.training.world.world import World
 
 
 class Sent:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from models import MODELS
-from training.config.command_line import parse_args
-from training.engines.strategies import STRATEGIES
-from training.prepare import FIRST_START
-from training.run import set_up, train
-from training.world.world import start_world, stop_world
+from zerovision.models import MODELS
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.prepare import FIRST_START
+from zerovision.training.run import set_up, train
+from zerovision.training.world.world import start_world, stop_world
 
 
 def main() -> int:

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from tests.recording import Recorder
-from training.base.errors import UserError
-from training.base.run_logger import Loggers
-from training.data.reader import Batch
-from training.engines.engine import Engine, StepResult
-from training.engines.model_buffers import ModelBuffers
-from training.steps.nonfinite_steps import NonFiniteGuard
-from training.world import collectives
-from training.world.collectives import (
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.engine import Engine, StepResult
+from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.world import collectives
+from zerovision.training.world.collectives import (
     barrier,
     broadcast_object,
     copy_from_main,
@@ -27,9 +27,9 @@ from training.world.collectives import (
     largest_over_ranks,
     sum_over_ranks,
 )
-from training.world.exchange import whole_number
-from training.world.mesh import form_mesh
-from training.world.world import World
+from zerovision.training.world.exchange import whole_number
+from zerovision.training.world.mesh import form_mesh
+from zerovision.training.world.world import World
 
 
 def neighbours(world: World, tensor: int, pipeline: int, per_machine: int = 0) -> dict[str, Any]:

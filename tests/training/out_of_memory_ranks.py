@@ -14,13 +14,13 @@ from unittest import mock
 
 import torch
 
-from planning.run_memory import plan_memory
-from training.base.run_folder import BATCH_SIZE
-from training.config import TrainConfig
-from training.engines.torch_engine import TorchEngine
-from training.prepare import FIRST_START
-from training.run import set_up, train
-from training.world.world import World
+from zerovision.planning.run_memory import plan_memory
+from zerovision.training.base.run_folder import BATCH_SIZE
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.torch_engine import TorchEngine
+from zerovision.training.prepare import FIRST_START
+from zerovision.training.run import set_up, train
+from zerovision.training.world.world import World
 
 SETTINGS: dict[str, Any] = {"data": "fake", "model_type": "basic_cnn", "image_size": 16, "epochs": 1}
 SETTINGS |= {"progress": "off", "tensorboard": False, "report": False, "workers": "0", "log_every_steps": 3}
@@ -31,7 +31,7 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 def run(world: World, log_dir: str, name: str, rate_trial_steps: int = 100, **changes: Any) -> dict[str, Any]:
     """Train; return the exit code, and the sha256 of the weights that the run has exported."""
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
-    with mock.patch("training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps):
+    with mock.patch("zerovision.training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps):
         context = set_up(config, world)
     result: dict[str, Any] = {"code": train(context)}
     FIRST_START.stop.close()

@@ -15,26 +15,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.basic_cnn import BasicCNN
-from models.cnn_lstm import CNNLSTM
-from models.ensemble import Ensemble
 from tests.training.engine_ranks import CLASSES, configuration, whole_tensors
-from training.base.errors import UserError
-from training.base.timing import SpanClock, measured_communication
-from training.data.reader import Batch
-from training.engines.activation_checkpointing import enable_activation_checkpointing
-from training.engines.build_engine import build_engine
-from training.engines.engine import Engine, EngineSetup, PipelineSetup
-from training.engines.strategies import plan_of
-from training.loop import seed_dropout
-from training.recipe.loss import build_loss
-from training.recipe.optimizer import build_optimizer
-from training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
-from training.world.collectives import barrier, gather_objects
-from training.world.exchange import list_of, text
-from training.world.exchange import number as number_of
-from training.world.mesh import form_mesh
-from training.world.world import World
+from zerovision.models.basic_cnn import BasicCNN
+from zerovision.models.cnn_lstm import CNNLSTM
+from zerovision.models.ensemble import Ensemble
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.timing import SpanClock, measured_communication
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
+from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.engine import Engine, EngineSetup, PipelineSetup
+from zerovision.training.engines.strategies import plan_of
+from zerovision.training.loop import seed_dropout
+from zerovision.training.recipe.loss import build_loss
+from zerovision.training.recipe.optimizer import build_optimizer
+from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
+from zerovision.training.world.collectives import barrier, gather_objects
+from zerovision.training.world.exchange import list_of, text
+from zerovision.training.world.exchange import number as number_of
+from zerovision.training.world.mesh import form_mesh
+from zerovision.training.world.world import World
 
 SIZE = 16  # pixels
 LARGER = {"lstm": 32}

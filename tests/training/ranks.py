@@ -1,7 +1,7 @@
 """Real CPU ranks, each a process of its own, that run functions and bring back what each returned.
 
 The ranks stay until they are closed and take one job after another. Most of a rank's time would be its imports: they
-are forked from one server process that has imported all there is, as `launch/local_ranks.py` does it. A job and its
+are forked from one server process that has imported all there is, as `launch.local_ranks` does it. A job and its
 results are JSON; tensors travel as nested lists.
 """
 
@@ -26,7 +26,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from launch.node_launcher import PRELOADED
+from zerovision.launch.node_launcher import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 240
@@ -136,7 +136,7 @@ def be_rank(jobs: Connection, place: dict[str, Any], log: Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     os.environ.update({name: str(value) for name, value in place.items()})
-    from training.world.world import start_world, stop_world
+    from zerovision.training.world.world import start_world, stop_world
 
     world = start_world()
     kept = groups()

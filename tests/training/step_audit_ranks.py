@@ -12,15 +12,15 @@ import torch
 from benchmarks.step_choices import without_shared_memory
 from tests.recording import Recorder
 from tests.training.engine_ranks import configuration, make_batch, make_engine, make_model, weights_of
-from training.base.errors import RunEnded
-from training.base.run_logger import Loggers
-from training.base.timing import SpanClock
-from training.data.reader import Batch
-from training.loop import seed_dropout
-from training.recipe.loss import build_loss
-from training.steps.accumulate import Accumulate, StepInput, TimedEngine
-from training.steps.audit import Audited
-from training.world.world import World
+from zerovision.training.base.errors import RunEnded
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.timing import SpanClock
+from zerovision.training.data.reader import Batch
+from zerovision.training.loop import seed_dropout
+from zerovision.training.recipe.loss import build_loss
+from zerovision.training.steps.accumulate import Accumulate, StepInput, TimedEngine
+from zerovision.training.steps.audit import Audited
+from zerovision.training.world.world import World
 
 
 class Flips:

@@ -16,25 +16,25 @@ from timm.models.mlp_mixer import MlpMixer
 from timm.models.vgg import VGG
 from torch import nn
 
-from models import tensor_plan
-from models.build import BuiltModel
-from models.whole_input import WholeInputConv2d
 from tests.training.engine_ranks import configuration, whole_tensors
 from tests.training.out_of_memory_ranks import run
-from training.base.timing import SpanClock
-from training.data.reader import Batch
-from training.engines.activation_checkpointing import enable_activation_checkpointing
-from training.engines.build_engine import build_engine
-from training.engines.deepspeed_config import read_strategy_json
-from training.engines.engine import Engine
-from training.engines.parameter_shards import gather_weights
-from training.loop import seed_dropout
-from training.observe.scores import sample_losses
-from training.setup import set_up_engine
-from training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
-from training.world.collectives import sum_over_ranks
-from training.world.mesh import form_mesh
-from training.world.world import World
+from zerovision.models import tensor_plan
+from zerovision.models.build import BuiltModel
+from zerovision.models.whole_input import WholeInputConv2d
+from zerovision.training.base.timing import SpanClock
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
+from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.engine import Engine
+from zerovision.training.engines.parameter_shards import gather_weights
+from zerovision.training.loop import seed_dropout
+from zerovision.training.observe.scores import sample_losses
+from zerovision.training.setup import set_up_engine
+from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
+from zerovision.training.world.collectives import sum_over_ranks
+from zerovision.training.world.mesh import form_mesh
+from zerovision.training.world.world import World
 
 CLASSES, LEAVES, BATCH_SIZE, STEPS, RATE, CLIPPING = 10, 2, 4, 3, 0.05, 1.0
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "drop_path_rate": 0.2}  # 3 heads: one rank has 2 of them
@@ -47,7 +47,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "eva02": (partial(timm.create_model, "eva02_tiny_patch14_224", **SMALL, img_size=28), 28),
     "convnext": (partial(timm.create_model, "convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)), 32),
     "mixer": (partial(MlpMixer, img_size=32, num_blocks=2, embed_dim=32), 32),
-    # As models.timm_models makes it, with few channels.
+    # As zerovision.models.timm_models makes it, with few channels.
     "vgg": (partial(VGG, [8, "M", 8], mlp_ratio=1 / 64, conv_layer=WholeInputConv2d, drop_rate=0.5), 32),
     "vit_tiny": (partial(timm.create_model, "vit_tiny_patch16_224", img_size=32), 32),
     "vit_small": (partial(timm.create_model, "vit_small_patch16_224", img_size=32, depth=4), 32),

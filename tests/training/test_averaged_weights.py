@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from tests.rounding import ROUNDING, assert_same_but_rounding
-from training.engines.build_engine import ENGINES
-from training.engines.strategies import STRATEGIES
+from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.strategies import STRATEGIES
 
 AVERAGE = "tests.training.average_ranks:average"
 CASES = [{"strategy": strategy, "engine": engine} for strategy, engine in product(STRATEGIES, ENGINES)] + [

@@ -12,8 +12,8 @@ from commands import ENTRY, assert_user_error, launch, run_command, train_alone,
 from PIL import Image
 from ranks import run_ranks
 
-from training.data import DataOptions, load_data
-from training.data.sampler import BatchPlan
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.sampler import BatchPlan
 
 
 def make_folder(root, classes=("cat", "dog"), count=12):

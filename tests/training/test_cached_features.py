@@ -10,12 +10,12 @@ from commands import assert_user_error, launch, read_metrics, train_here
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
-from models.build import BuiltModel
 from tests.rounding import assert_same_but_rounding
-from training import setup
-from training.base.run_folder import WEIGHTS
-from training.checkpoint.weights import load_model
-from training.data import DataOptions, load_data
+from zerovision.models.build import BuiltModel
+from zerovision.training import setup
+from zerovision.training.base.run_folder import WEIGHTS
+from zerovision.training.checkpoint.weights import load_model
+from zerovision.training.data import DataOptions, load_data
 
 DATA = (
     "--data",

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from training.base.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
-from training.engines.strategies import STRATEGIES
+from zerovision.training.base.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
+from zerovision.training.engines.strategies import STRATEGIES
 
 RANKS = "tests.training.checkpoint_ranks"
 CULPRITS = ("image", "loss", "gradient")

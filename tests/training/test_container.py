@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from training.config import REPO_ROOT
+from zerovision.training.config import REPO_ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

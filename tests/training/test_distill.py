@@ -10,12 +10,12 @@ import torch
 from commands import assert_user_error, launch, train_here
 from torch import nn
 
-from models.build import build_model
-from training.base.run_folder import WEIGHTS
-from training.checkpoint.weights import load_model
-from training.config import TrainConfig
-from training.teacher import Teacher, load_teacher
-from training.world.world import World
+from zerovision.models.build import build_model
+from zerovision.training.base.run_folder import WEIGHTS
+from zerovision.training.checkpoint.weights import load_model
+from zerovision.training.config import TrainConfig
+from zerovision.training.teacher import Teacher, load_teacher
+from zerovision.training.world.world import World
 
 DATA = ("--data", "digits", "--image-size", "8", "--report", "false", "--tensorboard", "false", "--shift-pixels", "1")
 STUDENT = ("--epochs", "2", "--mixup", "0.2", "--save-every-steps", "15", "--keep-last", "99", "--distill", "kl:4:0.7")
@@ -66,7 +66,7 @@ def test_a_teacher_that_answers_once_leaves_the_same_bytes(teachers, monkeypatch
     done = train_here(*given, "kept-resumed", "--resume", str(runs / "kept" / "checkpoints" / "step-00000-0000030"))
     assert ANSWERED in done.stdout
     with monkeypatch.context() as patch:
-        patch.setattr("training.teacher.MOST_KEPT_BYTES", 0)
+        patch.setattr("zerovision.training.teacher.MOST_KEPT_BYTES", 0)
         assert ANSWERED not in train_here(*given, "anew").stdout
     with monkeypatch.context() as patch:  # a place in the batch that counts
         patch.setattr(
@@ -101,7 +101,7 @@ def test_a_step_is_that_of_a_plain_loop(teachers, monkeypatch):
     part all that follows: six steps were apart by a hundred-thousandth to more than a fiftieth of their way, as the
     processor's instructions happened to be. What counts is how far each tensor went, not each of its weights.
     """
-    from training import setup
+    from zerovision.training import setup
 
     folder, logs = teachers
     seen, build_loss = [], setup.build_loss
@@ -164,8 +164,8 @@ def published(monkeypatch):
     def publish(classes, names=None):
         built = build_model("timm:test_resnet", num_classes=classes, image_size=8)
         facts = {"num_classes": classes, "label_names": names, "mean": (0.5,) * 3, "std": (0.5,) * 3}
-        monkeypatch.setattr("training.teacher.build_model", lambda *_, **__: built)
-        monkeypatch.setattr("training.teacher.published_config", lambda _: facts)
+        monkeypatch.setattr("zerovision.training.teacher.build_model", lambda *_, **__: built)
+        monkeypatch.setattr("zerovision.training.teacher.published_config", lambda _: facts)
 
     return publish
 

@@ -18,8 +18,8 @@ from sklearn.metrics import (
 from sklearn.preprocessing import label_binarize
 
 from tests.rounding import ROUNDING, assert_same_but_rounding, share_apart
-from training.engines.build_engine import ENGINES
-from training.engines.strategies import STRATEGIES
+from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.strategies import STRATEGIES
 
 VARIANTS = [*product(STRATEGIES, ENGINES)]
 RANKS = "tests.training.engine_ranks"

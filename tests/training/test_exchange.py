@@ -6,7 +6,7 @@ import pytest
 
 from tests.training.hostile_ranks import KINDS
 from tests.training.ranks import Ranks
-from training.world.exchange import (
+from zerovision.training.world.exchange import (
     ForeignMessageError,
     as_received,
     flag,

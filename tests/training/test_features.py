@@ -7,10 +7,10 @@ import json
 import pytest
 from commands import launch, read_metrics, train_here
 
-from delivery.evaluate import evaluate
-from delivery.predict import predict
-from training.base.errors import UserError
-from training.base.run_folder import CARD, SCORES, WEIGHTS
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.predict import predict
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import CARD, SCORES, WEIGHTS
 
 FEATURES = ("--data", "digits", "--image-size", "8", "--loss", "supcon", "--gradient-cache", "32")
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.training.commands import read_metrics, run_command
-from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
+from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from training.engines.strategies import STRATEGIES
+from zerovision.training.engines.strategies import STRATEGIES
 
 TRAIN = "tests.training.machine_ranks:train"
 CASES = [*product(STRATEGIES, (4, 16, 12))]

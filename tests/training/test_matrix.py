@@ -12,14 +12,14 @@ from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
 
-from launch.node_launcher import local_ranks_command
-from models import MODELS
-from models.build import build_model
 from tests.rounding import ROUNDING, assert_same_but_rounding
 from tests.unit.exports import run_export
-from training.checkpoint.weights import load_model, save_weights
-from training.data import DataOptions, load_data
-from training.engines.strategies import STRATEGIES
+from zerovision.launch.node_launcher import local_ranks_command
+from zerovision.models import MODELS
+from zerovision.models.build import build_model
+from zerovision.training.checkpoint.weights import load_model, save_weights
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.engines.strategies import STRATEGIES
 
 pytestmark = pytest.mark.timeout(900)
 

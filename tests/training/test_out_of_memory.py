@@ -7,10 +7,10 @@ from commands import launch, read_metrics
 from ranks import run_ranks
 
 from tests.training.out_of_memory_ranks import SETTINGS
-from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
-from training.config import TrainConfig
-from training.observe.memory_limit import FILL
-from training.run import run
+from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE
+from zerovision.training.config import TrainConfig
+from zerovision.training.observe.memory_limit import FILL
+from zerovision.training.run import run
 
 PLANTED = """
 import os

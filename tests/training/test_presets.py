@@ -13,7 +13,7 @@ import timm
 import yaml
 from safetensors.torch import save_file
 
-from training.base.settings import PRESETS
+from zerovision.training.base.settings import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -28,7 +28,7 @@ SMALL = [
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_trains(name, tmp_path):
     command = [sys.executable, str(ROOT / "scripts/train_distributed.py"), "--preset", name, *SMALL]
-    values = yaml.safe_load((ROOT / "presets" / f"{name}.yaml").read_text())
+    values = yaml.safe_load((ROOT / "zerovision" / "presets" / f"{name}.yaml").read_text())
     if values.get("pretrained"):  # the published ones are not here
         weights = tmp_path / "weights.safetensors"
         save_file(timm.create_model(values["model-type"].removeprefix("timm:"), num_classes=7).state_dict(), weights)

@@ -10,7 +10,7 @@ import pytest
 from commands import read_metrics
 from safetensors.numpy import load_file
 
-from training.base.run_folder import LEARNING_RATE
+from zerovision.training.base.run_folder import LEARNING_RATE
 
 TRAIN = "tests.training.out_of_memory_ranks:run"
 RECIPE = {

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from scripts.replay import parse, replay
-from training.checkpoint.manifest import ShardFacts, read_manifest, shard_name, write_manifest
-from training.config.command_line import run_script
+from zerovision.training.checkpoint.manifest import ShardFacts, read_manifest, shard_name, write_manifest
+from zerovision.training.config.command_line import run_script
 
 # Dropout, BatchNorm and augmentation; the update of a step is its gradient times the rate.
 FLAGS = ("--data", "fake", "--image-size", "8", "--augmentation", "shift_flip", "--threads-per-rank", "1")

@@ -15,10 +15,10 @@ import torch
 from tests.rounding import assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
 from tests.training.checkpoint_ranks import DropoutNet
-from training.checkpoint.manifest import read_manifest
-from training.checkpoint.shards import CheckpointReader
-from training.engines.build_engine import ENGINES
-from training.engines.strategies import STRATEGIES
+from zerovision.training.checkpoint.manifest import read_manifest
+from zerovision.training.checkpoint.shards import CheckpointReader
+from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.strategies import STRATEGIES
 
 RANKS = "tests.training.checkpoint_ranks"
 WORLDS = (1, 2, 4)

@@ -23,19 +23,19 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
-from models.build import build_model
 from tests.rounding import ROUNDING, assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
-from training.base.errors import DIVERGED_EXIT_CODE
-from training.base.run_folder import LEARNING_RATE
-from training.checkpoint.manifest import read_manifest
-from training.checkpoint.shards import CheckpointReader
-from training.checkpoint.weights import load_model, preprocess
-from training.config.command_line import parse_args
-from training.data import DataOptions, load_data
-from training.engines.deepspeed_config import read_strategy_json
-from training.observe.scores import SampleRecorder, sample_losses
-from training.world.world import World
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import DIVERGED_EXIT_CODE
+from zerovision.training.base.run_folder import LEARNING_RATE
+from zerovision.training.checkpoint.manifest import read_manifest
+from zerovision.training.checkpoint.shards import CheckpointReader
+from zerovision.training.checkpoint.weights import load_model, preprocess
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.observe.scores import SampleRecorder, sample_losses
+from zerovision.training.world.world import World
 
 EPOCHS = 3
 DATA = DataOptions(image_size=16)  # the digits, twice as large as they are
@@ -217,7 +217,7 @@ def fetch_when_there(address: str):
 
 def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(tmp_path, monkeypatch):
     for name, count in (("TRAIN_IMAGES", 100), ("VAL_IMAGES", 20)):
-        monkeypatch.setattr(f"training.data.fake.{name}", count)
+        monkeypatch.setattr(f"zerovision.training.data.fake.{name}", count)
     network, start = build_model("mobilenet", num_classes=10, image_size=8).module, tmp_path / "weights.safetensors"
     save_file(network.state_dict(), start)
     flags = ["--model-type", "mobilenet_finetuned", "--weights", str(start), "--data", "fake", "--epochs", "2"]

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from training.base.errors import WRONG_GRADIENT_EXIT_CODE
+from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE
 
 RANKS = "tests.training.step_audit_ranks"
 FLIPS = 100

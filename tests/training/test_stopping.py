@@ -16,9 +16,9 @@ import psutil
 import pytest
 from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_here
 
-from launch.local_ranks import RANK_NAME
-from training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
-from training.base.run_lock import LOCK, Origin, lock_run
+from zerovision.launch.local_ranks import RANK_NAME
+from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
+from zerovision.training.base.run_lock import LOCK, Origin, lock_run
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.tensor_plan import TENSOR_PLANS, tensor_plan
 from tests.rounding import ROUNDING, assert_same_but_rounding
 from tests.training.tensor_ranks import CLASSES, CLIPPING, NETWORKS, RATE, STEPS, make_network
-from training.base.errors import UserError
-from training.base.run_folder import RunFolder
-from training.engines.tensor_parallel import split_model
-from training.world.world import World
+from zerovision.models.tensor_plan import TENSOR_PLANS, tensor_plan
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import RunFolder
+from zerovision.training.engines.tensor_parallel import split_model
+from zerovision.training.world.world import World
 
 DIVIDED = "tests.training.tensor_ranks:divided_steps"
 RUN = "tests.training.tensor_ranks:whole_run"

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from training.engines.strategies import STRATEGIES
+from zerovision.training.engines.strategies import STRATEGIES
 
 TRAIN = "tests.training.unused_ranks:train"
 # Of each micro-step, those of a rank one after another, whether it uses all of the network.

@@ -18,20 +18,20 @@ from tests.training.engine_ranks import (
     make_model,
     make_small_data,
 )
-from training.base.heartbeat import HeartbeatWriter
-from training.base.progress import Progress
-from training.base.run_logger import Loggers
-from training.base.timing import SpanClock, measured_communication, shares
-from training.checkpoint.restore import TrainState
-from training.data.loader import Loader
-from training.data.sampler import BatchPlan
-from training.engines.engine import StepResult
-from training.engines.model_buffers import ModelBuffers
-from training.loop import train_one_epoch
-from training.observe.scores import ScoreSums
-from training.observe.step_metrics import Timing, name_hosts
-from training.steps.nonfinite_steps import NonFiniteGuard
-from training.world.world import World
+from zerovision.training.base.heartbeat import HeartbeatWriter
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.timing import SpanClock, measured_communication, shares
+from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines.engine import StepResult
+from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.observe.step_metrics import Timing, name_hosts
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.world.world import World
 
 STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.06
 

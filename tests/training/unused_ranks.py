@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tests.training.engine_ranks import CLASSES, configuration, leaves_of, make_batch, make_engine, weights_of
-from training.observe.scores import sample_losses
-from training.world.world import World
+from zerovision.training.observe.scores import sample_losses
+from zerovision.training.world.world import World
 
 STEPS = 2
 

@@ -11,14 +11,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from models.weights_metadata import METADATA_KEY
+from zerovision.models.weights_metadata import METADATA_KEY
 
 
 def craft_metadata(file: Path, change: Any) -> None:
     """Replace what a weights file says of itself.
 
     Args:
-        file: of `training.checkpoint.weights.save_weights`.
+        file: of `zerovision.training.checkpoint.weights.save_weights`.
         change: the new text, the new content, or a dict of some entries by name ("preprocessing.std") and value;
             "tensor" is the name of a tensor that is put in.
     """

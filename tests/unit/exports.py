@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from models.build import build_model
 from scripts.export import export, parse
-from training.checkpoint.weights import save_weights
-from training.config.command_line import run_script
-from training.data import DataOptions, load_data
+from zerovision.models.build import build_model
+from zerovision.training.checkpoint.weights import save_weights
+from zerovision.training.config.command_line import run_script
+from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
 ROOT = Path(__file__).resolve().parents[2]

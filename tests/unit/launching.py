@@ -11,7 +11,7 @@ from pathlib import Path
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = REPO_ROOT / "scripts"
-LAUNCH = REPO_ROOT / "launch"
+LAUNCH = REPO_ROOT / "zerovision" / "launch"
 USER_ERROR = 2
 CORES = len(os.sched_getaffinity(0))
 WORDS = {
@@ -27,7 +27,7 @@ STUB_ENTRY = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from training.base.heartbeat import FOLDER_VARIABLE, RESTARTS_VARIABLE, HeartbeatWriter, end_with_parent
+from zerovision.training.base.heartbeat import FOLDER_VARIABLE, RESTARTS_VARIABLE, HeartbeatWriter, end_with_parent
 received = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda given, frame: received.append((given, time.time())))
@@ -164,10 +164,11 @@ def stub_repo(folder: Path) -> Path:
     """Make a copy of the repository whose training entry is a stub, and whose .venv is this environment."""
     root = folder / "repo"
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder_name in ("launch", "training", "models", "deepspeed_configs"):
+    for folder_name in ("zerovision", "models", "deepspeed_configs"):
         shutil.copytree(REPO_ROOT / folder_name, root / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
-    (root / "training" / "config" / "command_line.py").write_text(STUB_COMMAND_LINE)
-    (root / "training" / "run.py").write_text("")  # the ranks need none of what it imports
+    (root / "zerovision" / "training" / "config" / "command_line.py").write_text(STUB_COMMAND_LINE)
+    (root / "zerovision" / "delivery" / "end_of_run.py").write_text("")
+    (root / "zerovision" / "training" / "run.py").write_text("")  # the ranks need none of what it imports
     (root / ".venv").symlink_to(sys.prefix)
     return root

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from delivery.pack import pack
-from training.data import DataOptions
-from training.data.datasets import DatasetPair
-from training.data.loader import Loader
-from training.data.sampler import BatchPlan
+from zerovision.delivery.pack import pack
+from zerovision.training.data import DataOptions
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.sampler import BatchPlan
 
 CLASSES = ("ant", "bee", "cat")
 SPLIT = {"val_fraction": 0.3, "split_seed": 5}

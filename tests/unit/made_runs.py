@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from training.base.atomic_write import write_json
-from training.config import TrainConfig
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.config import TrainConfig
 
 START = 1_700_000_000.0
 STEPS_PER_EPOCH, EPOCHS = 20, 2

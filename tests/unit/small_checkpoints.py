@@ -10,14 +10,21 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from models.weights_metadata import METADATA_KEY
 from tests.stored_tensors import whole_tensors
-from training.base.progress import Progress
-from training.checkpoint.manifest import MANIFEST_FILE, Manifest, _digest, shard_name
-from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
-from training.checkpoint.store import checkpoint_name, choose, commit, find_candidates, set_aside, temporary_folder
-from training.engines.parameter_shards import EngineState, ParameterShard, flat_shards, index_of
-from training.world.world import World
+from zerovision.models.weights_metadata import METADATA_KEY
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.manifest import MANIFEST_FILE, Manifest, _digest, shard_name
+from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
+from zerovision.training.checkpoint.store import (
+    checkpoint_name,
+    choose,
+    commit,
+    find_candidates,
+    set_aside,
+    temporary_folder,
+)
+from zerovision.training.engines.parameter_shards import EngineState, ParameterShard, flat_shards, index_of
+from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SHAPES = {"stem.weight": (4, 3), "stem.bias": (5,), "head.weight": (3, 2, 2), "scale": ()}
@@ -143,7 +150,7 @@ def forge_shard(checkpoint: Path, rank: int, tensors: dict[str, torch.Tensor], l
 
 def trust_shard(checkpoint: Path, rank: int) -> None:
     """Give the manifest the size and the sha256 that a shard has now."""
-    from training.base.small_files import sha256_of
+    from zerovision.training.base.small_files import sha256_of
 
     path = checkpoint / shard_name(rank)
     facts = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

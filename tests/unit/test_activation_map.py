@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from delivery.activation_map import activation_maps, picture_of
-from models.build import build_model
-from models.ensemble import Ensemble
 from tests.rounding import assert_same_but_rounding
-from training.base.errors import UserError
+from zerovision.delivery.activation_map import activation_maps, picture_of
+from zerovision.models.build import build_model
+from zerovision.models.ensemble import Ensemble
+from zerovision.training.base.errors import UserError
 
 SIZE, CLASSES = 64, 5
 

@@ -18,15 +18,15 @@ import pytest
 import torch
 from PIL import Image
 
-from delivery.pack import pack
 from tests.unit.made_data import KINDS, make_photos
-from training.base.errors import UserError
-from training.config import TrainConfig
-from training.data import DataOptions, archives, load_data, load_whole
-from training.data.archives import index_of
-from training.data.reading.remote_files import page_checksums
-from training.data.sampler import build_plan
-from training.data.tar_shards import TAR
+from zerovision.delivery.pack import pack
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, archives, load_data, load_whole
+from zerovision.training.data.archives import index_of
+from zerovision.training.data.reading.remote_files import page_checksums
+from zerovision.training.data.sampler import build_plan
+from zerovision.training.data.tar_shards import TAR
 
 
 def png(colour: str = "red", size: tuple[int, int] = (8, 8)) -> bytes:
@@ -198,7 +198,7 @@ def test_packing_refuses_what_it_cannot_keep_and_leaves_nothing(tmp_path, monkey
     with pytest.raises(UserError, match="exists and is not an empty folder"):
         pack(DataOptions(data=str(photos)), output, 10**6)
     numbers = itertools.count()
-    monkeypatch.setattr("delivery.pack.digest_of", lambda content: next(numbers))
+    monkeypatch.setattr("zerovision.delivery.pack.digest_of", lambda content: next(numbers))
     with pytest.raises(UserError, match="does not contain what was written to it"):
         pack(DataOptions(data=str(photos)), tmp_path / "other", 10**6)
     assert {path.name for path in tmp_path.iterdir()} == {"photos", "packed"}
@@ -281,7 +281,7 @@ def test_a_parquet_table_of_paths_is_read_as_a_csv_table(tmp_path, write_parquet
 def test_row_groups_are_kept_within_a_bound(tmp_path, write_parquet, monkeypatch):
     images = [{"bytes": png(size=(number + 1, 1)), "path": f"{number:02}.png"} for number in range(40)]
     file = write_parquet(tmp_path / "a.parquet", {"image": images, "label": [0, 1] * 20}, ["no", "yes"])
-    monkeypatch.setattr("training.data.parquet.CACHE_BYTES", 3 * 4 * len(png()))
+    monkeypatch.setattr("zerovision.training.data.parquet.CACHE_BYTES", 3 * 4 * len(png()))
     source = load_whole(DataOptions(data=str(file))).train.source
     assert [source.read(index).shape[2] for index in range(40)] == [*range(1, 41, 2), *range(2, 41, 2)]
     assert 1 <= len(source._archive._groups) <= 3

@@ -11,21 +11,21 @@ import shutil
 import pytest
 import torch
 
-from launch.arguments import check_training, read_arguments
-from launch.before_start import resolve_strategy
-from planning.machines import find_machine
-from planning.search import PlannedJob, memory_of, with_planned_batch
-from training import auto_batch_size
-from training.auto_batch_size import Trial, largest_that_fits
-from training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
-from training.base.run_folder import BATCH_SIZE
-from training.config import FIELDS, TrainConfig
-from training.config.global_batch import few_steps_note, micro_batches, usual_global_batch
-from training.data import load_data
-from training.engines.torch_engine import TorchEngine
-from training.observe.memory_limit import FILL, memory_room
-from training.prepare import FIRST_START
-from training.run import run
+from zerovision.launch.arguments import check_training, read_arguments
+from zerovision.launch.before_start import resolve_strategy
+from zerovision.planning.machines import find_machine
+from zerovision.planning.search import PlannedJob, memory_of, with_planned_batch
+from zerovision.training import auto_batch_size
+from zerovision.training.auto_batch_size import Trial, largest_that_fits
+from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from zerovision.training.base.run_folder import BATCH_SIZE
+from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.config.global_batch import few_steps_note, micro_batches, usual_global_batch
+from zerovision.training.data import load_data
+from zerovision.training.engines.torch_engine import TorchEngine
+from zerovision.training.observe.memory_limit import FILL, memory_room
+from zerovision.training.prepare import FIRST_START
+from zerovision.training.run import run
 
 CPU = torch.device("cpu")
 
@@ -157,8 +157,8 @@ def test_a_limit_of_the_process_counts_too(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def few_images(monkeypatch):
-    monkeypatch.setattr("training.data.fake.TRAIN_IMAGES", 128)
-    monkeypatch.setattr("training.data.fake.VAL_IMAGES", 20)
+    monkeypatch.setattr("zerovision.training.data.fake.TRAIN_IMAGES", 128)
+    monkeypatch.setattr("zerovision.training.data.fake.VAL_IMAGES", 20)
 
 
 RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "epochs": 1}
@@ -188,7 +188,9 @@ def short_of_memory(monkeypatch):
 
 def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path, monkeypatch, capsys):
     loaded: list = []
-    monkeypatch.setattr("training.prepare.load_data", lambda options: loaded.append(options) or load_data(options))
+    monkeypatch.setattr(
+        "zerovision.training.prepare.load_data", lambda options: loaded.append(options) or load_data(options)
+    )
     auto, config = train(tmp_path, "auto", batch_size="auto", global_batch=64, ema=0.9)
     assert len(loaded) == 1, "the trials have the run's data"
     assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
@@ -206,7 +208,7 @@ def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path,
     for name in ("model.safetensors", "checkpoints/step-00001-0000000/shard-00000.safetensors"):
         assert (auto / name).read_bytes() == (typed / name).read_bytes(), name
 
-    monkeypatch.setattr("training.auto_batch_size._try", None)  # a resume tries nothing
+    monkeypatch.setattr("zerovision.training.auto_batch_size._try", None)  # a resume tries nothing
     changes = {"batch_size": "auto", "resume": "auto", "ema": 0.9}
     _, config = train(tmp_path, "auto", epochs=2, **changes)
     assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
@@ -214,7 +216,7 @@ def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path,
     _, config = train(tmp_path, "auto", global_batch=64, **changes)
     assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
     shutil.rmtree(auto / "checkpoints")
-    monkeypatch.setattr("training.auto_batch_size._search", lambda *_: (8, "searched again"))
+    monkeypatch.setattr("zerovision.training.auto_batch_size._search", lambda *_: (8, "searched again"))
     _, config = train(tmp_path, "auto", global_batch=64, **changes | {"ema": 0.0})
     assert config["batch_size"] == 8, "what was found with other settings does not hold"
 

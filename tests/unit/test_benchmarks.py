@@ -27,7 +27,7 @@ from benchmarks.peers import bare_ddp, fsdp2
 from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
 from benchmarks.peers.job import Job, make_adamw, make_network, read_job, write_job
 from benchmarks.peers.ours import spoil_cache
-from models.build import build_model
+from zerovision.models.build import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

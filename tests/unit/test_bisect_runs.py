@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from test_same_images import make_images, train
 
-from delivery.bisect_runs import compare, lines_of
-from training.base.errors import UserError
-from training.base.run_folder import WEIGHTS
-from training.observe.step_hashes import tensor_hash
+from zerovision.delivery.bisect_runs import compare, lines_of
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import WEIGHTS
+from zerovision.training.observe.step_hashes import tensor_hash
 
 
 @pytest.fixture(scope="module")

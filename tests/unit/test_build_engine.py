@@ -14,26 +14,26 @@ from small_checkpoints import ALONE
 from torch import nn
 from torch._dynamo.utils import counters
 
-from models.build import BuiltModel
 from tests.rounding import ROUNDING
-from training.base.errors import UserError
-from training.config import TrainConfig
-from training.engines import compilation
-from training.engines import model as model_module
-from training.engines.build_engine import ENGINES, build_engine, note_engine, resolve_engine
-from training.engines.compilation import (
+from zerovision.models.build import BuiltModel
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines import compilation
+from zerovision.training.engines import model as model_module
+from zerovision.training.engines.build_engine import ENGINES, build_engine, note_engine, resolve_engine
+from zerovision.training.engines.compilation import (
     PIXELS_THAT_PAY,
     compile_network,
     keep_compiled_code,
     load_compiled_code,
     resolve_compile,
 )
-from training.engines.deepspeed_config import read_strategy_json
-from training.engines.engine import EngineSetup
-from training.engines.norms import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
-from training.engines.precision import note_slow_bf16
-from training.engines.strategies import STRATEGIES, plan_of
-from training.world.world import World
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.engine import EngineSetup
+from zerovision.training.engines.norms import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
+from zerovision.training.engines.precision import note_slow_bf16
+from zerovision.training.engines.strategies import STRATEGIES, plan_of
+from zerovision.training.world.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL, LARGE = 1000, 60_000_000  # weights; the JSON files' buckets hold 50,000,000

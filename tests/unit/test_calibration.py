@@ -12,16 +12,16 @@ import torch
 from scipy.optimize import minimize_scalar
 from test_evaluate_predict import call, data, digit_folder, logits, run
 
-from delivery.calibration import HIGHEST_TEMPERATURE, calibration_file, read_calibration
-from delivery.export.export_job import ExportSettings
-from delivery.export.export_model import export_model
-from delivery.fit_calibration import _fit_temperature, read_reject, threshold_of
-from delivery.report.run_facts import key_figures
-from delivery.report.run_files import read_run
 from scripts import evaluate, predict
-from training.base.errors import UserError
-from training.observe.scores import SampleScores
-from training.world.world import World
+from zerovision.delivery.calibration import HIGHEST_TEMPERATURE, calibration_file, read_calibration
+from zerovision.delivery.export.export_job import ExportSettings
+from zerovision.delivery.export.export_model import export_model
+from zerovision.delivery.fit_calibration import _fit_temperature, read_reject, threshold_of
+from zerovision.delivery.report.run_facts import key_figures
+from zerovision.delivery.report.run_files import read_run
+from zerovision.training.base.errors import UserError
+from zerovision.training.observe.scores import SampleScores
+from zerovision.training.world.world import World
 
 __all__ = ["call", "data", "digit_folder", "logits", "run"]  # fixtures
 

@@ -20,13 +20,13 @@ from small_checkpoints import (
     write_checkpoint,
 )
 
-from training.base.errors import UserError
-from training.base.progress import Progress
-from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, shard_name
-from training.checkpoint.restore import TrainState, restore
-from training.checkpoint.shards import Snapshot
-from training.checkpoint.store import choose, find_candidates
-from training.observe.scores import ScoreSums
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, shard_name
+from zerovision.training.checkpoint.restore import TrainState, restore
+from zerovision.training.checkpoint.shards import Snapshot
+from zerovision.training.checkpoint.store import choose, find_candidates
+from zerovision.training.observe.scores import ScoreSums
 
 LINE_LENGTH = 1500
 PROGRESS = Progress(epoch=1, step=2)

@@ -8,10 +8,10 @@ import shutil
 import pytest
 from small_checkpoints import forge_manifest, holds_weights_of, newest, write_checkpoint
 
-from training.base.progress import Progress
-from training.checkpoint.manifest import FORMAT, MANIFEST_FILE, DamagedCheckpoint, read_manifest, shard_name
-from training.checkpoint.shards import verify_shard
-from training.checkpoint.store import checkpoint_name
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.manifest import FORMAT, MANIFEST_FILE, DamagedCheckpoint, read_manifest, shard_name
+from zerovision.training.checkpoint.shards import verify_shard
+from zerovision.training.checkpoint.store import checkpoint_name
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 OLD, NEW = Progress(epoch=0, step=1), Progress(epoch=1, step=2)

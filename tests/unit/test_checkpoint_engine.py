@@ -16,21 +16,21 @@ from safetensors.torch import save_file
 from small_checkpoints import ALONE, IDENTITY, trust_shard
 from torch import nn
 
-from models.build import BuiltModel, build_model, tensor_mismatch
-from models.weights_metadata import METADATA_KEY
-from training.base.errors import UserError
-from training.base.progress import Progress
-from training.checkpoint.manifest import Manifest, shard_name
-from training.checkpoint.restore import TrainState, restore
-from training.checkpoint.shards import Snapshot, write_shard
-from training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
-from training.config import TrainConfig
-from training.engines.build_engine import build_engine
-from training.engines.engine import Engine, EngineSetup
-from training.engines.parameter_shards import gather_weights
-from training.engines.strategies import plan_of
-from training.observe.scores import ScoreSums
-from training.recipe.optimizer import build_optimizer
+from zerovision.models.build import BuiltModel, build_model, tensor_mismatch
+from zerovision.models.weights_metadata import METADATA_KEY
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.manifest import Manifest, shard_name
+from zerovision.training.checkpoint.restore import TrainState, restore
+from zerovision.training.checkpoint.shards import Snapshot, write_shard
+from zerovision.training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.engine import Engine, EngineSetup
+from zerovision.training.engines.parameter_shards import gather_weights
+from zerovision.training.engines.strategies import plan_of
+from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.recipe.optimizer import build_optimizer
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 NAME = "step-00000-0000003"

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
-from training.base import atomic_write
-from training.base.atomic_write import unfinished
-from training.base.errors import UserError
-from training.base.progress import Progress
-from training.checkpoint import manifest as manifest_module
-from training.checkpoint import shards, store
-from training.checkpoint.manifest import (
+from zerovision.training.base import atomic_write
+from zerovision.training.base.atomic_write import unfinished
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint import manifest as manifest_module
+from zerovision.training.checkpoint import shards, store
+from zerovision.training.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     ShardFacts,
@@ -39,12 +39,12 @@ from training.checkpoint.manifest import (
     shard_name,
     write_manifest,
 )
-from training.checkpoint.restore import TrainState, restore
-from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
-from training.checkpoint.store import checkpoint_name, discard, find_candidates, temporary_folder
-from training.engines.parameter_shards import EngineState, ParameterShard
-from training.observe.scores import ScoreSums
-from training.world.world import World
+from zerovision.training.checkpoint.restore import TrainState, restore
+from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
+from zerovision.training.checkpoint.store import checkpoint_name, discard, find_candidates, temporary_folder
+from zerovision.training.engines.parameter_shards import EngineState, ParameterShard
+from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.world.world import World
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 OLD, NEW = Progress(epoch=0, step=1), Progress(epoch=1, step=2)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from small_checkpoints import ALONE, IDENTITY
 
-from training.base.errors import UserError
-from training.base.progress import Progress
-from training.checkpoint.manifest import Manifest, ShardFacts
-from training.checkpoint.store import FoundCheckpoint
-from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
-from training.config.global_batch import largest_divisor
-from training.config.values import field_types
-from training.resume import (
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.manifest import Manifest, ShardFacts
+from zerovision.training.checkpoint.store import FoundCheckpoint
+from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config.global_batch import largest_divisor
+from zerovision.training.config.values import field_types
+from zerovision.training.resume import (
     check_fit,
     keep_global_batch,
     keep_islands,
@@ -28,7 +28,7 @@ from training.resume import (
     keep_threads,
     note_other_leaves,
 )
-from training.world.world import World
+from zerovision.training.world.world import World
 
 CONFIG = TrainConfig(epochs=5, batch_size=8)
 STEPS_PER_EPOCH = 7
@@ -318,7 +318,7 @@ def test_strange_numbers_of_threads_get_one_line(saved):
 def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
     before, meant, ranks, per_machine, islands, told, monkeypatch
 ):
-    monkeypatch.setattr("training.resume.gather_objects", lambda *_: [per_machine] * ranks)
+    monkeypatch.setattr("zerovision.training.resume.gather_objects", lambda *_: [per_machine] * ranks)
     checkpoint = found(config={"islands": meant})
     names = [f"island {number}/head.bias" if number else "head.bias" for number in range(before)]
     checkpoint.manifest.parameters.update({name: [10] for name in names})

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 from small_checkpoints import ALONE, IDENTITY, PretendedRank, holds_weights_of, newest
 
-from training.base.errors import CANNOT_SAVE_EXIT_CODE, USER_ERROR_EXIT_CODE, RunEnded, UserError
-from training.base.heartbeat import HeartbeatWriter
-from training.base.progress import Progress
-from training.base.run_logger import Loggers
-from training.checkpoint import saver as saver_module
-from training.checkpoint import store
-from training.checkpoint.restore import TrainState
-from training.checkpoint.saver import Saver
-from training.config import TrainConfig
-from training.data.sampler import BatchPlan
-from training.observe.scores import ScoreSums
-from training.run import run
-from training.world.signals import StopRequest
+from zerovision.training.base.errors import CANNOT_SAVE_EXIT_CODE, USER_ERROR_EXIT_CODE, RunEnded, UserError
+from zerovision.training.base.heartbeat import HeartbeatWriter
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint import saver as saver_module
+from zerovision.training.checkpoint import store
+from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.saver import Saver
+from zerovision.training.config import TrainConfig
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.run import run
+from zerovision.training.world.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 WEIGHTS = "model.safetensors"

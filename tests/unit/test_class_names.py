@@ -20,10 +20,10 @@ from made_data import write_csv
 from PIL import Image
 from range_server import RangeServer
 
-from planning.data_check import check_data
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
-from training.data.class_names import label_of, notes_on_names, number_classes, read_class_names
+from zerovision.planning.data_check import check_data
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.class_names import label_of, notes_on_names, number_classes, read_class_names
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 EACH = 3  # images of each label

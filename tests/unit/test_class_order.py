@@ -9,10 +9,10 @@ import safetensors.torch
 import timm
 import torch
 
-from models import build
-from models.build import build_model
-from models.class_order import order_of, published_classes
-from training.checkpoint.weights import save_weights
+from zerovision.models import build
+from zerovision.models.build import build_model
+from zerovision.models.class_order import order_of, published_classes
+from zerovision.training.checkpoint.weights import save_weights
 
 PREPROCESSING = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear"}
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -20,17 +20,17 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from training.base.errors import UserError
-from training.base.points import SCORE_NAMES, best_epoch, merit
-from training.base.progress import Progress
-from training.config import FIELDS, TrainConfig
-from training.observe import class_areas
-from training.observe.best_weights import epoch_of
-from training.observe.class_scores import check_best_by, count_classes, score_of
-from training.observe.evaluation import describe_scores
-from training.observe.scores import SampleRecorder, sample_losses
-from training.run import run
-from training.world.world import World
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.points import SCORE_NAMES, best_epoch, merit
+from zerovision.training.base.progress import Progress
+from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.observe import class_areas
+from zerovision.training.observe.best_weights import epoch_of
+from zerovision.training.observe.class_scores import check_best_by, count_classes, score_of
+from zerovision.training.observe.evaluation import describe_scores
+from zerovision.training.observe.scores import SampleRecorder, sample_losses
+from zerovision.training.run import run
+from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SAMPLES, CLASSES = 300, 7
@@ -117,7 +117,7 @@ def test_the_best_epoch_is_the_first_of_the_best_numbers():
 
 def test_an_epoch_whose_score_is_no_number_is_never_the_best(tmp_path, monkeypatch):
     scores = iter([math.nan, 0.4, math.nan, 0.3])
-    monkeypatch.setattr("training.epoch.score_of", lambda *_: next(scores))
+    monkeypatch.setattr("zerovision.training.epoch.score_of", lambda *_: next(scores))
     given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 4}
     quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
     assert run(TrainConfig(**given, **quiet)) == 0

@@ -20,21 +20,21 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.arguments import LaunchArguments
-from launch.cluster.agreement import HERE, by_reason, differences, unshared
-from launch.cluster.channel import Channel
-from launch.cluster.cluster_run import ending_of
-from launch.cluster.hosts import srun_command, ssh_command
-from launch.cluster.nodes import Node, Nodes, Shell, is_passing
-from launch.cluster.plan import Plan, forwarded_environment
-from launch.cluster.rendezvous import CannotStart, next_rendezvous
-from launch.node_run import HANG_CODE, Ending
-from launch.process_tree import MARK
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
-from training.base.atomic_write import leave_mark, sees_mark
-from training.base.errors import UserError
-from training.config import TrainConfig
-from training.world.network_interfaces import (
+from zerovision.launch.arguments import LaunchArguments
+from zerovision.launch.cluster.agreement import HERE, by_reason, differences, unshared
+from zerovision.launch.cluster.channel import Channel
+from zerovision.launch.cluster.cluster_run import ending_of
+from zerovision.launch.cluster.hosts import srun_command, ssh_command
+from zerovision.launch.cluster.nodes import Node, Nodes, Shell, is_passing
+from zerovision.launch.cluster.plan import Plan, forwarded_environment
+from zerovision.launch.cluster.rendezvous import CannotStart, next_rendezvous
+from zerovision.launch.node_run import HANG_CODE, Ending
+from zerovision.launch.process_tree import MARK
+from zerovision.training.base.atomic_write import leave_mark, sees_mark
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.world.network_interfaces import (
     address_towards,
     check_chosen_interfaces,
     interface_of,
@@ -258,10 +258,10 @@ FAKES = {"ssh": FAKE_SSH, "srun": FAKE_SRUN}
 # Reaches the nodes through the remote shell that it is given, and writes down how the training ended.
 DRIVER = """
 import json, os, sys
-from launch.arguments import check_training, read_arguments
-from launch.cluster import multi_node, nodes, rendezvous
-from launch.cluster.plan import Plan
-from training.base.lasting_output import outlast_readers
+from zerovision.launch.arguments import check_training, read_arguments
+from zerovision.launch.cluster import multi_node, nodes, rendezvous
+from zerovision.launch.cluster.plan import Plan
+from zerovision.training.base.lasting_output import outlast_readers
 nodes.LOST_SECONDS = float(os.environ.get("LOST_SECONDS", nodes.LOST_SECONDS))
 remote_shell, outcome, *words = sys.argv[1:]
 outlast_readers()
@@ -395,7 +395,11 @@ def test_nothing_listens_for_agents_and_no_agent_connects(tmp_path: Path, remote
     for rank in (0, 1):
         launch.wait_for_rank(rank)
     leading = psutil.Process(launch.process.pid)
-    agents = [one for one in leading.children(recursive=True) if "launch/cluster/agent.py" in " ".join(one.cmdline())]
+    agents = [
+        one
+        for one in leading.children(recursive=True)
+        if "zerovision/launch/cluster/agent.py" in " ".join(one.cmdline())
+    ]
     assert {one.cmdline()[-1] for one in agents} == {"one", "two"}
     assert [one.net_connections("inet") for one in (leading, *agents)] == [[]] * (1 + len(agents))
     launch.process.send_signal(signal.SIGTERM)
@@ -587,7 +591,7 @@ def test_a_node_that_lost_a_gpu_ends_a_launch_but_not_a_run(tmp_path: Path, monk
     with pytest.raises(CannotStart, match=r"b: has 7 GPUs. 8 GPUs per node asked for.") as refused:
         next_rendezvous(ReadyNodes(tmp_path, gpus), launch, {}, [], set(), is_restart=False)
     assert refused.value.exit_code == 2
-    monkeypatch.setattr("launch.cluster.rendezvous.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("zerovision.launch.cluster.rendezvous.PATIENCE_SECONDS", 0.1)
     nodes = ReadyNodes(tmp_path, gpus)
     found = next_rendezvous(nodes, launch, {}, [], set(), is_restart=True)
     assert found

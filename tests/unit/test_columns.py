@@ -13,9 +13,9 @@ import pytest
 from made_data import write_csv
 from PIL import Image
 
-from training.base.errors import UserError
-from training.data import DataOptions, layout_of, load_data, load_whole
-from training.data.columns import FactColumns, find_column
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, layout_of, load_data, load_whole
+from zerovision.training.data.columns import FactColumns, find_column
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 

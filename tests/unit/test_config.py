@@ -14,18 +14,18 @@ from typing import get_args
 import pytest
 
 from scripts.train_distributed import train
-from training.base.atomic_write import write_json
-from training.base.errors import UserError
-from training.base.run_folder import LAST
-from training.base.settings import PRESETS
-from training.config import FIELDS, FLAG_OF, TrainConfig
-from training.config.check import check_config
-from training.config.command_line import parse_args
-from training.config.file import read_config_file
-from training.config.values import field_types, launch_command
-from training.launched_run import launch_words
-from training.messages import _of_the_network
-from training.observe.new_run import run_folder
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import LAST
+from zerovision.training.base.settings import PRESETS
+from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.config.file import read_config_file
+from zerovision.training.config.values import field_types, launch_command
+from zerovision.training.launched_run import launch_words
+from zerovision.training.messages import _of_the_network
+from zerovision.training.observe.new_run import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -228,7 +228,7 @@ def test_help_names_every_flag_with_default_and_imports_no_torch():
         if field.metadata["low"] is not None and isinstance(field.default, int):
             assert f"from {field.metadata['low']}" in " ".join(shown.split())
     assert all(f"{name}," in "".join(shown.split()) for name in PRESETS[:-1])
-    assert "training.config" in imported
+    assert "zerovision.training.config" in imported
     assert "torch" not in imported
 
 
@@ -316,7 +316,7 @@ def test_a_preset_of_a_file_is_overridden_by_the_flag_that_is_told(lines, undo, 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_and_names_its_source_and_what_was_measured(name):
     config, _ = parse_args(["--preset", name])
-    lines = (ROOT / "presets" / f"{name}.yaml").read_text().splitlines()
+    lines = (ROOT / "zerovision" / "presets" / f"{name}.yaml").read_text().splitlines()
     first, source, *_, measured = itertools.takewhile(lambda line: line.startswith("#"), lines)
     assert source.startswith("# Source: ")
     assert measured.startswith("# Measured here: ")

@@ -12,23 +12,23 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
-from models.build import build_model
 from tests.rounding import assert_same_but_rounding
 from tests.training.engine_ranks import configuration, make_engine
-from training.base.errors import UserError
-from training.base.leaves import Leaves
-from training.base.timing import SpanClock
-from training.checkpoint.weights import load_model, read_metadata, save_weights
-from training.config import FLAG_OF
-from training.config.check import check_config
-from training.config.command_line import parse_args
-from training.data.reader import Batch
-from training.data.sampler import BatchPlan, EvaluationPlan
-from training.observe.neighbours import NEIGHBOURS, TEMPERATURE, Neighbours
-from training.recipe.loss import contrast
-from training.steps.accumulate import StepInput, TimedEngine
-from training.steps.gradient_cache import GradientCache
-from training.world.world import World
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.leaves import Leaves
+from zerovision.training.base.timing import SpanClock
+from zerovision.training.checkpoint.weights import load_model, read_metadata, save_weights
+from zerovision.training.config import FLAG_OF
+from zerovision.training.config.check import check_config
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
+from zerovision.training.observe.neighbours import NEIGHBOURS, TEMPERATURE, Neighbours
+from zerovision.training.recipe.loss import contrast
+from zerovision.training.steps.accumulate import StepInput, TimedEngine
+from zerovision.training.steps.gradient_cache import GradientCache
+from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 CLASSES, IMAGES, CHUNK = 3, 32, 4

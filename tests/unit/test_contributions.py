@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from delivery.export import FORMATS
-from models import MODELS, ModelSpec
-from training.base.settings import PRESETS
-from training.checkpoint.settings import CheckpointSettings
-from training.config import CHANGEABLE_ON_RESUME, FLAG_OF
-from training.data import DATASETS
-from training.data.augmentations import AUGMENTATIONS, Augmentation
-from training.engines.deepspeed_config import strategy_file
-from training.engines.strategies import STRATEGIES
-from training.observe.settings import ObserveSettings
-from training.recipe.schedule import SCHEDULES
+from zerovision.delivery.export import FORMATS
+from zerovision.models import MODELS, ModelSpec
+from zerovision.training.base.settings import PRESETS
+from zerovision.training.checkpoint.settings import CheckpointSettings
+from zerovision.training.config import CHANGEABLE_ON_RESUME, FLAG_OF
+from zerovision.training.data import DATASETS
+from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation
+from zerovision.training.engines.deepspeed_config import strategy_file
+from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.observe.settings import ObserveSettings
+from zerovision.training.recipe.schedule import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
-LOGGERS = "training/observe/loggers"
+LOGGERS = "zerovision/training/observe/loggers"
 
 
 def text_of(file: str) -> str:
@@ -73,7 +73,8 @@ def missing() -> list[str]:
     found += [f"flag {flag}: {update}" for flag in FLAG_OF.values() if f"train_distributed {flag}:" not in known]
     of_output = {*vars(ObserveSettings)["__annotations__"], *vars(CheckpointSettings)["__annotations__"]}
     found += [
-        f"flag {FLAG_OF[name]}: in CHANGEABLE_ON_RESUME, training/config/__init__.py, as all of output and checkpoints"
+        f"flag {FLAG_OF[name]}: in CHANGEABLE_ON_RESUME, zerovision/training/config/__init__.py, "
+        "as all of output and checkpoints"
         for name in of_output - CHANGEABLE_ON_RESUME
     ]
     for file in sorted((ROOT / LOGGERS).glob("*.py")):

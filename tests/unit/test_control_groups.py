@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 
-from training.base import control_groups
-from training.base.control_groups import cpu_quota, limit_threads, quota_note, usable_cores, usable_memory
-from training.data import DataOptions
-from training.data.loader import most_workers
-from training.data.reading import cache
+from zerovision.training.base import control_groups
+from zerovision.training.base.control_groups import cpu_quota, limit_threads, quota_note, usable_cores, usable_memory
+from zerovision.training.data import DataOptions
+from zerovision.training.data.loader import most_workers
+from zerovision.training.data.reading import cache
 
 NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
 

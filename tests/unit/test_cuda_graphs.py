@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from models.ensemble import Ensemble
-from training.config import TrainConfig
-from training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, Recorded, record, records
-from training.engines.engine import EngineSetup
-from training.engines.precision import under_autocast
-from training.engines.strategies import plan_of
-from training.setup import _computes_alike
-from training.world.world import World
+from zerovision.models.ensemble import Ensemble
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, Recorded, record, records
+from zerovision.training.engines.engine import EngineSetup
+from zerovision.training.engines.precision import under_autocast
+from zerovision.training.engines.strategies import plan_of
+from zerovision.training.setup import _computes_alike
+from zerovision.training.world.world import World
 
 BATCH_SIZE, SHAPE = 4, (3, 6, 6)
 ALONE, ON_GPU = World(0, 0, 1, 1, torch.device("cpu")), World(0, 0, 1, 1, torch.device("cuda", 0))

@@ -14,15 +14,15 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing as TimmRandomErasing
 from torchvision.transforms import InterpolationMode, v2
 
-from training.data import DataOptions, load_data
-from training.data.augmentations import AUGMENTATIONS, augmentation_of
-from training.data.batch_transforms import BatchTransforms
-from training.data.datasets import ImageDataset
-from training.data.erasing import ERASING_DRAWS, NOISE_LENGTH, RandomErasing, erased_boxes
-from training.data.policies import build_policy
-from training.data.randomness import seed_generators, uniform_draws
-from training.data.reading.sources import ArraySource
-from training.world.preserved_process import preserved_generators
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.augmentations import AUGMENTATIONS, augmentation_of
+from zerovision.training.data.batch_transforms import BatchTransforms
+from zerovision.training.data.datasets import ImageDataset
+from zerovision.training.data.erasing import ERASING_DRAWS, NOISE_LENGTH, RandomErasing, erased_boxes
+from zerovision.training.data.policies import build_policy
+from zerovision.training.data.randomness import seed_generators, uniform_draws
+from zerovision.training.data.reading.sources import ArraySource
+from zerovision.training.world.preserved_process import preserved_generators
 
 SAMPLES = 4000
 LEAST_P = 0.001  # the draws are fixed: a test that passes, passes always

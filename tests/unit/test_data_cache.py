@@ -20,12 +20,12 @@ import torch
 from made_data import class_folders, train_loader
 from PIL import Image
 
-from training.config import TrainConfig
-from training.data import DataOptions, load_data
-from training.data.loader import Loader
-from training.data.reading.cache import INDEX, PIXELS, CacheLocation, ImageCache, open_cache
-from training.data.sampler import EvaluationPlan
-from training.run import run
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reading.cache import INDEX, PIXELS, CacheLocation, ImageCache, open_cache
+from zerovision.training.data.sampler import EvaluationPlan
+from zerovision.training.run import run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES = 24
@@ -73,14 +73,14 @@ def test_a_cache_changes_no_pixel_and_is_used(photos, augmentation, monkeypatch)
     plain = batches(options(photos, "off", augmentation=augmentation))
     assert equal(batches(options(photos, augmentation=augmentation)), plain)
     # another run, in which nothing can be decoded
-    monkeypatch.setattr("training.data.reading.decode.jpeg_header", None)
+    monkeypatch.setattr("zerovision.training.data.reading.decode.jpeg_header", None)
     assert equal(batches(options(photos, augmentation=augmentation)), plain)
 
 
 def test_workers_fill_and_use_it(photos, monkeypatch):
     plain = batches(options(photos, "off"))
     assert equal(batches(options(photos), workers=2), plain)
-    monkeypatch.setattr("training.data.reading.decode.jpeg_header", None)
+    monkeypatch.setattr("zerovision.training.data.reading.decode.jpeg_header", None)
     assert equal(batches(options(photos)), plain)
 
 
@@ -169,7 +169,7 @@ WRITER = """
 import sys
 import numpy as np
 from pathlib import Path
-from training.data.reading.cache import ImageCache
+from zerovision.training.data.reading.cache import ImageCache
 
 cache = ImageCache(Path(sys.argv[1]), 10**9)
 print("ready", flush=True)
@@ -245,7 +245,7 @@ def test_a_worker_that_starts_after_the_cache_was_removed_goes_without(tmp_path)
 def location(tmp_path, monkeypatch):
     """One location of caches, with room for 1,000 bytes."""
     found = CacheLocation("ram", tmp_path / "ram", 1000)
-    monkeypatch.setattr("training.data.reading.cache._locations", lambda given: [found])
+    monkeypatch.setattr("zerovision.training.data.reading.cache._locations", lambda given: [found])
     return found
 
 
@@ -275,7 +275,7 @@ def test_the_longest_unused_goes_first_and_none_in_use(location):
 
 def test_auto_takes_memory_then_disk_then_none(tmp_path, monkeypatch):
     locations = [CacheLocation("ram", tmp_path / "ram", 1000), CacheLocation("disk", tmp_path / "disk", 5000)]
-    monkeypatch.setattr("training.data.reading.cache._locations", lambda given: locations)
+    monkeypatch.setattr("zerovision.training.data.reading.cache._locations", lambda given: locations)
     automatic = DataOptions(cache="auto")
     for expected_bytes, name in ((900, "ram"), (4000, "disk")):
         cache, note = open_cache(automatic, f"key-{name}", expected_bytes)
@@ -297,7 +297,8 @@ def test_auto_takes_memory_then_disk_then_none(tmp_path, monkeypatch):
 )
 def test_auto_makes_a_cache_only_if_it_pays_but_uses_any(photos, tmp_path, monkeypatch, epochs, image_size, reason):
     monkeypatch.setattr(
-        "training.data.reading.cache._locations", lambda given: [CacheLocation("ram", tmp_path / "ram", 10**9)]
+        "zerovision.training.data.reading.cache._locations",
+        lambda given: [CacheLocation("ram", tmp_path / "ram", 10**9)],
     )
     given = options(photos, "auto", epochs=epochs, image_size=image_size)
     (note,) = load_data(given).notes
@@ -305,7 +306,7 @@ def test_auto_makes_a_cache_only_if_it_pays_but_uses_any(photos, tmp_path, monke
     assert (tmp_path / "ram").exists() == (not reason)
     plain = batches(replace(given, cache="off"))
     assert equal(batches(replace(given, cache="ram")), plain)
-    monkeypatch.setattr("training.data.reading.decode.jpeg_header", None)
+    monkeypatch.setattr("zerovision.training.data.reading.decode.jpeg_header", None)
     assert equal(batches(given), plain)
 
 
@@ -313,7 +314,7 @@ def test_auto_makes_a_cache_only_if_it_pays_but_uses_any(photos, tmp_path, monke
 @pytest.mark.parametrize("planted", ["folder", "link", "link that leads nowhere"])
 def test_what_another_user_planted_is_not_used(tmp_path, monkeypatch, planted):
     locations = [CacheLocation("ram", tmp_path / "ram", 1000), CacheLocation("disk", tmp_path / "disk", 1000)]
-    monkeypatch.setattr("training.data.reading.cache._locations", lambda given: locations)
+    monkeypatch.setattr("zerovision.training.data.reading.cache._locations", lambda given: locations)
     target = tmp_path / "target"
     if planted == "folder":
         locations[0].root.mkdir()
@@ -334,7 +335,8 @@ def test_what_another_user_planted_is_not_used(tmp_path, monkeypatch, planted):
 def test_a_folder_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(
-        "training.data.reading.cache._locations", lambda given: [CacheLocation("ram", tmp_path / "file" / "ram", 1000)]
+        "zerovision.training.data.reading.cache._locations",
+        lambda given: [CacheLocation("ram", tmp_path / "file" / "ram", 1000)],
     )
     cache, note = open_cache(DataOptions(cache="ram"), "key", 10)
     assert cache is None

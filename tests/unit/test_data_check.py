@@ -10,9 +10,9 @@ import pytest
 from made_data import save_animation
 from PIL import Image
 
-from planning.data_check import check_data
 from scripts import doctor
-from training.data import DataOptions
+from zerovision.planning.data_check import check_data
+from zerovision.training.data import DataOptions
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from sklearn.datasets import load_sample_images
 from test_data_images import UPRIGHT
 from torchvision.transforms.v2.functional import resize
 
-from training.data.augment import Box
-from training.data.reading import native
-from training.data.reading.decode import (
+from zerovision.training.data.augment import Box
+from zerovision.training.data.reading import native
+from zerovision.training.data.reading.decode import (
     crop,
     decode_exact,
     header_size,
@@ -29,7 +29,7 @@ from training.data.reading.decode import (
     scale_numerator,
     shrunk_bytes,
 )
-from training.data.reading.images import ImageError, open_image
+from zerovision.training.data.reading.images import ImageError, open_image
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 SUBSAMPLINGS = {"4:4:4": 0, "4:2:2": 1, "4:2:0": 2}
@@ -152,7 +152,7 @@ def test_a_part_of_a_file_is_a_part_of_what_is_read(tmp_path, request, monkeypat
     if with_compiled_code:
         request.getfixturevalue("compiled")
     else:
-        monkeypatch.setattr("training.data.reading.decode.crop_jpeg", lambda *_: None)
+        monkeypatch.setattr("zerovision.training.data.reading.decode.crop_jpeg", lambda *_: None)
     folder = tmp_path / "images"
     folder.mkdir()
     rng = random.Random(1)

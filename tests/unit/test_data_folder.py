@@ -18,12 +18,12 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
-from training.data.folder import layout_of, split_class
-from training.data.folder_parts import part_kind
-from training.data.reading.decode import decode_exact
-from training.data.reading.sources import FileSource, ImageFile
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.folder import layout_of, split_class
+from zerovision.training.data.folder_parts import part_kind
+from zerovision.training.data.reading.decode import decode_exact
+from zerovision.training.data.reading.sources import FileSource, ImageFile
 
 
 def make_images(root: Path, counts: dict[str, int], suffix: str = "png", size: tuple[int, int] = (40, 30)) -> Path:

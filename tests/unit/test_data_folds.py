@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 from sklearn.model_selection import StratifiedGroupKFold
 
-from training.data import DataOptions, load_data
-from training.data.folds import Member, held_out_units, unit_hash
-from training.data.reading.images import ImageError
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.folds import Member, held_out_units, unit_hash
+from zerovision.training.data.reading.images import ImageError
 
 
 def members_of(units: list[str], labels: list[str]) -> list[Member]:

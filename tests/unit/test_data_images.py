@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
-from training.data.augment import Box
-from training.data.reading.decode import header_size, make_decoder
-from training.data.reading.formats import CURES, pillow_formats
-from training.data.reading.image_notes import collected_notes
-from training.data.reading.images import MAX_FILE_BYTES, ImageError, open_image
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.augment import Box
+from zerovision.training.data.reading.decode import header_size, make_decoder
+from zerovision.training.data.reading.formats import CURES, pillow_formats
+from zerovision.training.data.reading.image_notes import collected_notes
+from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError, open_image
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 RGB = GENERATOR.integers(0, 256, (11, 17, 3), dtype=np.uint8)

@@ -19,12 +19,12 @@ import torch
 from made_data import class_folders, save_animation, train_loader
 from PIL import Image
 
-from training.base.errors import UserError
-from training.config import TrainConfig
-from training.data import DataOptions, bad_image_share, bad_images, load_data
-from training.data.loader import Loader, automatic_workers, build_loaders
-from training.data.sampler import BatchPlan, EvaluationPlan
-from training.world.world import World
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, bad_image_share, bad_images, load_data
+from zerovision.training.data.loader import Loader, automatic_workers, build_loaders
+from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
+from zerovision.training.world.world import World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES_PER_CLASS = 30
@@ -313,9 +313,9 @@ def test_both_parts_are_read_by_the_same_workers(folder):
 
 TRAINER = """
 import signal, sys, time
-from training.data import DataOptions, load_data
-from training.data.loader import Loader
-from training.data.sampler import BatchPlan
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.sampler import BatchPlan
 
 def main():
     received = []

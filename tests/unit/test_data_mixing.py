@@ -8,11 +8,11 @@ import torch
 from timm.data.mixup import Mixup
 
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
-from training.data import DataOptions, load_data
-from training.data.loader import Loader
-from training.data.mixing import Mixing
-from training.data.sampler import BatchPlan
-from training.world.preserved_process import preserved_generators
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.mixing import Mixing
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.world.preserved_process import preserved_generators
 
 BATCH, SIZE, CLASSES = 8, 16, 5
 LEAVES = 40

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from models.sides import size_of
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
+from zerovision.models.sides import size_of
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
 
 GENERATOR = np.random.default_rng(0)
 

@@ -9,9 +9,9 @@ from made_data import train_loader
 from scipy import stats
 from torchvision.transforms import v2
 
-from training.data import DataOptions, load_data
-from training.data.augment import CROP_DRAWS, random_box
-from training.data.randomness import _mix, uniform_draws
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.augment import CROP_DRAWS, random_box
+from zerovision.training.data.randomness import _mix, uniform_draws
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 SAMPLES = 4000
@@ -115,7 +115,7 @@ def test_a_batch_in_memory_is_its_samples_one_by_one(data, image_size, options):
 def test_a_set_too_large_for_the_memory_is_read_image_by_image(monkeypatch):
     pair = load_data(DataOptions(data="fake", augmentation="shift_flip"))
     in_memory = train_loader(pair, 16)
-    monkeypatch.setattr("training.data.device.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
+    monkeypatch.setattr("zerovision.training.data.device.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
     too_large = train_loader(pair, 16)
     assert in_memory._from_memory is not None
     assert too_large._from_memory is None

@@ -19,17 +19,17 @@ import torch
 from made_data import class_folders, train_loader
 from PIL import Image
 
-from delivery.predict import _list_images
-from planning.data_check import DataReport, decode_part
-from training.base.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
-from training.config import TrainConfig
-from training.data import DataOptions, archives, find_dataset, load_data
-from training.data.datasets import DatasetPair, ImageDataset
-from training.data.reading import images
-from training.data.reading.decode import header_size
-from training.data.reading.image_numbers import read_numbers
-from training.data.reading.images import ImageError, read_file
-from training.run import run
+from zerovision.delivery.predict import _list_images
+from zerovision.planning.data_check import DataReport, decode_part
+from zerovision.training.base.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, archives, find_dataset, load_data
+from zerovision.training.data.datasets import DatasetPair, ImageDataset
+from zerovision.training.data.reading import images
+from zerovision.training.data.reading.decode import header_size
+from zerovision.training.data.reading.image_numbers import read_numbers
+from zerovision.training.data.reading.images import ImageError, read_file
+from zerovision.training.run import run
 
 HICCUPS = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EMFILE]
 

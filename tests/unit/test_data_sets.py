@@ -20,14 +20,14 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
-from training.data.augment import evaluation_transform
-from training.data.augmentations import AUGMENTATION_NAMES, AUGMENTATIONS
-from training.data.datasets import ImageDataset
-from training.data.digits import split
-from training.data.reading.sources import ArraySource
-from training.data.torchvision_sets import TORCHVISION_SETS
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.augment import evaluation_transform
+from zerovision.training.data.augmentations import AUGMENTATION_NAMES, AUGMENTATIONS
+from zerovision.training.data.datasets import ImageDataset
+from zerovision.training.data.digits import split
+from zerovision.training.data.reading.sources import ArraySource
+from zerovision.training.data.torchvision_sets import TORCHVISION_SETS
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 

@@ -17,21 +17,21 @@ from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import to_dtype
 
-from delivery.evaluate import evaluate
-from delivery.model_card import write_model_card
-from delivery.predict import predict
-from models.weights_metadata import SMALLEST_STD
 from tests.rounding import ELEMENTWISE, ROUNDING, assert_same_but_rounding
-from training.base.errors import UserError
-from training.checkpoint.weights import load_model, preprocess
-from training.config import TrainConfig
-from training.data import DataOptions, data_options, load_data
-from training.data.augment import evaluation_transform
-from training.data.loader import Loader
-from training.data.sampler import BatchPlan
-from training.messages import _augmented_sample
-from training.resume import NORMALIZATION, keep_preparation, preparation_of
-from training.run import run
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.model_card import write_model_card
+from zerovision.delivery.predict import predict
+from zerovision.models.weights_metadata import SMALLEST_STD
+from zerovision.training.base.errors import UserError
+from zerovision.training.checkpoint.weights import load_model, preprocess
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, data_options, load_data
+from zerovision.training.data.augment import evaluation_transform
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.messages import _augmented_sample
+from zerovision.training.resume import NORMALIZATION, keep_preparation, preparation_of
+from zerovision.training.run import run
 
 SIDE, TRAIN, CLASSES = 12, 40, 4
 
@@ -137,7 +137,9 @@ def test_batches_are_those_of_single_images_and_of_a_later_start(tmp_path, monke
     plan = BatchPlan(TRAIN, 8, 1, 1, seed=0)
     whole = list(Loader(data.train, plan, 0).epoch(1))
     later = list(Loader(data.train, plan, 0).epoch(1, first_step=3))
-    monkeypatch.setattr("training.data.device.MAX_BYTES", 4 * TRAIN * 2 * 18**2 // 2)  # half of what they take
+    monkeypatch.setattr(
+        "zerovision.training.data.device.MAX_BYTES", 4 * TRAIN * 2 * 18**2 // 2
+    )  # half of what they take
     single = list(Loader(data.train, plan, 0).epoch(1))
     assert len(whole) == 5
     for batch, same in zip([*whole, *whole[3:]], [*single, *later], strict=True):

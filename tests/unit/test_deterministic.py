@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from training.world.world import start_world
+from zerovision.training.world.world import start_world
 
 ROOT = Path(__file__).resolve().parents[2]
 # TF32 is asked for by the environment, and by what PyTorch does by itself for convolutions and LSTMs.
 LOOK = """
 import json, os, sys, torch
-from training.world.world import start_world, stop_world
+from zerovision.training.world.world import start_world, stop_world
 backends = torch.backends
 for deterministic in (False, True):
     start_world(deterministic=deterministic)

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.build import build_model
-from training.base.progress import Progress
-from training.base.run_folder import EVALUATION, RunFolder
-from training.checkpoint.weights import save_weights
-from training.config import TrainConfig
-from training.epoch import find_divergence
-from training.messages import _result
-from training.observe.best_weights import bring_along, epoch_of
-from training.observe.evaluation import read_scores, write_scores
-from training.prepare import FIRST_START
-from training.run import _deliver, run
+from zerovision.models.build import build_model
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_folder import EVALUATION, RunFolder
+from zerovision.training.checkpoint.weights import save_weights
+from zerovision.training.config import TrainConfig
+from zerovision.training.epoch import find_divergence
+from zerovision.training.messages import _result
+from zerovision.training.observe.best_weights import bring_along, epoch_of
+from zerovision.training.observe.evaluation import read_scores, write_scores
+from zerovision.training.prepare import FIRST_START
+from zerovision.training.run import _deliver, run
 
 PREPROCESSING = {
     "image_size": 32,
@@ -105,7 +105,7 @@ def test_other_weights_stay_where_they_are(folders, monkeypatch):
         target.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("training.observe.best_weights.shutil.copyfile", full_disk)
+    monkeypatch.setattr("zerovision.training.observe.best_weights.shutil.copyfile", full_disk)
     assert "could not be copied" in bring_along(checkpoint, new, best_epoch=2)
     assert [path.name for path in new.path.iterdir()] == ["checkpoints"]
     assert epoch_of(new.weights) is None
@@ -134,7 +134,7 @@ def test_the_last_lines_name_divergence(folders):
 
 def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):
     broken = lambda logits, batch: logits.float().sum(1) * math.nan  # noqa: E731
-    monkeypatch.setattr("training.setup.build_loss", lambda *_, **__: broken)
+    monkeypatch.setattr("zerovision.training.setup.build_loss", lambda *_, **__: broken)
     given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 1}
     quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
     assert run(TrainConfig(**given, **quiet, max_bad_steps=0)) == 0

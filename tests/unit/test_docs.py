@@ -21,20 +21,20 @@ from types import ModuleType
 
 import pytest
 
-from launch.arguments import SETTINGS
-from launch.slurm.arguments import training_arguments
-from training.base.errors import UserError
-from training.base.points import DeviceUse, EpochPoint, RunPoint, StepPoint
-from training.base.timing import SPANS
-from training.config import FLAG_OF
-from training.config.command_line import parse_args
-from training.engines.deepspeed_schema import check_deepspeed_json
+from zerovision.launch.arguments import SETTINGS
+from zerovision.launch.slurm.arguments import training_arguments
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.points import DeviceUse, EpochPoint, RunPoint, StepPoint
+from zerovision.training.base.timing import SPANS
+from zerovision.training.config import FLAG_OF
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.engines.deepspeed_schema import check_deepspeed_json
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 # logs/ is not among them: it holds what runs leave.
-OUR_FOLDERS = ("scripts", "training", "models", "delivery", "planning", "launch", "docs", "deepspeed_configs", "tests")
+OUR_FOLDERS = ("scripts", "zerovision", "models", "docs", "deepspeed_configs", "tests")
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -263,7 +263,7 @@ def test_the_checks_find_what_does_not_exist(tmp_path: Path) -> None:
     page = tmp_path / "wrong.md"
     page.write_text(
         """# Wrong
-[a](missing.md) [b](#no-heading) [c](#wrong) `training/missing.py` `launch.sh` `--batchsize` `--batch-size`
+[a](missing.md) [b](#no-heading) [c](#wrong) `zerovision/missing.py` `launch.sh` `--batchsize` `--batch-size`
 ```bash
 DRY_RUN=1 bash scripts/launch_distributed.sh mobilnet ddp 2 16 1    # a comment
 torchrun --nproc_per_node=2 scripts/train_distributed.py --epochs 0
@@ -279,7 +279,7 @@ find . | python scripts/predict.py digits - --format xml
 epoch: 3
 ```
 ```python
-from training.checkpoint.weights import load_weights
+from zerovision.training.checkpoint.weights import load_weights
 ```
 ## Messages
 | `nothing ever says this 7` | cure |
@@ -288,7 +288,7 @@ from training.checkpoint.weights import load_weights
         encoding="utf-8",
     )
     found = problems(page, tmp_path)
-    expected = ["link to missing.md", "link to #no-heading", "path training/missing.py", "path launch.sh"]
+    expected = ["link to missing.md", "link to #no-heading", "path zerovision/missing.py", "path launch.sh"]
     expected += ["flag --batchsize", "launch_distributed.sh mobilnet", "--epochs 0", "trian", "doctor.py --check DIR"]
     expected += ["--format 'xml'", "'zero_optimisation'", "'epoch'"]
     expected += ["import of load_weights", "message nothing ever"]

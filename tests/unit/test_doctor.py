@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.hosts import srun_command
-from planning.doctor.doctor_command import parse, request_of
-from planning.doctor.examination import HERE, Request
-from planning.doctor.probe import local_command
+from zerovision.launch.cluster.hosts import srun_command
+from zerovision.planning.doctor.doctor_command import parse, request_of
+from zerovision.planning.doctor.examination import HERE, Request
+from zerovision.planning.doctor.probe import local_command
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from models.build import build_model
-from planning.doctor.examination import (
+from zerovision.models.build import build_model
+from zerovision.planning.doctor.examination import (
     FailedPath,
     Request,
     _saved_bytes,
@@ -23,11 +23,11 @@ from planning.doctor.examination import (
     open_port,
     try_paths,
 )
-from planning.doctor.network import measure_network
-from planning.doctor.probe import Probe, Unreachable, ask_all, explain, local_command
-from planning.doctor.table import Row, join_hosts, some_of
-from training.config import TrainConfig
-from training.world.network_interfaces import free_port, own_addresses
+from zerovision.planning.doctor.network import measure_network
+from zerovision.planning.doctor.probe import Probe, Unreachable, ask_all, explain, local_command
+from zerovision.planning.doctor.table import Row, join_hosts, some_of
+from zerovision.training.config import TrainConfig
+from zerovision.training.world.network_interfaces import free_port, own_addresses
 
 COMPLAINTS = {
     "ssh: Could not resolve hostname node09: Name or service not known": "no such host name",

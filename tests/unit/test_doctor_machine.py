@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from planning.doctor import gpu_health, machine
-from planning.doctor.machine import GIB, MIB
-from training.observe.environment import code_fingerprint
+from zerovision.planning.doctor import gpu_health, machine
+from zerovision.planning.doctor.machine import GIB, MIB
+from zerovision.training.observe.environment import code_fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 WELL_GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15, 34, 0"

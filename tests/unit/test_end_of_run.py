@@ -7,8 +7,8 @@ import json
 import pytest
 from made_runs import make_run
 
-from delivery.end_of_run import leave_files
-from training.base.run_folder import RunFolder
+from zerovision.delivery.end_of_run import leave_files
+from zerovision.training.base.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -23,17 +23,17 @@ from unittest import mock
 
 import torch
 
-from launch import single_node
-from launch.cluster import multi_node
-from launch.slurm import job
-from models.build import build_model
 from scripts import audit_data, doctor, evaluate, export, plan, predict, report
 from scripts.train_distributed import train
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.launching import environment
-from training.base.errors import USER_ERROR_EXIT_CODE
-from training.config.command_line import run_script
-from training.data import DataOptions, load_data
+from zerovision.launch import single_node
+from zerovision.launch.cluster import multi_node
+from zerovision.launch.slurm import job
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
+from zerovision.training.config.command_line import run_script
+from zerovision.training.data import DataOptions, load_data
 
 REFERENCE = Path(__file__).resolve().parents[1] / "references" / "errors.txt"
 LAUNCHERS = {
@@ -78,7 +78,7 @@ def answer(command: str) -> str:
     output, errors = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True), io.StringIO()
     with (
         mock.patch.dict(os.environ, variables),
-        mock.patch("training.run.train", side_effect=AssertionError("it trains")),
+        mock.patch("zerovision.training.run.train", side_effect=AssertionError("it trains")),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
     ):

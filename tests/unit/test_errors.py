@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from delivery.trained_model import TrainedModel, find_model, find_run
-from models.weights_file import read_weights_file
-from planning.doctor.doctor_command import data_fields
-from training.base.errors import RunEnded, UserError, known_failure, printable
-from training.base.run_logger import Loggers
-from training.checkpoint.weights import read_metadata
-from training.config import TrainConfig
-from training.data import DataOptions, load_data
-from training.data.folder import layout_of
+from zerovision.delivery.trained_model import TrainedModel, find_model, find_run
+from zerovision.models.weights_file import read_weights_file
+from zerovision.planning.doctor.doctor_command import data_fields
+from zerovision.training.base.errors import RunEnded, UserError, known_failure, printable
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint.weights import read_metadata
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.folder import layout_of
 
 
 class DeadlyData(Dataset):
@@ -68,7 +68,7 @@ def test_a_run_is_found_from_other_folders(tmp_path, monkeypatch):
     (run / "config.json").write_text("{}")
     weights = run / "model.safetensors"
     weights.write_bytes(bytes(8) + b"{}")
-    monkeypatch.setattr("delivery.trained_model.REPO_ROOT", tmp_path / "repository")
+    monkeypatch.setattr("zerovision.delivery.trained_model.REPO_ROOT", tmp_path / "repository")
     monkeypatch.chdir(other)
     for word in ("digits", "logs/runs/digits", "logs/runs/digits/", "logs/runs/digits/model.safetensors"):
         assert find_model(word) == TrainedModel(weights, run)

@@ -21,23 +21,23 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from delivery.predict import Prediction, load_predictor
-from delivery.prediction_output import FORMATS, write_predictions
-from delivery.serve import make_server
-from delivery.trained_model import read_run_config
-from launch.node_launcher import local_ranks_command
-from models.build import build_model
 from scripts import evaluate, predict
 from tests.rounding import ROUNDING, assert_same_but_rounding
-from training.base.atomic_write import write_json
-from training.base.errors import UserError
-from training.checkpoint.weights import load_model, save_weights
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
-from training.config.command_line import run_script
-from training.data import DataOptions, load_data
-from training.world.launchers import launched_world
-from training.world.network_interfaces import free_port
+from zerovision.delivery.predict import Prediction, load_predictor
+from zerovision.delivery.prediction_output import FORMATS, write_predictions
+from zerovision.delivery.serve import make_server
+from zerovision.delivery.trained_model import read_run_config
+from zerovision.launch.node_launcher import local_ranks_command
+from zerovision.models.build import build_model
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.errors import UserError
+from zerovision.training.checkpoint.weights import load_model, save_weights
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.config.command_line import run_script
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.world.launchers import launched_world
+from zerovision.training.world.network_interfaces import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [str(number) for number in range(10)]
@@ -467,7 +467,7 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
 
 
 def test_standard_input_without_an_end_is_refused(call, run, monkeypatch):
-    for module in ("training.data.reading.images", "delivery.predict"):
+    for module in ("zerovision.training.data.reading.images", "zerovision.delivery.predict"):
         monkeypatch.setattr(f"{module}.MAX_FILE_BYTES", 1000)
     code, out, err = call(predict, run, "-", stdin=bytes(2000))
     assert (code, out, err.count("\n")) == (2, "", 1)

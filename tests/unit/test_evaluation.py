@@ -14,9 +14,9 @@ from PIL import Image
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
-from delivery.evaluation_files import write_evaluation
-from training.base.errors import UserError
-from training.observe.evaluation import (
+from zerovision.delivery.evaluation_files import write_evaluation
+from zerovision.training.base.errors import UserError
+from zerovision.training.observe.evaluation import (
     calibration_bins,
     check_replaceable,
     dense_confusion,
@@ -24,8 +24,8 @@ from training.observe.evaluation import (
     read_scores,
     write_scores,
 )
-from training.observe.scores import SampleRecorder, SampleScores, sample_losses
-from training.world.world import World
+from zerovision.training.observe.scores import SampleRecorder, SampleScores, sample_losses
+from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 NAMES = ["null", "<b>eins</b>", "zw\rei", "drei\n", "vier", "fünf", "六"]

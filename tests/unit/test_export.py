@@ -25,13 +25,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from timm.data.readers.class_map import load_class_map
 
-from delivery.export import ExportRefused, onnx_format, safetensors_format
-from delivery.export.comparison import check_agreement, compare
-from delivery.export.export_job import CheckImages, tracing
-from models.build import build_model
 from tests.rounding import ROUNDING, assert_same_but_rounding
-from training.base.errors import UserError
-from training.checkpoint.weights import load_model, preprocess, read_metadata, write_class_map
+from zerovision.delivery.export import ExportRefused, onnx_format, safetensors_format
+from zerovision.delivery.export.comparison import check_agreement, compare
+from zerovision.delivery.export.export_job import CheckImages, tracing
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, write_class_map
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CROPPED = {
@@ -44,7 +44,7 @@ CROPPED = {
 # Follows preprocessing.json with Pillow and NumPy; torch and our packages cannot be imported.
 CONSUMER = """
 import sys
-for name in ("torch", "torchvision", "timm", "onnx", "delivery", "models", "training"):
+for name in ("torch", "torchvision", "timm", "onnx", "zerovision"):
     sys.modules[name] = None
 import json
 import numpy as np, onnxruntime

@@ -10,10 +10,10 @@ import pytest
 import torch
 from exports import IMAGE_SIZE, run_export, save_run
 
-from delivery.export.output_folder import unfinished_files
-from models.build import build_model
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
+from zerovision.delivery.export.output_folder import unfinished_files
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
 
 
 @pytest.fixture(scope="module")

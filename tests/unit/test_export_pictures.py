@@ -15,19 +15,19 @@ from exports import IMAGE_SIZE, ROOT, run_export, save_run
 from PIL import Image
 from torch import nn
 
-from delivery.calibration import Calibration, calibration_file
-from delivery.export import ExportRefused
-from delivery.export.comparison import compare_pictures
-from delivery.export.export_job import CheckImages, ExportJob, ExportSettings
-from delivery.export.onnx_format import export_graph
-from delivery.export.pictures import FromPictures
-from delivery.predict import predict
-from models.build import build_model
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
-from training.base.errors import UserError
-from training.base.small_files import sha256_of
-from training.data import DataOptions, load_data
-from training.data.augment import evaluation_geometry, evaluation_transform
+from zerovision.delivery.calibration import Calibration, calibration_file
+from zerovision.delivery.export import ExportRefused
+from zerovision.delivery.export.comparison import compare_pictures
+from zerovision.delivery.export.export_job import CheckImages, ExportJob, ExportSettings
+from zerovision.delivery.export.onnx_format import export_graph
+from zerovision.delivery.export.pictures import FromPictures
+from zerovision.delivery.predict import predict
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.small_files import sha256_of
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.augment import evaluation_geometry, evaluation_transform
 
 RESIZES_BYTES = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 SIDES = [(1, 1), (30, 40), (48, 31), (32, 32), (9, 180), (640, 481), (2, 43), (31, 700), (1500, 1100)]

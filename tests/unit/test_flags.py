@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from training.config import FIELDS
-from training.config.command_line import OneLineParser, training_parser
+from zerovision.training.config import FIELDS
+from zerovision.training.config.command_line import OneLineParser, training_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "tests" / "references" / "flags.txt"

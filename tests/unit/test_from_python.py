@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from delivery.evaluate import evaluate
-from delivery.predict import predict
-from training.base.errors import AgreedError, UserError
-from training.config import TrainConfig
-from training.run import run
-from training.world.preserved_process import preserved_generators, preserved_process
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.predict import predict
+from zerovision.training.base.errors import AgreedError, UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.run import run
+from zerovision.training.world.preserved_process import preserved_generators, preserved_process
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LINEAR = torch.nn.functional.linear
@@ -151,7 +151,7 @@ def test_a_head_that_is_refused_after_the_loggers_were_opened_leaves_no_folder(d
     def refuse(*_) -> int:
         raise AgreedError("this head reads no vector.")
 
-    monkeypatch.setattr("training.run.cache_features", refuse)
+    monkeypatch.setattr("zerovision.training.run.cache_features", refuse)
     head = {"tune": "head", "features": "cached", "augmentation": "none", "weights": str(digits / "model.safetensors")}
     given = {"data": "digits", "model_type": "basic_cnn", "image_size": 16, "batch_size": 64, "epochs": 1}
     assert run(TrainConfig(log_dir=str(tmp_path), progress="off", **given | head)) == 2

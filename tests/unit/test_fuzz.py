@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from launch.cluster.hosts import read_hostfile, ssh_command
-from models.build import build_model
 from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings, hostfile_text, value
 from tests.unit.launching import WORDS
-from training.base.errors import UserError
-from training.checkpoint.weights import load_model, preprocess, save_weights
+from zerovision.launch.cluster.hosts import read_hostfile, ssh_command
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 

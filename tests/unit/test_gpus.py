@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from launching import pretend_gpus
 
-from training.base.errors import UserError
-from training.world import gpus
-from training.world.preserved_process import preserved_process
-from training.world.world import _choose_device, start_world
+from zerovision.training.base.errors import UserError
+from zerovision.training.world import gpus
+from zerovision.training.world.preserved_process import preserved_process
+from zerovision.training.world.world import _choose_device, start_world
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,8 +46,8 @@ def test_nvidia_smi_knows_better_than_device_files(tmp_path: Path, monkeypatch: 
 DEEPSPEED = """
 import sys
 from tests.training.engine_ranks import configuration, make_engine, make_model
-from training.world.preserved_process import preserved_process
-from training.world.world import start_world
+from zerovision.training.world.preserved_process import preserved_process
+from zerovision.training.world.world import start_world
 make_engine(start_world(), make_model(True), configuration(engine="deepspeed"))
 import deepspeed
 print(deepspeed.accelerator.get_accelerator().device_name(), vars(deepspeed.ops)["__compatible_ops__"])

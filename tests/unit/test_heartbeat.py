@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.launch_folder import HeartbeatFolder
 from tests.unit.launching import REPO_ROOT
-from training.base.atomic_write import unfinished
-from training.base.heartbeat import ENDED, RECORD_BYTES, Heartbeat, HeartbeatWriter, beat_of
+from zerovision.launch.launch_folder import HeartbeatFolder
+from zerovision.training.base.atomic_write import unfinished
+from zerovision.training.base.heartbeat import ENDED, RECORD_BYTES, Heartbeat, HeartbeatWriter, beat_of
 
 
 def run_python(code: str, *arguments: object) -> subprocess.Popen:
@@ -62,7 +62,7 @@ def test_a_reader_beside_a_writer_sees_whole_beats_in_order(tmp_path: Path) -> N
         """
         import sys
         from pathlib import Path
-        from training.base.heartbeat import HeartbeatWriter
+        from zerovision.training.base.heartbeat import HeartbeatWriter
         writer = HeartbeatWriter(Path(sys.argv[1]), 0, 300.0)
         for step in range(20000):
             writer.beat("train" if step % 3 else "evaluate with a longer name", step)
@@ -133,7 +133,7 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
         """
         import sys, threading
         from pathlib import Path
-        from training.base.heartbeat import HeartbeatWriter
+        from zerovision.training.base.heartbeat import HeartbeatWriter
         writer = HeartbeatWriter(Path(sys.argv[1]), 1, 300.0)
         assert writer.beat("start") is None
         def stuck_in_c():
@@ -161,7 +161,7 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from training.base.heartbeat import end_with_parent
+from zerovision.training.base.heartbeat import end_with_parent
 folder = Path(sys.argv[1])
 def remember(number, frame):
     (folder / "signal").write_text(str(number))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.hosts import read_hostfile
-from training.base.errors import UserError
-from training.engines.deepspeed_config import read_strategy_json
+from zerovision.launch.cluster.hosts import read_hostfile
+from zerovision.training.base.errors import UserError
+from zerovision.training.engines.deepspeed_config import read_strategy_json
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 

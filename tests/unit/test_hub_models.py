@@ -10,13 +10,13 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from models.build import build_model
-from models.preparation import starting_preparations
-from training.base.atomic_write import write_json
-from training.base.errors import UserError
-from training.base.run_folder import CONFIG, LAST
-from training.config.command_line import parse_args
-from training.observe.new_run import run_folder
+from zerovision.models.build import build_model
+from zerovision.models.preparation import starting_preparations
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import CONFIG, LAST
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.observe.new_run import run_folder
 
 FACTS = {
     "architecture": "resnet10t",

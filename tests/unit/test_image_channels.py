@@ -16,25 +16,25 @@ from PIL import Image
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 
-from delivery.evaluate import evaluate
-from delivery.predict import predict
-from models import MODELS
-from models.build import build_model, channels_of, rebuild_model
-from planning.plan_command import parse
-from planning.run_workload import workload_of
 from tests.rounding import ROUNDING, assert_same_but_rounding
-from training.base.errors import UserError
-from training.checkpoint.weights import load_model
-from training.config import TrainConfig
-from training.data import DataOptions, load_data
-from training.data.augment import evaluation_transform
-from training.data.datasets import make_array_datasets
-from training.data.reading.decode import make_decoder
-from training.data.reading.sources import ArraySource, grey
-from training.data.sampler import BatchPlan
-from training.loop import seed_dropout
-from training.recipe.whitening import whiten_stem
-from training.run import run
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.predict import predict
+from zerovision.models import MODELS
+from zerovision.models.build import build_model, channels_of, rebuild_model
+from zerovision.planning.plan_command import parse
+from zerovision.planning.run_workload import workload_of
+from zerovision.training.base.errors import UserError
+from zerovision.training.checkpoint.weights import load_model
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.augment import evaluation_transform
+from zerovision.training.data.datasets import make_array_datasets
+from zerovision.training.data.reading.decode import make_decoder
+from zerovision.training.data.reading.sources import ArraySource, grey
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.loop import seed_dropout
+from zerovision.training.recipe.whitening import whiten_stem
+from zerovision.training.run import run
 
 GENERATOR = np.random.default_rng(0)
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}

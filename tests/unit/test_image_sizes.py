@@ -9,12 +9,12 @@ import pytest
 import torch
 from made_data import train_loader
 
-from training.base.errors import UserError
-from training.config.command_line import parse_args
-from training.data import DataOptions, load_data
-from training.data.image_sizes import size_ramp
-from training.engines.model import build_training_model
-from training.world.world import World
+from zerovision.training.base.errors import UserError
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.image_sizes import size_ramp
+from zerovision.training.engines.model import build_training_model
+from zerovision.training.world.world import World
 
 PROGRESSIVE = DataOptions(
     data="fake", image_size=32, eval_image_size=48, progressive_size="16:1:4", augmentation="shift_flip"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from exports import save_run
 
-from models.build import build_model
-from training.data import DataOptions, load_data
+from zerovision.models.build import build_model
+from zerovision.training.data import DataOptions, load_data
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPORTS_HELP = """
@@ -41,14 +41,18 @@ try:
 except SystemExit as end:
     print(end.code)
 """
-LOAD = "from training.checkpoint.weights import load_model; load_model(sys.argv[1])"
+LOAD = "from zerovision.training.checkpoint.weights import load_model; load_model(sys.argv[1])"
 NOT_IMPORTED = {
     "import models": ("torch", "timm", "numpy"),
-    "import training.config.command_line": ("torch", "timm", "deepspeed"),
-    "import training.data, training.data.augmentations": ("torch",),
-    "import delivery.report.page, delivery.trained_model": ("torch",),
+    "import zerovision.training.config.command_line": ("torch", "timm", "deepspeed"),
+    "import zerovision.training.data, zerovision.training.data.augmentations": ("torch",),
+    "import zerovision.delivery.report.page, zerovision.delivery.trained_model": ("torch",),
     EXPORTS_HELP: ("torch", "onnx", "onnxruntime"),
-    "import training.run, delivery.end_of_run, training.data.digits": ("scipy", "sklearn", "deepspeed"),
+    "import zerovision.training.run, zerovision.delivery.end_of_run, zerovision.training.data.digits": (
+        "scipy",
+        "sklearn",
+        "deepspeed",
+    ),
     LOAD: ("deepspeed", "tensorboard"),
 }
 

@@ -15,13 +15,13 @@ from scipy.special import xlogy
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score
 
 from benchmarks.intervals import Classifier, counts_of
-from delivery.intervals import interval_of, of_classes, of_difference, wilson
-from delivery.report.comparison import compare, mcnemar
-from delivery.report.page import write_report
-from delivery.report.run_facts import key_figures
-from delivery.report.run_files import read_run
-from training.base.errors import UserError
-from training.observe.evaluation import judged_images
+from zerovision.delivery.intervals import interval_of, of_classes, of_difference, wilson
+from zerovision.delivery.report.comparison import compare, mcnemar
+from zerovision.delivery.report.page import write_report
+from zerovision.delivery.report.run_facts import key_figures
+from zerovision.delivery.report.run_files import read_run
+from zerovision.training.base.errors import UserError
+from zerovision.training.observe.evaluation import judged_images
 
 
 @pytest.mark.parametrize(("hits", "samples"), [(972, 1000), (0, 7), (7, 7), (1, 2)])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launch.node_launcher import malloc_variables
+from zerovision.launch.node_launcher import malloc_variables
 
 TENSORS, TENSOR_BYTES = 10, 20 * 2**20
 SCRIPT = f"""

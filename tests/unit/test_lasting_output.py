@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from training.config.command_line import run_script
+from zerovision.training.config.command_line import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
-from training.base.lasting_output import outlast_readers
+from zerovision.training.base.lasting_output import outlast_readers
 
 if sys.argv[1:]:
     outlast_readers()
@@ -50,7 +50,7 @@ def test_a_process_outlasts_its_readers(place):
 
 PAUSED_SCRIPT = """
 import sys
-from training.base.lasting_output import finish_output, outlast_readers
+from zerovision.training.base.lasting_output import finish_output, outlast_readers
 
 outlast_readers()
 print("read")

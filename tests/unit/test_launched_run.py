@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from launch.arguments import check_training, read_arguments
-from training import launched_run
-from training.base.errors import UserError
-from training.config import TrainConfig
-from training.config.file import read_preset
-from training.launched_run import launch_words
-from training.run import run
+from zerovision.launch.arguments import check_training, read_arguments
+from zerovision.training import launched_run
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.file import read_preset
+from zerovision.training.launched_run import launch_words
+from zerovision.training.run import run
 
 # With this many epochs it waits for a signal.
 WAITS = 99

@@ -13,13 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import single_node
-from launch.arguments import LAUNCHERS, read_arguments, with_flags
-from launch.cluster import multi_node
-from launch.node_launcher import local_ranks_command
-from launch.node_run import FINAL_CODES, HANG_CODE
-from launch.slurm import job
-from planning.doctor.doctor_command import SOMETHING_WRONG_EXIT_CODE
 from tests.unit.launching import (
     CORES,
     HOSTFILE,
@@ -34,8 +27,15 @@ from tests.unit.launching import (
     stub_repo,
     words_of,
 )
-from training.base.errors import UserError
-from training.config import TrainConfig
+from zerovision.launch import single_node
+from zerovision.launch.arguments import LAUNCHERS, read_arguments, with_flags
+from zerovision.launch.cluster import multi_node
+from zerovision.launch.node_launcher import local_ranks_command
+from zerovision.launch.node_run import FINAL_CODES, HANG_CODE
+from zerovision.launch.slurm import job
+from zerovision.planning.doctor.doctor_command import SOMETHING_WRONG_EXIT_CODE
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
 
 MAINS = {
     "launch_distributed.sh": single_node.main,
@@ -176,7 +176,7 @@ def test_slurm_log_lies_in_logs_wherever_sbatch_was_typed(tmp_path: Path, folder
         check=True,
     )
     words = words_of((root / "logs" / "slurm_distributed_77.out").read_text())
-    assert words[1] == str(root / "launch/slurm/job.py")
+    assert words[1] == str(root / "zerovision/launch/slurm/job.py")
     assert words[2:7] == WORDS["slurm_distributed.sh"]
 
 

@@ -10,11 +10,11 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from models.basic_cnn import BasicCNN
-from models.ensemble import Ensemble
-from training.base.errors import UserError
-from training.config import TrainConfig
-from training.recipe.optimizer import build_optimizer
+from zerovision.models.basic_cnn import BasicCNN
+from zerovision.models.ensemble import Ensemble
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.recipe.optimizer import build_optimizer
 
 CONFIG = TrainConfig(learning_rate=0.1, weight_decay=0.3)
 VIT, MOBILENET = "vit_tiny_patch16_224", "mobilenetv3_small_100"

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from tests.rounding import ROUNDING
-from training import auto_learning_rate
-from training.auto_learning_rate import HIGHEST, LOWEST, _Losses, find_rate
-from training.base.run_folder import LEARNING_RATE, METRICS
-from training.config import TrainConfig
-from training.data.mixing import Mixing
-from training.data.reader import Batch
-from training.recipe.loss import GUESSES, build_loss
-from training.run import run as train_run
+from zerovision.training import auto_learning_rate
+from zerovision.training.auto_learning_rate import HIGHEST, LOWEST, _Losses, find_rate
+from zerovision.training.base.run_folder import LEARNING_RATE, METRICS
+from zerovision.training.config import TrainConfig
+from zerovision.training.data.mixing import Mixing
+from zerovision.training.data.reader import Batch
+from zerovision.training.recipe.loss import GUESSES, build_loss
+from zerovision.training.run import run as train_run
 
 GUESS = math.log(10)
 
@@ -128,7 +128,7 @@ def train(log_dir, name, **changes):
 
 
 def test_an_automatic_rate_is_the_best_of_short_trainings_and_trains_as_the_same_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 20)  # three epochs, of 7 of their 8 steps
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 20)  # three epochs, of 7 of their 8 steps
     auto, rate = train(tmp_path, "auto", learning_rate="auto", epochs=3)
     result = json.loads((auto / LEARNING_RATE).read_text())
     tried = {row[0]: row[1:] for row in result["tried"]}
@@ -145,12 +145,12 @@ def test_an_automatic_rate_is_the_best_of_short_trainings_and_trains_as_the_same
     for name in ("model.safetensors", "checkpoints/step-00003-0000000/shard-00000.safetensors"):
         assert (auto / name).read_bytes() == (typed / name).read_bytes(), name
 
-    monkeypatch.setattr("training.auto_learning_rate._search", None)  # a resume makes no other search
+    monkeypatch.setattr("zerovision.training.auto_learning_rate._search", None)  # a resume makes no other search
     assert train(tmp_path, "auto", learning_rate="auto", epochs=4, resume="auto")[1] == rate
     shutil.rmtree(auto / "checkpoints")  # as if it had been stopped before the first one
     assert train(tmp_path, "auto", learning_rate="auto", resume="auto")[1] == rate
     shutil.rmtree(auto / "checkpoints")
-    monkeypatch.setattr("training.auto_learning_rate._search", lambda *_: (0.25, "tried"))
+    monkeypatch.setattr("zerovision.training.auto_learning_rate._search", lambda *_: (0.25, "tried"))
     other = {"optimizer": "sgd", "resume": "auto"}  # what was found with another optimizer does not hold
     assert train(tmp_path, "auto", learning_rate="auto", **other)[1] == 0.25
 
@@ -162,8 +162,8 @@ def only_the_first(first, *given):
 
 def test_a_trial_is_the_run_in_small(tmp_path, monkeypatch):
     """As a run of as many steps with that rate: the same weights, images and schedule."""
-    monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 24)
-    monkeypatch.setattr("training.auto_learning_rate.find_rate", only_the_first)
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 24)
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.find_rate", only_the_first)
     recipe = {"optimizer": "muon", "fallback_schedule": "linear", "mixup": 0.5, "epochs": 3, "warmup_epochs": 1.0}
     folder, _ = train(tmp_path, "auto", learning_rate="auto", **recipe)
     rate, _, losses = json.loads((folder / LEARNING_RATE).read_text())["tried"][0]
@@ -176,20 +176,20 @@ def test_a_trial_is_the_run_in_small(tmp_path, monkeypatch):
 def test_a_trial_is_as_long_as_the_run_at_most_and_trains_no_epoch_whole_for_less(tmp_path, monkeypatch):
     steps = []
     monkeypatch.setattr(
-        "training.auto_learning_rate.find_rate", lambda *given: (0.5, {1e-3: steps.append(given[-1](1e-3))})
+        "zerovision.training.auto_learning_rate.find_rate", lambda *given: (0.5, {1e-3: steps.append(given[-1](1e-3))})
     )
-    monkeypatch.setattr("training.auto_learning_rate.describe_search", lambda *_: {})
-    monkeypatch.setattr("training.auto_learning_rate.in_words", lambda _: "")
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.describe_search", lambda *_: {})
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.in_words", lambda _: "")
     train(tmp_path, "short", learning_rate="auto", batch_size=20)  # 50 steps an epoch
-    monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 25)
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 25)
     train(tmp_path, "long", learning_rate="auto", batch_size=20)
     assert [len(losses) for losses in steps] == [50, 25]
 
 
 @pytest.mark.slow
 def test_trials_mix_as_the_runs_first_epochs(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 24)
-    monkeypatch.setattr("training.auto_learning_rate.find_rate", only_the_first)
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 24)
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.find_rate", only_the_first)
     drawn = []
     monkeypatch.setattr(Mixing, "drawn", lambda _self, epoch, _leaf: drawn.append(epoch))
     train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
@@ -198,7 +198,7 @@ def test_trials_mix_as_the_runs_first_epochs(tmp_path, monkeypatch):
 
 
 def test_no_clear_fall_ends_the_run_and_names_the_default(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.auto_learning_rate._train", lambda *_: [2.0] * 100)
+    monkeypatch.setattr("zerovision.training.auto_learning_rate._train", lambda *_: [2.0] * 100)
     assert train_run(TrainConfig(**(RECIPE | {"log_dir": str(tmp_path), "learning_rate": "auto"}))) == 2
     told = "no rate from 0.00032 to 0.0032 has clearly lowered the loss within 100 steps: give a number (the default is"
     assert f"{told} 0.001)." in capsys.readouterr().err

@@ -17,30 +17,30 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch.launch_folder import make_temporary_folder, remove_abandoned
-from launch.process_tree import MARK
-from training.base.atomic_write import (
+from zerovision.launch.launch_folder import make_temporary_folder, remove_abandoned
+from zerovision.launch.process_tree import MARK
+from zerovision.training.base.atomic_write import (
     SECONDS_OF_OTHERS,
     remove_leftovers,
     replacing,
     sync_to_disk,
     unfinished,
 )
-from training.base.errors import UserError
-from training.base.helper_processes import LONGEST_PLACE, socket_place
-from training.base.run_lock import Origin
-from training.checkpoint.manifest import shard_name
-from training.checkpoint.shards import Snapshot, write_frozen, write_shard
-from training.checkpoint.weights import save_weights
-from training.config import TrainConfig
-from training.observe.new_run import create_run_folder, remove_leftovers_of_run
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.helper_processes import LONGEST_PLACE, socket_place
+from zerovision.training.base.run_lock import Origin
+from zerovision.training.checkpoint.manifest import shard_name
+from zerovision.training.checkpoint.shards import Snapshot, write_frozen, write_shard
+from zerovision.training.checkpoint.weights import save_weights
+from zerovision.training.config import TrainConfig
+from zerovision.training.observe.new_run import create_run_folder, remove_leftovers_of_run
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PREPARE = """
 import os, signal, sys
 from pathlib import Path
-from delivery.export.output_folder import unfinished_files
-from training.base.atomic_write import replacing_by_library, replacing_folder, replacing
+from zerovision.delivery.export.output_folder import unfinished_files
+from zerovision.training.base.atomic_write import replacing_by_library, replacing_folder, replacing
 folder = Path(sys.argv[1])
 with (
     replacing(folder / "card.md") as card,
@@ -101,11 +101,11 @@ def a_library(tensors, path: Path, metadata) -> None:
 
 
 WRITERS = {
-    "training.checkpoint.weights": lambda path: save_weights(
+    "zerovision.training.checkpoint.weights": lambda path: save_weights(
         path, {"a": torch.zeros(2)}, description={}, class_names=[], preprocessing={}
     ),
-    "training.checkpoint.shards": lambda path: write_shard(path, Snapshot()),
-    "training.checkpoint.shards, frozen": lambda path: write_frozen(path, {"a": torch.zeros(2)}),
+    "zerovision.training.checkpoint.shards": lambda path: write_shard(path, Snapshot()),
+    "zerovision.training.checkpoint.shards, frozen": lambda path: write_frozen(path, {"a": torch.zeros(2)}),
 }
 
 
@@ -127,8 +127,9 @@ def test_whatever_the_library_does_files_follow_the_umask_and_nothing_lies_besid
 
 
 def test_only_these_modules_let_safetensors_write():
-    known = {name.partition(",")[0].replace(".", "/") + ".py" for name in WRITERS}
-    rooms = ("models", "training", "planning", "delivery", "launch", "scripts")
+    files = [REPO_ROOT / (name.partition(",")[0].replace(".", "/") + ".py") for name in WRITERS]
+    known = {str(file.resolve().relative_to(REPO_ROOT)) for file in files}
+    rooms = ("models", "zerovision", "scripts")
     paths = [path for room in rooms for path in (REPO_ROOT / room).rglob("*.py")]
     found = {str(path.relative_to(REPO_ROOT)) for path in paths if re.search(r"import .*save_file", path.read_text())}
     assert found == known
@@ -203,8 +204,8 @@ def test_other_files_stay(tmp_path: Path):
 
 
 def test_the_folder_of_a_launch_stays_while_its_maker_or_a_process_of_it_lives(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("launch.launch_folder.socket_place", lambda subfolder: str(tmp_path))
-    code = "import sys, signal; from launch.launch_folder import make_temporary_folder as make; "
+    monkeypatch.setattr("zerovision.launch.launch_folder.socket_place", lambda subfolder: str(tmp_path))
+    code = "import sys, signal; from zerovision.launch.launch_folder import make_temporary_folder as make; "
     code += "print(make('of-another').path, flush=True); signal.pause()"
     maker = subprocess.Popen([sys.executable, "-c", code], cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
     member = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "of-another"})
@@ -227,8 +228,8 @@ WORKERS = """
 import os, shutil, sys, tempfile
 from multiprocessing.connection import Listener
 from multiprocessing.util import get_temp_dir
-from launch.launch_folder import make_temporary_folder, private_variables
-from training.data import workers
+from zerovision.launch.launch_folder import make_temporary_folder, private_variables
+from zerovision.training.data import workers
 workers._PRELOADED_MODULES = []  # which take seconds
 if __name__ == "__main__":
     if "launched" in sys.argv:
@@ -254,7 +255,7 @@ def test_a_place_leaves_room_for_the_names_of_sockets(monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", "/" + "t" * (length - 1))
         assert (socket_place(subfolder) == tempfile.gettempdir()) is is_used
     monkeypatch.setattr("tempfile.tempdir", "/" + "t" * 120)
-    monkeypatch.setattr("training.base.helper_processes.OTHER_PLACES", ("/nowhere",))
+    monkeypatch.setattr("zerovision.training.base.helper_processes.OTHER_PLACES", ("/nowhere",))
     with pytest.raises(
         UserError, match=r"^no folder for temporary files \(/t+ is too long, at most 75 bytes\): set TMPDIR"
     ):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training.base.points import (
+from zerovision.training.base.points import (
     DeviceUse,
     EpochPoint,
     RunPoint,
@@ -23,14 +23,14 @@ from training.base.points import (
     epoch_line,
     run_lines,
 )
-from training.base.run_folder import RunFolder
-from training.base.run_logger import Loggers
-from training.config import TrainConfig
-from training.observe.loggers import open_loggers
-from training.observe.loggers.confusion import confusion_picture
-from training.observe.loggers.tensorboard import TensorBoardLogger
-from training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
-from training.observe.scores import SampleScores, Scores
+from zerovision.training.base.run_folder import RunFolder
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.config import TrainConfig
+from zerovision.training.observe.loggers import open_loggers
+from zerovision.training.observe.loggers.confusion import confusion_picture
+from zerovision.training.observe.loggers.tensorboard import TensorBoardLogger
+from zerovision.training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
+from zerovision.training.observe.scores import SampleScores, Scores
 
 SHARES = {"data": 0.01, "forward": 0.35, "backward": 0.48, "communication": 0.09, "optimizer": 0.04, "other": 0.03}
 STEP = StepPoint(

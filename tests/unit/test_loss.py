@@ -14,13 +14,13 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from models.ensemble import Ensemble
 from tests.rounding import assert_same_but_rounding
-from training.base.errors import UserError
-from training.config.command_line import parse_args
-from training.data.reader import Batch
-from training.recipe.class_weights import class_weights
-from training.recipe.loss import build_loss
+from zerovision.models.ensemble import Ensemble
+from zerovision.training.base.errors import UserError
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.data.reader import Batch
+from zerovision.training.recipe.class_weights import class_weights
+from zerovision.training.recipe.loss import build_loss
 
 NAMES = ["cat", "dog", "a=b", "owl"]
 COUNTS = [5, 2, 40, 0]  # of no owl is there a training image

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planning.machines import (
+from zerovision.planning.machines import (
     GPUS,
     INTERCONNECTS,
     detect_machine,
@@ -12,9 +12,9 @@ from planning.machines import (
     find_machine,
     gpu_of_device,
 )
-from training.base.control_groups import usable_memory
-from training.base.errors import UserError
-from training.engines.flops import peak_tflops
+from zerovision.training.base.control_groups import usable_memory
+from zerovision.training.base.errors import UserError
+from zerovision.training.engines.flops import peak_tflops
 
 
 @pytest.mark.parametrize(

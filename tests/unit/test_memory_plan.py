@@ -9,13 +9,13 @@ import torch
 from timm.layers import Attention, PatchEmbed
 from torch import nn
 
-from models.activations import LARGEST_KEPT_BYTES, Activations, activations
-from models.dry_run import without_data
-from planning.memory import STATE_RULES, ModelSizes, plan_memory
-from planning.run_workload import sizes_of, workload_of
-from training.config import TrainConfig
-from training.engines.activation_checkpointing import enable_activation_checkpointing
-from training.engines.strategies import ParallelPlan
+from zerovision.models.activations import LARGEST_KEPT_BYTES, Activations, activations
+from zerovision.models.dry_run import without_data
+from zerovision.planning.memory import STATE_RULES, ModelSizes, plan_memory
+from zerovision.planning.run_workload import sizes_of, workload_of
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
+from zerovision.training.engines.strategies import ParallelPlan
 
 PARAMETERS, BUCKET = 1_000_000, 10_000
 SIZES = ModelSizes(

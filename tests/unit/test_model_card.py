@@ -13,18 +13,18 @@ import torch
 from huggingface_hub import ModelCard
 from made_runs import end, epoch
 
-from delivery.calibration import calibration_file
-from delivery.model_card import write_model_card
-from models.build import build_model
-from training.base.atomic_write import write_json
-from training.base.small_files import sha256_of
-from training.checkpoint.weights import load_model, save_weights
-from training.config import TrainConfig
-from training.config.command_line import parse_args
-from training.config.values import OF_ONE_RUN, launch_command
-from training.observe.evaluation import describe_scores, write_scores
-from training.observe.scores import SampleRecorder, sample_losses
-from training.world.world import World
+from zerovision.delivery.calibration import calibration_file
+from zerovision.delivery.model_card import write_model_card
+from zerovision.models.build import build_model
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.small_files import sha256_of
+from zerovision.training.checkpoint.weights import load_model, save_weights
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.config.values import OF_ONE_RUN, launch_command
+from zerovision.training.observe.evaluation import describe_scores, write_scores
+from zerovision.training.observe.scores import SampleRecorder, sample_losses
+from zerovision.training.world.world import World
 
 ENVIRONMENT = {
     "ranks": 8,

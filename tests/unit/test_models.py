@@ -24,15 +24,15 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peers.job import mean_cross_entropy
-from models import MODELS, check_model_name
-from models.build import BuiltModel, build_model, rebuild_model
-from models.cnn_lstm import HAS_BF16
-from models.dry_run import forward_failure
-from models.ensemble import Ensemble
-from models.weights_metadata import METADATA_KEY
 from tests.rounding import assert_same_but_rounding
-from training.base.errors import UserError
-from training.engines.activation_checkpointing import enable_activation_checkpointing
+from zerovision.models import MODELS, check_model_name
+from zerovision.models.build import BuiltModel, build_model, rebuild_model
+from zerovision.models.cnn_lstm import HAS_BF16
+from zerovision.models.dry_run import forward_failure
+from zerovision.models.ensemble import Ensemble
+from zerovision.models.weights_metadata import METADATA_KEY
+from zerovision.training.base.errors import UserError
+from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 
 SMALL_MEMBERS = ("basic_cnn", "mobilenet")
 SMALL_OF_TIMM = "timm:test_efficientnet"  # with mobilenet's names
@@ -554,8 +554,8 @@ def test_contradicting_sources_of_weights():
 
 BUILD_FINETUNED = """
     import os, sys, time
-    from models.build import build_model
-    from training.base.errors import UserError
+    from zerovision.models.build import build_model
+    from zerovision.training.base.errors import UserError
     for prepared in (None, sys.argv[1]):
         if prepared:
             os.rename(prepared, os.path.join(os.environ["HF_HOME"], "hub"))
@@ -681,7 +681,7 @@ def test_airbench_has_the_published_size_and_work():
 @pytest.mark.parametrize("has_bf16", [HAS_BF16, False])
 def test_the_lstm_is_trained_under_autocast_on_any_cpu(has_bf16, monkeypatch):
     """oneDNN has none in bf16 for processors without AVX-512."""
-    monkeypatch.setattr("models.cnn_lstm.HAS_BF16", has_bf16)
+    monkeypatch.setattr("zerovision.models.cnn_lstm.HAS_BF16", has_bf16)
     module = build("cnn_lstm").module.train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = module(torch.randn(2, 3, 32, 32))

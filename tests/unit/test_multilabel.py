@@ -18,27 +18,27 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
 from test_evaluate_predict import ROOT, call
 
-from delivery.audit.audit import audit
-from delivery.export.export_job import ExportSettings
-from delivery.export.export_model import export_model
-from delivery.model_card import write_model_card
-from delivery.report.page import write_report
-from launch.node_launcher import local_ranks_command
 from scripts import evaluate, predict
-from training.base.errors import UserError
-from training.checkpoint.weights import load_model, read_metadata
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
-from training.data import DataOptions, load_data
-from training.data.loader import Loader
-from training.data.reader import Batch
-from training.data.sampler import EvaluationPlan
-from training.observe.multilabel import best_thresholds
-from training.observe.scores import SampleRecorder, ScoreSums, sample_losses
-from training.recipe.loss import build_loss
-from training.run import run as train
-from training.world.network_interfaces import free_port
-from training.world.world import World
+from zerovision.delivery.audit.audit import audit
+from zerovision.delivery.export.export_job import ExportSettings
+from zerovision.delivery.export.export_model import export_model
+from zerovision.delivery.model_card import write_model_card
+from zerovision.delivery.report.page import write_report
+from zerovision.launch.node_launcher import local_ranks_command
+from zerovision.training.base.errors import UserError
+from zerovision.training.checkpoint.weights import load_model, read_metadata
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.sampler import EvaluationPlan
+from zerovision.training.observe.multilabel import best_thresholds
+from zerovision.training.observe.scores import SampleRecorder, ScoreSums, sample_losses
+from zerovision.training.recipe.loss import build_loss
+from zerovision.training.run import run as train
+from zerovision.training.world.network_interfaces import free_port
+from zerovision.training.world.world import World
 
 __all__ = ["call"]  # a fixture
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
@@ -114,7 +114,7 @@ def test_scikit_learn_is_imported_before_the_first_step(tables, tmp_path, monkey
     monkeypatch.setattr(
         importlib, "import_module", lambda name, *rest: imported.append(name) or import_module(name, *rest)
     )
-    monkeypatch.setattr("training.epoch.train_one_epoch", first_step)
+    monkeypatch.setattr("zerovision.training.epoch.train_one_epoch", first_step)
     several = {"data": str(tables["colours"]), "label_column": "colours", "task": task}
     given = several if task == "multilabel" else {"data": "digits"}
     quiet = {"report": False, "tensorboard": False, "progress": "off", "log_dir": str(tmp_path)}

@@ -9,19 +9,19 @@ import deepspeed
 import pytest
 import timm
 
-from delivery.export import FORMATS, PRECISIONS
-from delivery.flags import evaluate_parser, export_parser, predict_parser
-from models import MODELS, check_model_name
-from models.names_elsewhere import FLAGS, VALUES
-from training.base.errors import UserError, nearest
-from training.config import FIELDS, FLAG_OF
-from training.config.command_line import parse_args, training_parser
-from training.config.values import allowed_names
-from training.data import DATASETS
-from training.data.augmentations import AUGMENTATIONS
-from training.engines.strategies import STRATEGIES
-from training.recipe.rules import ALLOWED
-from training.recipe.schedule import SCHEDULES
+from zerovision.delivery.export import FORMATS, PRECISIONS
+from zerovision.delivery.flags import evaluate_parser, export_parser, predict_parser
+from zerovision.models import MODELS, check_model_name
+from zerovision.models.names_elsewhere import FLAGS, VALUES
+from zerovision.training.base.errors import UserError, nearest
+from zerovision.training.config import FIELDS, FLAG_OF
+from zerovision.training.config.command_line import parse_args, training_parser
+from zerovision.training.config.values import allowed_names
+from zerovision.training.data import DATASETS
+from zerovision.training.data.augmentations import AUGMENTATIONS
+from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.recipe.rules import ALLOWED
+from zerovision.training.recipe.schedule import SCHEDULES
 
 
 def told(words: list[str], parse=parse_args) -> str:

@@ -14,17 +14,17 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from tests.recording import Recorder
-from training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
-from training.base.leaves import Leaves
-from training.base.run_logger import Loggers
-from training.data.reader import Batch
-from training.engines.engine import StepResult
-from training.engines.model import synchronize_batchnorm
-from training.engines.model_buffers import ModelBuffers
-from training.engines.precision import DynamicLossScale
-from training.observe.scores import sample_losses
-from training.steps.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
-from training.world.world import World
+from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
+from zerovision.training.base.leaves import Leaves
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.engine import StepResult
+from zerovision.training.engines.model import synchronize_batchnorm
+from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.engines.precision import DynamicLossScale
+from zerovision.training.observe.scores import sample_losses
+from zerovision.training.steps.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
+from zerovision.training.world.world import World
 
 APPLIED, SKIPPED = StepResult(True, 1.0), StepResult(False, float("inf"))
 

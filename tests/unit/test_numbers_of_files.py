@@ -16,14 +16,14 @@ from exports import save_run
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from delivery.evaluate import evaluate
-from delivery.predict import predict
-from models.build import build_model
 from tests.rounding import assert_same_but_rounding
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
-from training.data.reading.image_numbers import read_numbers
-from training.data.reading.images import ImageError
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.predict import predict
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.reading.image_numbers import read_numbers
+from zerovision.training.data.reading.images import ImageError
 
 KINDS = [("uint16", 1), ("uint16", 5), ("float32", 16), ("int16", 3), ("uint8", 7)]
 

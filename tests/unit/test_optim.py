@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from training.base.errors import UserError
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
-from training.recipe.optimizer import (
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.recipe.optimizer import (
     build_optimizer,
     create_state,
     moment_kinds,
     set_applied_steps,
 )
-from training.recipe.schedule import SCHEDULES, build_schedule, schedule_notes
+from zerovision.training.recipe.schedule import SCHEDULES, build_schedule, schedule_notes
 
 CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
 

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 from small_checkpoints import ALONE, newest, write_checkpoint
 
-from models.build import build_model
-from training.base.progress import Progress
-from training.base.run_folder import WEIGHTS, RunFolder
-from training.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from training.checkpoint.weights import save_weights
-from training.config import TrainConfig
-from training.data.sampler import BatchPlan
-from training.observe.best_weights import keep_finished
-from training.other_epochs import before_decay, note_other_epochs
-from training.run import run
+from zerovision.models.build import build_model
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_folder import WEIGHTS, RunFolder
+from zerovision.training.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from zerovision.training.checkpoint.weights import save_weights
+from zerovision.training.config import TrainConfig
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.observe.best_weights import keep_finished
+from zerovision.training.other_epochs import before_decay, note_other_epochs
+from zerovision.training.run import run
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 CONFIG = TrainConfig(schedule="wsd", epochs=20, warmup_epochs=0.5, resume="auto")  # stable for 16 epochs

@@ -9,12 +9,12 @@ import timm
 import torch
 from torch import nn
 
-from models.dry_run import without_data
-from models.errors import UserError
-from training.engines.activation_checkpointing import enable_activation_checkpointing
-from training.engines.pipeline.boundary import layout_of
-from training.engines.pipeline.cuts import balanced_cuts, check_places, deal_members, places_to_cut, trace
-from training.engines.strategies import check_micro_batches
+from zerovision.models.dry_run import without_data
+from zerovision.models.errors import UserError
+from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
+from zerovision.training.engines.pipeline.boundary import layout_of
+from zerovision.training.engines.pipeline.cuts import balanced_cuts, check_places, deal_members, places_to_cut, trace
+from zerovision.training.engines.strategies import check_micro_batches
 
 SIZE = 32  # pixels
 # Of timm's networks: blocks where they can be cut, and modules inside of blocks where they cannot.

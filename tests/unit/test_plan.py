@@ -10,16 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from launch.arguments import check_training, read_arguments
-from launch.before_start import resolve_strategy
-from planning.machines import find_machine
-from planning.plan_command import parse, run
-from planning.plan_output import command_of, describe_filling
-from planning.search import PlannedJob, descend, engines_of, evaluate, filling_batch, fits_nowhere, options, reason
-from training.base.errors import UserError
-from training.base.units import format_bytes
-from training.config import TrainConfig
-from training.out_of_memory import next_rung
+from zerovision.launch.arguments import check_training, read_arguments
+from zerovision.launch.before_start import resolve_strategy
+from zerovision.planning.machines import find_machine
+from zerovision.planning.plan_command import parse, run
+from zerovision.planning.plan_output import command_of, describe_filling
+from zerovision.planning.search import (
+    PlannedJob,
+    descend,
+    engines_of,
+    evaluate,
+    filling_batch,
+    fits_nowhere,
+    options,
+    reason,
+)
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.units import format_bytes
+from zerovision.training.config import TrainConfig
+from zerovision.training.out_of_memory import next_rung
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = PlannedJob(

@@ -8,16 +8,16 @@ import shlex
 
 import pytest
 
-from launch.arguments import check_training, read_arguments
-from planning import run_workload
-from planning.machines import find_machine
-from planning.meshes import recommend
-from planning.plan_command import parse, run
-from planning.plan_output import command_of
-from planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
-from planning.stages import pipeline_of
-from training.base.errors import UserError
-from training.config import TrainConfig
+from zerovision.launch.arguments import check_training, read_arguments
+from zerovision.planning import run_workload
+from zerovision.planning.machines import find_machine
+from zerovision.planning.meshes import recommend
+from zerovision.planning.plan_command import parse, run
+from zerovision.planning.plan_output import command_of
+from zerovision.planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
+from zerovision.planning.stages import pipeline_of
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
 
 CONFIG = TrainConfig(model_type="timm:test_vit", engine="torch", batch_size=16)
 JOB = PlannedJob(CONFIG, find_machine("a100-40gb", 4, "nvlink3+ethernet10"), 4, 1000, 160, 100_000)

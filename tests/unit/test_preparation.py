@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from timm.data import create_transform, resolve_data_config
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from models.build import build_model
-from models.preparation import Preparation, crop_share, differences
-from training.checkpoint.weights import save_weights
-from training.config import TrainConfig
-from training.data import DataOptions, data_options, load_data
-from training.data.augment import evaluation_geometry
-from training.resume import NORMALIZATION, keep_preparation, preparation_of
+from zerovision.models.build import build_model
+from zerovision.models.preparation import Preparation, crop_share, differences
+from zerovision.training.checkpoint.weights import save_weights
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, data_options, load_data
+from zerovision.training.data.augment import evaluation_geometry
+from zerovision.training.resume import NORMALIZATION, keep_preparation, preparation_of
 
 SQUASHED = "timm:convnext_base.fb_in22k_ft_in1k_384"
 PUBLISHED = ["timm:test_vit.r160_in1k", "timm:resnet18", "timm:vgg16", "timm:vit_tiny_patch16_384", SQUASHED]

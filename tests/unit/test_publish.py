@@ -16,11 +16,11 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
-from models.build import build_model
-from models.sides import ImageSize, sides
 from scripts.publish import parse, publish
-from training.checkpoint.weights import load_model, preprocess, save_weights
-from training.config.command_line import run_script
+from zerovision.models.build import build_model
+from zerovision.models.sides import ImageSize, sides
+from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
+from zerovision.training.config.command_line import run_script
 
 TOKEN = "hf_secretsecretsecret"
 
@@ -48,7 +48,7 @@ def published(*words: object) -> tuple[int, str, str, mock.Mock]:
     """Run the script without a network: exit code, output, errors, and what the hub was asked for."""
     hub, output, errors = mock.create_autospec(HfApi, instance=True), io.StringIO(), io.StringIO()
     with (
-        mock.patch("delivery.publish.HfApi", return_value=hub),
+        mock.patch("zerovision.delivery.publish.HfApi", return_value=hub),
         mock.patch.object(huggingface_hub, "get_token", return_value=TOKEN),
         mock.patch("sys.argv", ["publish.py", *map(str, words)]),
         redirect_stdout(output),

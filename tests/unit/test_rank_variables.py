@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from training.base.errors import UserError
-from training.base.settings import REPO_ROOT
-from training.world.launchers import launched_world, line_to_go_on, remember_line
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.settings import REPO_ROOT
+from zerovision.training.world.launchers import launched_world, line_to_go_on, remember_line
 
 ACCELERATE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # 1.15
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}

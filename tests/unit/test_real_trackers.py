@@ -20,11 +20,11 @@ from test_loggers import RUN, STEP
 from test_trackers import run_folder
 
 from tests.training.ranks import free_port
-from training.base.run_folder import WEIGHTS
-from training.config import TrainConfig
-from training.observe.loggers import tracker
-from training.observe.loggers.tracker import TrackerLogger
-from training.run import run
+from zerovision.training.base.run_folder import WEIGHTS
+from zerovision.training.config import TrainConfig
+from zerovision.training.observe.loggers import tracker
+from zerovision.training.observe.loggers.tracker import TrackerLogger
+from zerovision.training.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from benchmarks import record_data, variants
 from benchmarks.record import PRESET, RECORDS, TASKS, make_record, our_command, read_our_log, read_timm_log, summary
 from benchmarks.record_table import BEGIN, END, compared, table, time_ratio, top1_cell
 from benchmarks.variants import STUDIES, ablation_table, marks, run_study, study_folder, zoo_table
-from training.base.errors import UserError
+from zerovision.training.base.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(RECORDS.glob("*/*/record.json"))
@@ -132,7 +132,7 @@ def test_a_variant_is_trained_on_one_kind_of_machine(tmp_path, monkeypatch):
 def test_a_study_goes_on_with_the_preset_that_it_began_with(trained, tmp_path):
     run_study("ablation", tmp_path / "images.npz", 1, ["nothing"])
     preset = study_folder("ablation") / PRESET
-    assert preset.read_text() == (ROOT / "presets" / "fashion-mnist.yaml").read_text()
+    assert preset.read_text() == (ROOT / "zerovision" / "presets" / "fashion-mnist.yaml").read_text()
     preset.write_text(preset.read_text().replace("epochs: 2", "epochs: 3"))
     with pytest.raises(UserError, match=r"has other values than presets/fashion-mnist\.yaml; move the folder away"):
         run_study("ablation", tmp_path / "images.npz", 2, ["nothing"])
@@ -230,7 +230,7 @@ def test_a_broken_record_keeps_what_was_trained_and_goes_on(trained, tmp_path, m
     assert trained[-3:] == ["ours-7.log", "timm-7.log", "ours-8.log"]
     assert "begun" not in json.loads(file.read_text()), "its day is that of the folder's name"
     preset = file.parent / PRESET
-    assert preset.read_text() == (ROOT / "presets" / "digits.yaml").read_text()
+    assert preset.read_text() == (ROOT / "zerovision" / "presets" / "digits.yaml").read_text()
     preset.write_text(preset.read_text().replace("epochs: 7", "epochs: 8"))
     with pytest.raises(UserError, match=r"has other values than presets/digits\.yaml; give another --what\.$"):
         make_record("digits", file.parent, seeds=2, timm_seeds=1, **both)
@@ -329,7 +329,7 @@ def test_a_log_of_timm():
 
 
 def test_the_digits_are_those_of_the_data_set(tmp_path):
-    from training.data import DataOptions, load_data
+    from zerovision.training.data import DataOptions, load_data
 
     np.savez(tmp_path / "digits.npz", **record_data.digits())
     options = {"image_size": 8, "mean": (0,) * 3, "std": (1,) * 3}

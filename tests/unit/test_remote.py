@@ -18,16 +18,16 @@ from made_data import KINDS, SPLIT, make_photos
 from PIL import Image, ImageColor
 from range_server import RangeServer
 
-from delivery.end_of_run import leave_files
 from scripts.train_distributed import train as run_command
-from training.base.errors import FileServerError, UserError
-from training.config import TrainConfig
-from training.data import DataOptions, load_data
-from training.data.loader import Loader
-from training.data.reading import remote, remote_files
-from training.data.reading.remote_files import PieceCache
-from training.data.sampler import build_plan
-from training.run import run
+from zerovision.delivery.end_of_run import leave_files
+from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reading import remote, remote_files
+from zerovision.training.data.reading.remote_files import PieceCache
+from zerovision.training.data.sampler import build_plan
+from zerovision.training.run import run
 
 OVER_HTTP = ("tar", "parquet", "photos/table.csv")
 
@@ -113,7 +113,7 @@ def test_a_server_that_is_killed_and_corrupt_in_mid_run_changes_nothing(
 ):
     """Every range comes wrong, then cut off, then right; and once the server is gone for a moment."""
     if not fits:
-        monkeypatch.setattr("training.data.reading.remote_files.KEPT_SHARE", 0)
+        monkeypatch.setattr("zerovision.training.data.reading.remote_files.KEPT_SHARE", 0)
     of_range: Counter[bytes] = Counter()
 
     def restart() -> None:
@@ -129,7 +129,7 @@ def test_a_server_that_is_killed_and_corrupt_in_mid_run_changes_nothing(
             threading.Thread(target=restart).start()
         return body[: len(body) // 2] if of_range[body] == 2 else body
 
-    monkeypatch.setattr("training.data.reading.remote_files.BLOCK_BYTES", 2**16)
+    monkeypatch.setattr("zerovision.training.data.reading.remote_files.BLOCK_BYTES", 2**16)
     load_data(options(server.url(kind), tmp_path / "cache"))  # makes the index of what has none
     shutil.rmtree(tmp_path / "cache/remote")
     server.change = change
@@ -162,8 +162,8 @@ def cut(body: bytes) -> bytes:
 def test_what_stays_broken_ends_with_one_line_that_names_the_shard(
     server, kinds, tmp_path, impatient, fault, error, words, monkeypatch
 ):
-    monkeypatch.setattr("training.data.reading.remote_files.BLOCK_BYTES", 2**14)
-    monkeypatch.setattr("training.data.reading.remote_files.PAGE_BYTES", 2**14)
+    monkeypatch.setattr("zerovision.training.data.reading.remote_files.BLOCK_BYTES", 2**14)
+    monkeypatch.setattr("zerovision.training.data.reading.remote_files.PAGE_BYTES", 2**14)
     server.root = Path(shutil.copytree(kinds / "tar", tmp_path / "tar"))
     for index in server.root.glob("*.json"):
         index.unlink()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, START, end, epoch, event, make_run, step
 
-from delivery.report.charts import Line, draw, thin
-from delivery.report.incidents import find_incidents
-from delivery.report.per_class import class_table, confusion, sample_images
-from delivery.report.run_facts import (
+from zerovision.delivery.report.charts import Line, draw, thin
+from zerovision.delivery.report.incidents import find_incidents
+from zerovision.delivery.report.per_class import class_table, confusion, sample_images
+from zerovision.delivery.report.run_facts import (
     SILENT_SECONDS,
     command_of,
     differences,
@@ -23,8 +23,8 @@ from delivery.report.run_facts import (
     settings,
     time_breakdown,
 )
-from delivery.report.run_files import History, count_global_batch, read_run
-from delivery.report.training_curves import single_run_charts
+from zerovision.delivery.report.run_files import History, count_global_batch, read_run
+from zerovision.delivery.report.training_curves import single_run_charts
 
 
 def history_of(lines) -> History:

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, event, make_run, step
 
-from delivery.report import formatting
-from delivery.report.page import TEMPLATE, watch, write_report
-from delivery.report.run_files import read_history
-from delivery.report.training_curves import rate_search_chart
-from training.auto_learning_rate import describe_search
-from training.base.errors import UserError
-from training.base.run_folder import LEARNING_RATE
+from zerovision.delivery.report import formatting
+from zerovision.delivery.report.page import TEMPLATE, watch, write_report
+from zerovision.delivery.report.run_files import read_history
+from zerovision.delivery.report.training_curves import rate_search_chart
+from zerovision.training.auto_learning_rate import describe_search
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import LEARNING_RATE
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_PAGE_BYTES = 2_000_000

@@ -12,24 +12,24 @@ from small_checkpoints import ALONE
 from timm.optim import Muon, create_optimizer_v2, list_optimizers, muon
 from torch import nn
 
-from models.build import build_model
 from tests.rounding import assert_same_but_rounding
-from training.base.errors import UserError
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
-from training.engines.build_engine import build_engine
-from training.engines.deepspeed_config import read_strategy_json
-from training.engines.engine import EngineSetup
-from training.engines.strategies import STRATEGIES, plan_of
-from training.recipe.composite import rules_of
-from training.recipe.optimizer import (
+from zerovision.models.build import build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.engine import EngineSetup
+from zerovision.training.engines.strategies import STRATEGIES, plan_of
+from zerovision.training.recipe.composite import rules_of
+from zerovision.training.recipe.optimizer import (
     build_optimizer,
     create_state,
     moment_kinds,
     moments_of,
     set_applied_steps,
 )
-from training.recipe.rules import (
+from zerovision.training.recipe.rules import (
     ALLOWED,
     ELEMENT_WISE,
     MATRIX_RULES,
@@ -38,7 +38,7 @@ from training.recipe.rules import (
     SQUARED_DECAY,
     WHOLE_PARAMETER,
 )
-from training.setup import set_up_engine
+from zerovision.training.setup import set_up_engine
 
 CONFIG = TrainConfig(learning_rate=0.01, weight_decay=0.05)
 

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from training.base.errors import AnotherStartNeededError, UserError
-from training.base.run_lock import LOCK, Origin, lock_run
-from training.config import TrainConfig
-from training.observe.new_run import create_run_folder
+from zerovision.training.base.errors import AnotherStartNeededError, UserError
+from zerovision.training.base.run_lock import LOCK, Origin, lock_run
+from zerovision.training.config import TrainConfig
+from zerovision.training.observe.new_run import create_run_folder
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import os, sys
 from pathlib import Path
-from training.base.run_lock import Origin, lock_run
+from zerovision.training.base.run_lock import Origin, lock_run
 held = lock_run(Path(sys.argv[1]), Origin.of(os.environ), wait_s=0)
 print("held", flush=True)
 sys.stdin.read()
@@ -157,7 +157,7 @@ def test_a_full_disk_refuses_a_new_run_and_lets_a_restart_be_tried_again(tmp_pat
     def write(*_) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("training.observe.new_run.check_renames", write)
+    monkeypatch.setattr("zerovision.training.observe.new_run.check_renames", write)
     config = TrainConfig(run_name="digits", log_dir=str(tmp_path))
     with pytest.raises(error, match=rf"^--log-dir {tmp_path}: cannot be written \(No space left on device\)[.;] "):
         create_run_folder(config, Origin("launch", restarts=restarts))

@@ -8,10 +8,10 @@ import json
 import pytest
 from torch import nn
 
-from delivery.end_of_run import count_evaluation, prediction_line
-from models.activations import LARGEST_KEPT_BYTES
-from planning.plan_command import parse
-from planning.run_memory import (
+from zerovision.delivery.end_of_run import count_evaluation, prediction_line
+from zerovision.models.activations import LARGEST_KEPT_BYTES
+from zerovision.planning.plan_command import parse
+from zerovision.planning.run_memory import (
     ALLOCATOR_SLACK,
     FSDP2_BYTES,
     FSDP2_COPIES,
@@ -22,10 +22,10 @@ from planning.run_memory import (
     predict_run,
     write_prediction,
 )
-from planning.search import evaluate
-from training.base.run_folder import METRICS, PREDICTION
-from training.config import TrainConfig
-from training.observe.environment import RunFacts
+from zerovision.planning.search import evaluate
+from zerovision.training.base.run_folder import METRICS, PREDICTION
+from zerovision.training.config import TrainConfig
+from zerovision.training.observe.environment import RunFacts
 
 OF_TIMM = ["--model-type=timm:test_resnet"]
 
@@ -124,7 +124,7 @@ def test_malloc_keeps_a_share_of_what_fsdp2_gathers_and_sends(facts):
 
 def test_what_the_evaluation_at_the_end_took_counts_as_measured(tmp_path, monkeypatch):
     """Of rank 0, which does it; not where the tensors of a GPU are compared."""
-    monkeypatch.setattr("delivery.end_of_run.peak_memory", lambda device: 1200)
+    monkeypatch.setattr("zerovision.delivery.end_of_run.peak_memory", lambda device: 1200)
     (tmp_path / METRICS).write_text(json.dumps({"kind": "end", "memory_bytes_per_rank": [1000, 1100]}) + "\n")
     for process, ratio in ((500, "1.2 kB measured, ratio 0.67"), (0, "1.1 kB measured, ratio 0.73")):
         (tmp_path / PREDICTION).write_text(json.dumps({"memory_bytes": {"peak": 800, "process": process}}))

@@ -12,18 +12,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from delivery.end_of_run import leave_files
-from delivery.evaluate import evaluate
-from delivery.model_card import write_model_card
-from delivery.report.page import write_report
-from planning.data_check import check_data
-from training.config import TrainConfig
-from training.data import DataOptions, load_data
-from training.data.duplicates import find_duplicates
-from training.data.image_list import ListedImage, TrainedImages, describe_change, list_images, read_image_list
-from training.data.loader import Loader
-from training.data.sampler import BatchPlan
-from training.run import run
+from zerovision.delivery.end_of_run import leave_files
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.model_card import write_model_card
+from zerovision.delivery.report.page import write_report
+from zerovision.planning.data_check import check_data
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.duplicates import find_duplicates
+from zerovision.training.data.image_list import (
+    ListedImage,
+    TrainedImages,
+    describe_change,
+    list_images,
+    read_image_list,
+)
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.run import run
 
 CLASSES = ("a", "b")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.rounding import assert_same_but_rounding
-from training.data.reader import Batch
-from training.observe.sample_history import HISTORY, MOST_EPOCHS, SampleHistory, mean_probabilities
-from training.world.world import World
+from zerovision.training.data.reader import Batch
+from zerovision.training.observe.sample_history import HISTORY, MOST_EPOCHS, SampleHistory, mean_probabilities
+from zerovision.training.world.world import World
 
 IMAGES, CLASSES, EPOCHS = 40, 3, 2  # of three classes the two probabilities that are kept tell the third
 LABELS = torch.arange(IMAGES) % CLASSES

@@ -12,8 +12,8 @@ from scipy.stats import chisquare
 from sklearn.utils.class_weight import compute_sample_weight
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from training.data.randomness import COPY
-from training.data.sampler import BatchPlan, EvaluationPlan
+from zerovision.training.data.randomness import COPY
+from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
 
 SHAPES = [
     (samples, batch, accumulation, world)

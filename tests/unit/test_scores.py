@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from training.observe.scores import LOSS_UNIT, ScoreSums
-from training.world.world import World
+from zerovision.training.observe.scores import LOSS_UNIT, ScoreSums
+from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 

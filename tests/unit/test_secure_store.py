@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.training.ranks import ROOT, free_port
-from training.base.errors import UserError
-from training.base.heartbeat import SECRET_VARIABLE
-from training.world.secure_store import ANSWER, _listen, authenticate, open_store
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.heartbeat import SECRET_VARIABLE
+from zerovision.training.world.secure_store import ANSWER, _listen, authenticate, open_store
 
 PATIENCE = datetime.timedelta(seconds=30)
 
@@ -121,7 +121,8 @@ def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):
         "sys.exit(3)\n"
     )
     code = (
-        "import sys; from launch.restart_policy import Adaptation; from launch.single_node import supervise;"
+        "import sys; from zerovision.launch.restart_policy import Adaptation;"
+        "from zerovision.launch.single_node import supervise;"
         "sys.exit(supervise(lambda _: sys.argv[1:], {}, 5.0, 1, Adaptation([], 1, has_gpus=False)))"
     )
     supervisor = [sys.executable, "-c", code, sys.executable, str(program)]
@@ -137,9 +138,9 @@ def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):
 
 RANK = """
 import sys
-from training.world.collectives import gather_objects
-from training.world.world import start_world, stop_world
-from training.world.exchange import text
+from zerovision.training.world.collectives import gather_objects
+from zerovision.training.world.world import start_world, stop_world
+from zerovision.training.world.exchange import text
 world = start_world()
 print("ranks", gather_objects(sys.argv[1], text, world), flush=True)
 stop_world()

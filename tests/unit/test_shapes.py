@@ -16,17 +16,17 @@ from made_data import train_loader
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from delivery.activation_map import _as_map
-from delivery.evaluate import evaluate
-from delivery.predict import predict
-from models.build import build_model
-from models.dry_run import training_flops, without_data
-from models.errors import UserError
-from models.timm_models import adapt_weights, timm_size
 from tests.rounding import assert_same_but_rounding
-from training.config.command_line import parse_args
-from training.data import DataOptions, load_data
-from training.data.augment import evaluation_geometry
+from zerovision.delivery.activation_map import _as_map
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.predict import predict
+from zerovision.models.build import build_model
+from zerovision.models.dry_run import training_flops, without_data
+from zerovision.models.errors import UserError
+from zerovision.models.timm_models import adapt_weights, timm_size
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.augment import evaluation_geometry
 
 ARRAYS = DataOptions(image_size="16x24", augmentation="shift_flip")
 COLOUR = [0.2, 0.4, 0.6]

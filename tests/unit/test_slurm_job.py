@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 
-from launch.slurm import job as job_module
-from launch.slurm.arguments import Job, training_arguments
-from launch.slurm.job import JobRecord, JobState, what_follows
-from training.base.errors import UserError
+from zerovision.launch.slurm import job as job_module
+from zerovision.launch.slurm.arguments import Job, training_arguments
+from zerovision.launch.slurm.job import JobRecord, JobState, what_follows
+from zerovision.training.base.errors import UserError
 
 ARGUMENTS = ["--model-type=mobilenet", "--strategy=ddp"]
 JOB = Job("77", "77", None, 0, 2, "node[01-02]", 8)

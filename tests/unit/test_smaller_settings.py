@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import node_run
-from launch.launch_folder import HeartbeatFolder
-from launch.node_launcher import NodeLauncher
-from launch.node_run import Ending
-from launch.process_tree import Launch
-from launch.rank_monitor import Death
-from launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
-from training.base.control_groups import oom_kills
-from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
-from training.out_of_memory import advise, is_out_of_memory, next_rung
+from zerovision.launch import node_run
+from zerovision.launch.launch_folder import HeartbeatFolder
+from zerovision.launch.node_launcher import NodeLauncher
+from zerovision.launch.node_run import Ending
+from zerovision.launch.process_tree import Launch
+from zerovision.launch.rank_monitor import Death
+from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
+from zerovision.training.base.control_groups import oom_kills
+from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.out_of_memory import advise, is_out_of_memory, next_rung
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GPUS, CPUS = {"has_gpus": True}, {"has_gpus": False}

@@ -13,12 +13,12 @@ import torch
 from exports import IMAGE_SIZE, ROOT, run_export, save_run
 from PIL import Image
 
-from delivery.predict import predict
-from models.build import build_model
 from tests.rounding import assert_same_but_rounding
-from training.checkpoint.weights import preprocess, read_metadata
-from training.data import DataOptions, load_data
-from training.data.reading.model_input import ModelInput
+from zerovision.delivery.predict import predict
+from zerovision.models.build import build_model
+from zerovision.training.checkpoint.weights import preprocess, read_metadata
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.reading.model_input import ModelInput
 
 # What a network that is as sensitive as ours makes of it; without AVX2 a tenth of the pixels is off, up to 1.1e-2.
 ONE_LEVEL_HERE_AND_THERE = 2e-2

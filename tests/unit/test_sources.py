@@ -13,22 +13,22 @@ import pytest
 import torch
 from PIL import Image
 
-from delivery.evaluate import evaluate
-from delivery.predict import Prediction
-from delivery.prediction_output import write_predictions
-from models.build import build_model
-from planning.data_check import check_data
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.made_data import KINDS, SPLIT, make_photos, write_csv
-from training.base.errors import UserError
-from training.base.small_files import as_given, inert
-from training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
-from training.data.loader import Loader
-from training.data.reading.boxes import decode_box
-from training.data.reading.decode import decode_exact, make_decoder
-from training.data.sampler import BatchPlan
-from training.recipe.loss import build_loss
-from training.recipe.settings import RecipeSettings
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.predict import Prediction
+from zerovision.delivery.prediction_output import write_predictions
+from zerovision.models.build import build_model
+from zerovision.planning.data_check import check_data
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.small_files import as_given, inert
+from zerovision.training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reading.boxes import decode_box
+from zerovision.training.data.reading.decode import decode_exact, make_decoder
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.recipe.loss import build_loss
+from zerovision.training.recipe.settings import RecipeSettings
 
 
 @pytest.fixture(scope="module")

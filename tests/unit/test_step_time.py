@@ -7,19 +7,19 @@ import json
 
 import pytest
 
-from planning.machines import Interconnect, find_machine
-from planning.plan_command import parse, read_counts, run
-from planning.plan_output import what_the_batch_does
-from planning.run_workload import workload_of
-from planning.search import PlannedJob, evaluate, step_of
-from planning.step_time import ADAMW_PASSES, GPU, MESSAGE_BYTES, estimate_step, exposed_s
-from training.base.errors import UserError
-from training.config import TrainConfig
-from training.engines.strategies import ParallelPlan, plan_of
+from zerovision.planning.machines import Interconnect, find_machine
+from zerovision.planning.plan_command import parse, read_counts, run
+from zerovision.planning.plan_output import what_the_batch_does
+from zerovision.planning.run_workload import workload_of
+from zerovision.planning.search import PlannedJob, evaluate, step_of
+from zerovision.planning.step_time import ADAMW_PASSES, GPU, MESSAGE_BYTES, estimate_step, exposed_s
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.strategies import ParallelPlan, plan_of
 
 LINK = Interconnect("made-up", 1e-5, 1e9, "", achieved_share=1)
 MACHINE = dataclasses.replace(find_machine("h100", 8), inside=LINK, between=dataclasses.replace(LINK, latency_s=2e-5))
-PUBLISHED = [  # images/s in training, as the docstring of planning/step_time.py says
+PUBLISHED = [  # images/s in training, as the docstring of zerovision/planning/step_time.py says
     ("rtx3090", "timm:mobilenetv3_large_100", 2732),
     ("rtx3090", "timm:mobilenetv2_100", 2313),
     ("rtx3090", "timm:efficientnet_b0", 1752),
@@ -157,7 +157,7 @@ def test_a_measured_step_takes_the_place_of_the_estimated_one(monkeypatch, capsy
     words = ["--model-type", "basic_cnn", "--num-gpus", "2", "--image-size", "32", "--batch-size", "4", "--json"]
     request = parse(words, None)
     estimated = evaluate(request.job, request.job.config).step
-    monkeypatch.setattr("planning.step_time.STEPS", 2)
+    monkeypatch.setattr("zerovision.planning.step_time.STEPS", 2)
     assert run(parse([*words, "--measure"], None)) == 0
     best = json.loads(capsys.readouterr().out)
     assert best["compute_scale"] > 0

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from training.base.errors import UserError
-from training.config import FLAG_OF
-from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
-from training.engines.deepspeed_schema import (
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import FLAG_OF
+from zerovision.training.engines.deepspeed_config import deepspeed_config, read_strategy_json
+from zerovision.training.engines.deepspeed_schema import (
     OWNED_BY_COMMAND_LINE,
     SCHEMA,
     check_deepspeed_json,
 )
-from training.engines.strategies import STRATEGIES
+from zerovision.training.engines.strategies import STRATEGIES
 
 VALUES = {"batch_size_per_rank": 16, "accumulation_steps": 4, "gradient_clipping": 0.5}
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from training.engines.summation_tree import TreeNode, add_nodes, join, plan_segment
+from zerovision.training.engines.summation_tree import TreeNode, add_nodes, join, plan_segment
 
 SHARINGS = [(leaves, ranks) for leaves in range(1, 41) for ranks in range(1, leaves + 1) if leaves % ranks == 0]
 

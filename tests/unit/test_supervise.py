@@ -19,16 +19,23 @@ import psutil
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from launch import node_run
-from launch.launch_folder import HeartbeatFolder
-from launch.node_launcher import NodeLauncher
-from launch.node_run import FINAL_CODES, NodeRun
-from launch.process_tree import MARK, Launch, code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
-from launch.rank_monitor import Death, RankMonitor, main_thread
-from launch.restart_policy import RestartPolicy, signal_within
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
-from training.engines.deepspeed_engine import _sign_build_locks
-from training.world.network_interfaces import free_port
+from zerovision.launch import node_run
+from zerovision.launch.launch_folder import HeartbeatFolder
+from zerovision.launch.node_launcher import NodeLauncher
+from zerovision.launch.node_run import FINAL_CODES, NodeRun
+from zerovision.launch.process_tree import (
+    MARK,
+    Launch,
+    code_of_zombie,
+    is_alive,
+    remove_stale_build_locks,
+    shell_exit_code,
+)
+from zerovision.launch.rank_monitor import Death, RankMonitor, main_thread
+from zerovision.launch.restart_policy import RestartPolicy, signal_within
+from zerovision.training.engines.deepspeed_engine import _sign_build_locks
+from zerovision.training.world.network_interfaces import free_port
 
 NO_RESTART = ("--max-restarts", "0")
 END_SECONDS = 120  # for an end that takes a few seconds on a machine with nothing else to do

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import sweep as sweeps
-from launch.sweep import Sweep, prepare
-from launch.sweep_table import best_trial, rows_of, write_table
 from scripts.sweep import parse
-from training.base.errors import UserError
+from zerovision.launch import sweep as sweeps
+from zerovision.launch.sweep import Sweep, prepare
+from zerovision.launch.sweep_table import best_trial, rows_of, write_table
+from zerovision.training.base.errors import UserError
 
 WORDS = ("basic_cnn", "ddp", "1", "32", "9", "--data", "digits")
 # A launcher that trains to a top-1 that its rate decides, saves on SIGTERM and goes on from there.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
-from training.data.augment import evaluation_geometry, evaluation_transform
-from training.data.values import BYTES
+from zerovision.training.data.augment import evaluation_geometry, evaluation_transform
+from zerovision.training.data.values import BYTES
 
 RESIZES_BYTES = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 SIZES = [(36, 32), (48, 48), (40, 44)]  # resize_size, image_size

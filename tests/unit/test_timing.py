@@ -20,33 +20,33 @@ from torch.autograd import DeviceType
 
 from tests.recording import Recorder
 from tests.training.engine_ranks import loop_context
-from training.base.progress import Progress
-from training.base.run_logger import Loggers
-from training.base.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
-from training.checkpoint.restore import TrainState
-from training.data.reader import Batch
-from training.data.sampler import BatchPlan
-from training.engines.deepspeed_engine import TimedBackend
-from training.engines.engine import StepResult
-from training.engines.flops import TrainingFlops, peak_tflops
-from training.engines.model import _SumOverRanks
-from training.engines.model_buffers import ModelBuffers
-from training.loop import train_one_epoch
-from training.observe import slow_ranks
-from training.observe.profiler import StepProfiler, costliest_operators
-from training.observe.scores import ScoreSums
-from training.observe.slow_ranks import SlowRankDetector, work_seconds
-from training.observe.step_metrics import LogPace, Timing, device_use
-from training.world.collectives import (
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
+from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines.deepspeed_engine import TimedBackend
+from zerovision.training.engines.engine import StepResult
+from zerovision.training.engines.flops import TrainingFlops, peak_tflops
+from zerovision.training.engines.model import _SumOverRanks
+from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe import slow_ranks
+from zerovision.training.observe.profiler import StepProfiler, costliest_operators
+from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.observe.slow_ranks import SlowRankDetector, work_seconds
+from zerovision.training.observe.step_metrics import LogPace, Timing, device_use
+from zerovision.training.world.collectives import (
     barrier,
     broadcast_object,
     copy_from_main,
     gather_objects,
     sum_over_ranks,
 )
-from training.world.exchange import text
-from training.world.signals import StopRequest
-from training.world.world import World
+from zerovision.training.world.exchange import text
+from zerovision.training.world.signals import StopRequest
+from zerovision.training.world.world import World
 
 
 class Steps:

@@ -17,14 +17,14 @@ from PIL import Image
 from test_loggers import EPOCH, RUN, STEP, full
 
 from tests.training.commands import launch
-from training.base.errors import UserError
-from training.base.run_folder import EVALUATION, REPORT, WEIGHTS, RunFolder
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
-from training.observe import loggers
-from training.observe.loggers import tracker
-from training.observe.loggers.tracker import TrackerLogger
-from training.run import run
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import EVALUATION, REPORT, WEIGHTS, RunFolder
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.observe import loggers
+from zerovision.training.observe.loggers import tracker
+from zerovision.training.observe.loggers.tracker import TrackerLogger
+from zerovision.training.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = """
@@ -230,8 +230,8 @@ def test_what_a_tracker_raises_is_one_line(fake, tmp_path, monkeypatch, capfd, d
 def test_a_killed_trainer_leaves_a_killed_run_and_no_process(fake, tmp_path):
     folder = run_folder(tmp_path)
     program = (
-        "import os, sys, time; from pathlib import Path; from training.base.run_folder import RunFolder\n"
-        "from training.observe.loggers.tracker import TrackerLogger\n"
+        "import os, sys, time; from pathlib import Path; from zerovision.training.base.run_folder import RunFolder\n"
+        "from zerovision.training.observe.loggers.tracker import TrackerLogger\n"
         f"logger = TrackerLogger('wandb', RunFolder(Path({str(folder.log_dir)!r}), 'digits'), {{}}, 0)\n"
         "logger.event('resume', {'step': 4, 'restarts': 1})\n"
         f"while not os.path.exists({str(tmp_path / 'calls')!r}): time.sleep(0.01)\n"

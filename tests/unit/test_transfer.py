@@ -8,12 +8,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.data import DataOptions
-from training.data.augmentations import AUGMENTATIONS, Augmentation
-from training.data.batch_transforms import BatchTransforms
-from training.data.mixing import Mixing
-from training.data.transfer import to_device
-from training.observe.scores import SampleRecorder
+from zerovision.training.data import DataOptions
+from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation
+from zerovision.training.data.batch_transforms import BatchTransforms
+from zerovision.training.data.mixing import Mixing
+from zerovision.training.data.transfer import to_device
+from zerovision.training.observe.scores import SampleRecorder
 
 BATCH, SIZE = 4, 8
 GPU = torch.device("cuda", 0)

@@ -16,23 +16,23 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
 
-from models.build import BuiltModel, build_model
-from models.whole_input import WholeInputConv2d
-from training.base.errors import UserError
-from training.base.leaves import Leaves
-from training.checkpoint.manifest import frozen_name, read_manifest
-from training.checkpoint.weights import save_weights
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
-from training.config.file import read_config_file
-from training.engines.deepspeed_config import read_strategy_json
-from training.engines.model_buffers import ModelBuffers
-from training.recipe import read_tune
-from training.recipe.optimizer import build_optimizer
-from training.recipe.tuning import Adapters, BackboneFreezer, tune
-from training.run import run
-from training.setup import set_up_engine
-from training.world.world import World
+from zerovision.models.build import BuiltModel, build_model
+from zerovision.models.whole_input import WholeInputConv2d
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.leaves import Leaves
+from zerovision.training.checkpoint.manifest import frozen_name, read_manifest
+from zerovision.training.checkpoint.weights import save_weights
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.config.file import read_config_file
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.recipe import read_tune
+from zerovision.training.recipe.optimizer import build_optimizer
+from zerovision.training.recipe.tuning import Adapters, BackboneFreezer, tune
+from zerovision.training.run import run
+from zerovision.training.setup import set_up_engine
+from zerovision.training.world.world import World
 
 IMAGE_SIZE = 32
 PREPROCESSING = {
@@ -320,7 +320,7 @@ def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrai
         size = "--image-size 224 --image-channels 3"
         overlay = {"file": path, "num_classes": 3, "url": "", "hf_hub_id": None}
         create = functools.partial(timm.create_model, pretrained_cfg_overlay=overlay)
-        monkeypatch.setattr("models.timm_models.timm.create_model", create)
+        monkeypatch.setattr("zerovision.models.timm_models.timm.create_model", create)
     with pytest.raises(UserError, match=size) as caught:
         build_model(
             f"timm:{name}", num_classes=3, image_size=96, pretrained=pretrained, weights="" if pretrained else path
@@ -333,7 +333,7 @@ def test_published_weights_that_are_resampled_are_told(tmp_path, monkeypatch):
     save_file(timm.create_model(name, num_classes=3).state_dict(), file)
     overlay = {"file": str(file), "num_classes": 3, "url": "", "hf_hub_id": None}
     create = functools.partial(timm.create_model, pretrained_cfg_overlay=overlay)
-    monkeypatch.setattr("models.timm_models.timm.create_model", create)
+    monkeypatch.setattr("zerovision.models.timm_models.timm.create_model", create)
     told = f"timm:{name}: adapted from images of 224 pixels to 96"
     for size in (96, 224):
         notes = build_model(f"timm:{name}", num_classes=3, image_size=size, pretrained=True).notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.base.units import format_bytes, format_duration, plural
+from zerovision.training.base.units import format_bytes, format_duration, plural
 
 DURATIONS = {
     0: "0 s",

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from training.base.settings import PRESETS
-from training.config import TrainConfig
-from training.config.check import USED, note_unused_flags
-from training.config.command_line import parse_args
+from zerovision.training.base.settings import PRESETS
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.check import USED, note_unused_flags
+from zerovision.training.config.command_line import parse_args
 
 MUON, STEP, PAIRS = {"optimizer": "muon"}, {"schedule": "step"}, {"batch_size": 2}
 CASES = {  # a value, and what gives it an effect

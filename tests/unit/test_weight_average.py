@@ -12,17 +12,17 @@ from timm.optim import Lookahead, create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from delivery.evaluate import evaluate
 from tests.rounding import ROUNDING, assert_same_but_rounding
-from training.config import TrainConfig
-from training.engines.build_engine import build_engine
-from training.engines.engine import Engine, EngineSetup
-from training.engines.model_buffers import AVERAGE
-from training.engines.parameter_shards import gather_weights
-from training.engines.strategies import plan_of
-from training.recipe.optimizer import build_optimizer
-from training.run import run
-from training.steps.weight_average import EMA, WeightAverages, ema_decay_at
+from zerovision.delivery.evaluate import evaluate
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.engine import Engine, EngineSetup
+from zerovision.training.engines.model_buffers import AVERAGE
+from zerovision.training.engines.parameter_shards import gather_weights
+from zerovision.training.engines.strategies import plan_of
+from zerovision.training.recipe.optimizer import build_optimizer
+from zerovision.training.run import run
+from zerovision.training.steps.weight_average import EMA, WeightAverages, ema_decay_at
 
 DECAY = 0.7  # reached at the seventh step
 STEPS = 8

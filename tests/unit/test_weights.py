@@ -16,11 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-import training.checkpoint.weights
-from models.build import build_model, rebuild_model, tensor_mismatch
-from training.base.errors import UserError
-from training.checkpoint.weights import load_model, preprocess, read_metadata, save_weights
-from training.data.augment import evaluation_transform
+import zerovision.training.checkpoint.weights
+from zerovision.models.build import build_model, rebuild_model, tensor_mismatch
+from zerovision.training.base.errors import UserError
+from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, save_weights
+from zerovision.training.data.augment import evaluation_transform
 
 CLASS_NAMES = ["null", "eins", "zwei", "drei", "四"]
 PREPROCESSING = {
@@ -118,7 +118,7 @@ def test_weights_that_share_no_memory_are_written_without_a_copy(tmp_path, monke
         written.update(tensors)
         save_file(tensors, *words, **facts)
 
-    monkeypatch.setattr("training.checkpoint.weights.save_file", write)
+    monkeypatch.setattr("zerovision.training.checkpoint.weights.save_file", write)
     save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing={})
     assert {name for name in state if written[name].data_ptr() == state[name].data_ptr()} == {"whole"}
 
@@ -131,7 +131,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(training.checkpoint.weights, "save_file", full_disk)
+    monkeypatch.setattr(zerovision.training.checkpoint.weights, "save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
         save(tmp_path / "model.safetensors", "basic_cnn")
     assert (tmp_path / "model.safetensors").read_bytes() == before

@@ -8,10 +8,10 @@ from timm.layers import ScaledStdConv2d
 from torch import nn
 from torch.nn import functional
 
-from models.build import BuiltModel, build_model
-from training.base.errors import UserError
-from training.data import DataOptions, load_data
-from training.recipe.whitening import EPSILON, whiten_stem, whitening_filters
+from zerovision.models.build import BuiltModel, build_model
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.recipe.whitening import EPSILON, whiten_stem, whitening_filters
 
 SIZE = (3, 3)
 

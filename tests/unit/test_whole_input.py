@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.dry_run import without_data
-from models.timm_models import create
-from models.whole_input import WholeInputConv2d
 from tests.rounding import assert_same_but_rounding
+from zerovision.models.dry_run import without_data
+from zerovision.models.timm_models import create
+from zerovision.models.whole_input import WholeInputConv2d
 
 KERNEL_SIZE, CHANNELS = 3, 4
 SIZES = pytest.mark.parametrize("size", [KERNEL_SIZE, KERNEL_SIZE + 2], ids=["its-whole-input", "larger-input"])

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.base.errors import UserError, known_failure
-from training.base.helper_processes import current_folder_kept_out
-from training.data import workers
-from training.world.world import World
+from zerovision.training.base.errors import UserError, known_failure
+from zerovision.training.base.helper_processes import current_folder_kept_out
+from zerovision.training.data import workers
+from zerovision.training.world.world import World
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 ALONE, TWO = (World(0, 0, size, size, torch.device("cpu")) for size in (1, 2))
@@ -43,7 +43,7 @@ def test_a_script_without_a_main_guard_runs_in_no_worker(tmp_path, start):
     """And its soft limit of open files is raised to the hard one."""
     (tmp_path / "script.py").write_text(
         "import resource\n"
-        "from training.data import workers\n"
+        "from zerovision.training.data import workers\n"
         "print('script', flush=True)\n"
         "workers._PRELOADED_MODULES.clear()\n"
         "worker = workers.worker_context().Process(target=print, args=('worker',))\n"

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-import training.data.device
+import zerovision.training.data.device
 from tests.gpu.pretended.garbage import replace
-from training.steps.epoch_observer import TimedEngine
+from zerovision.training.steps.epoch_observer import TimedEngine
 
 
 def item_in_the_step() -> None:
@@ -28,7 +28,11 @@ def item_in_the_step() -> None:
 
 def copy_that_is_not_pinned() -> None:
     """Copy batches from pageable memory: `non_blocking` keeps PyTorch silent, and yet the driver holds up the host."""
-    replace(training.data.device, "to_device", lambda _: lambda tensor, device: tensor.to(device, non_blocking=True))
+    replace(
+        zerovision.training.data.device,
+        "to_device",
+        lambda _: lambda tensor, device: tensor.to(device, non_blocking=True),
+    )
 
 
 def labels_on_the_cpu() -> None:
@@ -45,7 +49,7 @@ def _change_batches(change: Callable[[Any, Any], Any]) -> None:
     def changing(transformed: Callable[..., Any]) -> Callable[..., Any]:
         return lambda batch, *others: change(batch, transformed(batch, *others))
 
-    replace(training.data.device, "_transformed", changing)
+    replace(zerovision.training.data.device, "_transformed", changing)
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -62,9 +62,9 @@ def mend_deepspeed() -> None:
 
 def mend_project() -> None:
     """Keep the project from garbage."""
-    import training.epoch
-    from training.engines import cuda_graphs, engine
-    from training.steps.nonfinite_steps import NonFiniteGuard
+    import zerovision.training.epoch
+    from zerovision.training.engines import cuda_graphs, engine
+    from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 
     # Whether the gradient is finite is computed on the GPU. An engine that reads it would skip updates; one that leaves
     # it there has the run end after many "skipped" steps.
@@ -73,5 +73,5 @@ def mend_project() -> None:
     # What a recorded network computes is compared with what it computes otherwise.
     replace(cuda_graphs, "_difference", does(None))
     # So are losses and scores: the run would "diverge", or write scores of classes that do not exist.
-    replace(training.epoch, "find_divergence", does(None))
-    replace(training.epoch, "write_best", does(lambda: None))
+    replace(zerovision.training.epoch, "find_divergence", does(None))
+    replace(zerovision.training.epoch, "write_best", does(lambda: None))

@@ -18,9 +18,9 @@ from scripts import train_distributed
 from tests.gpu.pretended.faults import FAULTS
 from tests.gpu.pretended.garbage import replace
 from tests.gpu.pretended.watch import Watch, launches
-from training.config.command_line import run_script
-from training.steps.epoch_observer import EpochObserver
-from training.world.world import start_world
+from zerovision.training.config.command_line import run_script
+from zerovision.training.steps.epoch_observer import EpochObserver
+from zerovision.training.world.world import start_world
 
 # One short epoch of 20 steps, without what has nothing to do with a step.
 FLAGS = "--epochs 1 --data digits --log-every-steps 1000 --tensorboard false --report false"

@@ -1,6 +1,6 @@
 """Runs jobs on pretended GPUs: reads them as lines of JSON, forks ranks for each, answers with lines of JSON.
 
-Most of a short training would be its imports: the ranks are forked from this process, as `launch/local_ranks.py` does
+Most of a short training would be its imports: the ranks are forked from this process, as `launch.local_ranks` does
 it. It is started with the variables of `library.environment`; nothing in it may use CUDA before a fork.
 """
 
@@ -22,14 +22,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch.node_launcher import PRELOADED
 from tests.gpu.pretended import garbage
+from zerovision.launch.node_launcher import PRELOADED
 
 # What each rank would import again; by the last DeepSpeed asks for PyTorch's compiler, which takes seconds.
 AHEAD = (
     *PRELOADED,
-    *("planning.run_memory", "delivery.model_card", "training.data.digits"),
-    "training.engines.torch_engine",
+    *("zerovision.planning.run_memory", "zerovision.delivery.model_card", "zerovision.training.data.digits"),
+    "zerovision.training.engines.torch_engine",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
 MOST_SECONDS = 100.0  # of a job
@@ -122,7 +122,7 @@ def _free_port() -> int:
 def main() -> None:
     """Import all there is, and take jobs until there are no more."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of the machine's own
-    gc.disable()  # as `launch/local_ranks.py`: a fifth of the imports' time
+    gc.disable()  # as `zerovision/launch/local_ranks.py`: a fifth of the imports' time
     garbage.mend_torch()
     for name in (*AHEAD, "tests.gpu.pretended.jobs"):
         with contextlib.suppress(ModuleNotFoundError):  # left for the ranks to report

@@ -49,7 +49,7 @@ class Watch:
 
     def start(self) -> None:
         """Watch the process's training from now on: two methods of the project tell where its steps begin and end."""
-        from training.steps.epoch_observer import EpochObserver
+        from zerovision.training.steps.epoch_observer import EpochObserver
 
         warnings.filterwarnings("always", message=A_WAIT)
         warnings.showwarning = self._note

@@ -1,0 +1,1 @@
+"""Trains image classifiers from one laptop core to many GPUs with one line."""

@@ -1,0 +1,185 @@
+"""Which parts of an image counted: Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391), of transformers the rollout.
+
+Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928) says what a vision transformer looks at, whatever the class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.data.augment import evaluation_transform, viewable
+from zerovision.training.data.values import BYTES, values_of
+
+Explain = Callable[[Sequence[torch.Tensor], Sequence[int]], list[Image.Image]]
+
+DARKEST = 0.25  # share of its brightness that a part of the image keeps which did not count
+
+
+def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Return how much each place of each image spoke for a class, and 1 for the place that did most.
+
+    Grad-CAM, equation 1 and 2 of the paper, for the last feature map of more than one place; of a vision transformer
+    the attention rollout, or, if its attention is of another kind, Grad-CAM for the patches that go into its last
+    block, because the class token alone comes out of that; the mean of an ensemble's members. 0 everywhere for an image
+    in which nothing spoke for the class.
+
+    Args:
+        network: float32 [B, C, H, W] to logits [B, classes], in evaluation mode.
+        images: float32 [B, C, H, W], as the network takes them.
+        classes: int64 [B], the class of each image that is asked about.
+
+    Returns:
+        float32 [B, H, W] in 0..1.
+
+    Raises:
+        UserError: if the network has no such feature map.
+    """
+    maps = torch.zeros(())
+    for member in getattr(network, "members", [network]):
+        rollout = _rollout(member, images)
+        maps = maps + (_grad_cam(member, images, classes) if rollout is None else rollout)
+    maps = F.interpolate(maps[:, None], images.shape[2:], mode="bilinear", align_corners=False)[:, 0]
+    return maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
+
+
+def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: dict[str, Any]) -> Image.Image:
+    """Return an image as the network saw it, darker where it spoke less.
+
+    Args:
+        image: float32 [C, H, W], normalized.
+        importance: float32 [H, W] in 0..1.
+        preprocessing: as `zerovision.training.data.augment.evaluation_transform` takes it; of bytes.
+    """
+    mean, std = (torch.tensor(preprocessing[key], device=image.device)[:, None, None] for key in ("mean", "std"))
+    shown = viewable((image * std + mean).clamp(0, 1)) * (DARKEST + (1 - DARKEST) * importance)
+    pixels = (255 * shown).round().byte().expand(3, -1, -1)
+    return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
+
+
+def explainer(network: nn.Module, preprocessing: dict[str, Any]) -> Explain | None:
+    """Return what makes `picture_of` of images [C, H, W] as their source has them, and of a class of each.
+
+    None for images of other numbers than bytes, which have no picture.
+
+    Args:
+        network: as of `activation_maps`.
+        preprocessing: as of `picture_of`.
+    """
+    if values_of(preprocessing) != BYTES:
+        return None
+    transform = evaluation_transform(preprocessing)
+
+    def explain(images: Sequence[torch.Tensor], classes: Sequence[int]) -> list[Image.Image]:
+        seen = torch.stack([transform(image) for image in images]).contiguous(memory_format=torch.channels_last)
+        device = next(network.parameters()).device
+        maps = activation_maps(network, seen.to(device), torch.tensor(classes, device=device)).cpu()
+        return [picture_of(image, one, preprocessing) for image, one in zip(seen, maps, strict=True)]
+
+    return explain
+
+
+@torch.no_grad()
+def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
+    """Return float32 [B, h, w] with a largest value of 1; None for a network that is no vision transformer.
+
+    Section 3 of the paper: the product of all blocks' attention, the mean of the heads and, for the residual
+    connection, half of it the identity; of that the class token's row, or the mean row if the patches are averaged.
+    """
+    layers: list[Any] = [getattr(block, "attn", None) for block in getattr(network, "blocks", ())]
+    if not layers or not all(hasattr(layer, "fused_attn") and hasattr(layer, "attn_drop") for layer in layers):
+        return None
+    flow: list[torch.Tensor] = []
+
+    def follow(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        attention = inputs[0].float().mean(dim=1)
+        mixed = (attention + torch.eye(attention.shape[-1], device=attention.device)) / 2
+        flow[:] = [mixed @ flow[0] if flow else mixed]
+
+    hooks = [layer.attn_drop.register_forward_pre_hook(follow) for layer in layers]
+    were_fused = [layer.fused_attn for layer in layers]
+    try:
+        for layer in layers:
+            layer.fused_attn = False  # which has no matrix to look at
+        network(images)
+    finally:
+        for layer, was_fused, hook in zip(layers, were_fused, hooks, strict=True):
+            layer.fused_attn = was_fused
+            hook.remove()
+    prefix = getattr(network, "num_prefix_tokens", 0)
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None) or ()
+    if not flow or flow[0].shape != (len(images), *2 * (prefix + math.prod(grid),)):  # as of windows
+        return None
+    has_token = getattr(network, "global_pool", "") == "token" and prefix
+    row = flow[0][:, 0] if has_token else flow[0][:, prefix:].mean(dim=1)
+    maps = _as_map(network, row[:, :, None])[:, 0]
+    return maps / maps.amax(dim=(1, 2), keepdim=True)
+
+
+def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Return float32 [B, h, w], the map at the features' own size, with a largest value of 1."""
+    with torch.enable_grad(), _last_features(network) as found:
+        logits = network(images)
+        if not found:
+            raise UserError("this network has no feature map with places of an image: it cannot be explained.")
+        features = found[-1]
+        (gradients,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), features)
+    features, gradients = (_as_map(network, values.detach().float()) for values in (features, gradients))
+    importance = gradients.mean(dim=(2, 3), keepdim=True)
+    maps = (importance * features).sum(1).relu()
+    return maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
+
+
+@contextlib.contextmanager
+def _last_features(network: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect the feature maps of the next forward pass, the last one last: tokens, if the network's blocks have them.
+
+    Yields:
+        Tensors [B, C, h, w], or [B, h, w, C] as `output_fmt` has it; or one tensor of tokens [B, N, C].
+    """
+    found: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = []
+
+    def keep_map(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.ndim == 4 and min(_spatial(network, output)) > 1:
+            found.append(output)
+
+    def keep_tokens(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(inputs[0], torch.Tensor) and inputs[0].ndim == 3:
+            tokens.append(inputs[0])
+
+    hooks = [module.register_forward_hook(keep_map) for module in network.modules()]
+    blocks = getattr(network, "blocks", None)
+    if isinstance(blocks, nn.Sequential | nn.ModuleList):
+        hooks.append(blocks[-1].register_forward_pre_hook(keep_tokens))
+    hooks.append(network.register_forward_hook(lambda *_: found.extend(tokens)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _spatial(network: nn.Module, features: torch.Tensor) -> torch.Size:
+    is_channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
+    return features.shape[1:3] if is_channels_last else features.shape[2:]
+
+
+def _as_map(network: nn.Module, features: torch.Tensor) -> torch.Tensor:
+    """Return features as [B, C, h, w]; tokens without those of no patch, in the patches' grid."""
+    if features.ndim == 4:
+        return features.permute(0, 3, 1, 2) if getattr(network, "output_fmt", "NCHW") == "NHWC" else features
+    patches = features[:, getattr(network, "num_prefix_tokens", 0) :].transpose(1, 2)
+    side = math.isqrt(patches.shape[2])
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None) or (side, side)
+    if math.prod(grid) != patches.shape[2]:
+        raise UserError("the patches of this network are in no known grid: it cannot be explained.")
+    return patches.unflatten(2, grid)

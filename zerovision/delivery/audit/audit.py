@@ -1,0 +1,227 @@
+"""Audits a data set: reads every image once, looks for mistakes, and writes what was found into a folder."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from torch import nn
+
+from zerovision.delivery.audit.catalogue import Catalogue, embeddings, groups_of_table, picture_features
+from zerovision.delivery.audit.copies import find_copies
+from zerovision.delivery.audit.findings import (
+    DROP,
+    GROUP,
+    KINDS,
+    Finding,
+    Fix,
+    copy_findings,
+    copy_fixes,
+    equal_files,
+    label_findings,
+    scene_groups,
+    small_classes,
+)
+from zerovision.delivery.audit.labels import doubt_labels, outliers
+from zerovision.delivery.audit.output import FIXED, FIXES, PAGE, check_output, read_fixes, write_audit, write_fixed
+from zerovision.delivery.evaluation_data import EvaluationChoice, audit_options
+from zerovision.delivery.trained_model import find_model, slug
+from zerovision.models.build import build_model
+from zerovision.models.timm_models import check_timm_name
+from zerovision.training.base.atomic_write import errors_of_writing, replacing
+from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.run_folder import shown_path
+from zerovision.training.checkpoint.weights import load_model
+from zerovision.training.config import REPO_ROOT, TrainConfig
+from zerovision.training.data import load_data
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.settings import MULTILABEL
+from zerovision.training.data.values import values_of
+from zerovision.training.observe.neighbours import MOST_COMPARED, votes
+from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabilities
+
+SMALL_CLASS = 10  # training images
+LEAST_ACCURACY = 0.8  # of a classifier that may doubt labels
+TIMM, QUERIES_AT_ONCE = "timm:", 256
+
+
+def audit(
+    data: str, *, run: str = "", data_root: str = "", max_megapixels: int = 0, fixes: str = "", output: str = ""
+) -> dict[str, Any]:
+    """Audit a data set, write the files, print a summary; return what audit.json contains beside the findings.
+
+    Args:
+        data: as `--data` of a training.
+        run: a run's name or folder, which says how the data is divided, and whose model judges; `timm:NAME`, a network
+            with its published weights that judges; empty: as by default, and by the pictures alone.
+        data_root: folder of torchvision's data sets; default: the run's own.
+        max_megapixels: of the largest image file, as in training; 0: the run's own.
+        fixes: a list of fixes to make instead of looking for some; empty without.
+        output: the folder; default: logs/audits/DATA.
+
+    Raises:
+        UserError: for a mistake in the arguments, data that cannot be loaded, and files that cannot be written.
+    """
+    place = os.path.basename(os.path.abspath(os.path.expanduser(data)))
+    default = REPO_ROOT / "logs" / "audits" / (slug(place) or "data")
+    folder = Path(os.path.expanduser(output)) if output else default
+    check_output(folder)
+    is_published = run.startswith(TIMM)
+    model = find_model(run) if run and not is_published else None
+    config = (model.config() if model else None) or TrainConfig()
+    trained = load_model(model.weights) if model else None
+    seen_as = trained[1]["preprocessing"] if trained else None
+    options = audit_options(config, EvaluationChoice(data, data_root=data_root, max_megapixels=max_megapixels), seen_as)
+    datasets = load_data(options)
+    if is_published:
+        trained = _published(run, datasets)
+        seen_as = trained[1]["preprocessing"]
+    wanted, values = (values_of(each or {}) for each in (seen_as, datasets.preprocessing))
+    if trained and wanted != values:
+        raise UserError(f"the model was trained on {wanted} values, '{data}' has {values}: convert it.")
+    catalogue = Catalogue(datasets, groups_of_table(options))
+    if fixes and not catalogue.are_files:
+        raise UserError("--fixes: these images are no files, so no table can name them: change the arrays instead.")
+    if fixes:
+        return _fix(folder, read_fixes(Path(os.path.expanduser(fixes)), catalogue), catalogue)
+    findings, found_fixes, notes = _examine(catalogue, trained, model.run if model else None)
+    order = list(KINDS)
+    findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
+    facts = {
+        "data": data,
+        "run": run,
+        "notes": [printable(note) for note in [*datasets.notes, *notes]],
+        "small_classes": small_classes(datasets, SMALL_CLASS),
+    }
+    write_audit(folder, facts, findings, found_fixes, catalogue)
+    _show(folder, facts, findings, found_fixes, catalogue)
+    return facts
+
+
+def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a network of timm's with its published weights, and how its images are prepared."""
+    check_timm_name(name.removeprefix(TIMM))
+    facts: Any = timm.get_pretrained_cfg(name.removeprefix(TIMM))
+    size = facts.input_size[-1]
+    network = build_model(
+        name,
+        num_classes=len(data.class_names),
+        image_size=size,
+        image_channels=data.image_channels,
+        pretrained=True,
+        keep_stem=True,
+    ).module.eval()
+    preprocessing = data.preprocessing | {"image_size": size, "resize_size": round(size / facts.crop_pct)}
+    preprocessing |= {"interpolation": facts.interpolation, "fit": "crop"}
+    if data.image_channels == 3:
+        preprocessing |= {"mean": [*facts.mean], "std": [*facts.std]}
+    return network, {"preprocessing": preprocessing}
+
+
+def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.ndarray) -> float | None:
+    """Return the share of other images whose class most of their nearest training images have, see `votes`.
+
+    None without either kind of images. Of many training images a part is compared.
+
+    Args:
+        features: float32 [N, F].
+        labels: int64 [N].
+        is_trained: bool [N], which are training images.
+    """
+    vectors = torch.nn.functional.normalize(torch.from_numpy(features))
+    own, others = np.flatnonzero(is_trained), np.flatnonzero(~is_trained)
+    own = own[:: max(-(-len(own) // MOST_COMPARED), 1)]
+    if not (len(own) and len(others)):
+        return None
+    known, classes = torch.from_numpy(labels[own]), int(labels.max()) + 1
+    found = [votes(some, vectors[own], known, classes).argmax(1) for some in vectors[others].split(QUERIES_AT_ONCE)]
+    return float((torch.cat(found).numpy() == labels[others]).mean())
+
+
+def _examine(
+    catalogue: Catalogue, trained: tuple[nn.Module, dict[str, Any]] | None, run: Path | None
+) -> tuple[list[Finding], list[tuple[int, Fix]], list[str]]:
+    """Return what is found in the images, what to do about it, and notes for the user."""
+    pictures, colours, digests = catalogue.pictures()
+    same = equal_files(digests)
+    known = {copy[:2] for copy in same}
+    copies = same + [copy for copy in find_copies(pictures) if copy[:2] not in known]
+    findings = [Finding("unreadable", number, reason, 1.0) for number, reason in catalogue.unreadable.items()]
+    findings += copy_findings(catalogue, copies)
+    features = embeddings(*trained, catalogue) if trained else picture_features(pictures, colours)
+    numbers = np.setdiff1d(np.arange(len(catalogue)), [*catalogue.unreadable])
+    label_fixes: dict[int, Fix] = {}
+    many = "images have several" if catalogue.has_several else f"there are more than {MOST_IMAGES} images"
+    note = f"labels are not judged: {many}"
+    if len(numbers) <= MOST_IMAGES:
+        far, times = outliers(features[numbers])
+        findings += [
+            Finding("outlier", int(numbers[place]), "far from all others", float(1 - 0.5 / time))
+            for place, time in zip(far, times, strict=True)
+        ]
+    if len(numbers) <= MOST_IMAGES and not catalogue.has_several:
+        learned, own = np.full((len(catalogue), catalogue.num_classes), np.nan), catalogue.parts == "train"
+        if run is not None:
+            learned[own] = mean_probabilities(run, catalogue.labels[own], catalogue.num_classes)
+        doubts = doubt_labels(features[numbers], catalogue.labels[numbers], catalogue.num_classes, learned[numbers])
+        accuracy = doubts.accuracy if doubts else 0.0
+        by = "what the model sees" if trained else "the pictures alone"
+        note = f"a classifier by {by} predicts {accuracy:.1%} of the labels of images that it was not trained on"
+        if doubts and accuracy >= LEAST_ACCURACY:
+            suspected, label_fixes = label_findings(catalogue, doubts, numbers)
+            findings += suspected
+        else:
+            note += ", so labels are not judged" + ("" if trained else ": give the --run of a trained model")
+    broken = {number: Fix(DROP, "", 1.0, reason) for number, reason in catalogue.unreadable.items()}
+    fixes = [*({**label_fixes, **dict(copy_fixes(catalogue, copies, label_fixes)), **broken}).items()]
+    fixes += scene_groups(catalogue, copies, {number for number, fix in fixes if fix.action == DROP})
+    is_own = catalogue.parts[numbers] == "train"
+    score = None if catalogue.has_several else neighbours_score(features[numbers], catalogue.labels[numbers], is_own)
+    near = [] if score is None else [f"the nearest training images predict {score:.1%} of the other labels (k-NN)"]
+    return findings, fixes, [note, *near]
+
+
+def _fix(folder: Path, fixes: Sequence[tuple[int, Fix]], catalogue: Catalogue) -> dict[str, Any]:
+    with errors_of_writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / FIXED) as new:
+            kept = write_fixed(new, catalogue, fixes)
+    print(f"{len(fixes)} fixes made, {kept} of {len(catalogue)} images kept: {shown_path(folder / FIXED)}")
+    return {"images": kept, "fixes": len(fixes)}
+
+
+def _show(
+    folder: Path,
+    facts: dict[str, Any],
+    findings: Sequence[Finding],
+    fixes: Sequence[tuple[int, Fix]],
+    catalogue: Catalogue,
+) -> None:
+    for note in facts["notes"]:
+        print(f"note: {note}")
+    counts = Counter(one.kind for one in findings)
+    print(f"{len(catalogue)} images of {catalogue.num_classes} classes")
+    for kind, title in KINDS.items():
+        if counts[kind]:
+            example = next(one for one in findings if one.kind == kind)
+            pair = [number for number in (example.image, example.other) if number >= 0]
+            names = " = ".join(printable(catalogue.name(number)) for number in pair)
+            print(f"{counts[kind]:6} {title[0].lower()}{title[1:]}, such as {names}")
+    if few := facts["small_classes"]:
+        print(f"{len(few):6} classes of fewer than {SMALL_CLASS} training images, such as {printable(few[0][0])}")
+    actions = Counter(fix.action for _, fix in fixes)
+    grouped = actions.pop(GROUP, 0)
+    print("fixes  " + (", ".join(f"{count} {action}" for action, count in actions.items()) or "none"))
+    if grouped and catalogue.are_files:
+        made = f"--fixes {shown_path(folder / FIXES)}"
+        print(f"groups {grouped} images are of a scene that others show, too: {made} gives each scene a group")
+    print(f"page   {shown_path(folder / PAGE)}")
+    task = f" --task {MULTILABEL}" if catalogue.has_several else ""
+    if actions and catalogue.are_files:
+        print(f"to train on the data with {FIXES}: --data {shown_path(folder / FIXED)}{task}")

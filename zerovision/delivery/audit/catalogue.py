@@ -1,0 +1,216 @@
+"""All images of a data set under one number each, whatever part they are in, as pictures and as vectors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import nn
+
+from zerovision.delivery.audit.copies import SIDE
+from zerovision.models.image_size import as_names
+from zerovision.training.data import DataOptions, find_dataset
+from zerovision.training.data.augment import viewable
+from zerovision.training.data.datasets import DatasetPair, ImageDataset
+from zerovision.training.data.loader import Loader, most_workers
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.reading.boxes import Edges
+from zerovision.training.data.reading.sources import UNKNOWN, FileSource, grey
+from zerovision.training.data.sampler import EvaluationPlan
+from zerovision.training.data.table import EDGES
+from zerovision.training.data.values import stretched
+from zerovision.training.observe.console import open_console
+
+PICTURE_SIDE = 16
+IMAGES_AT_ONCE = 64
+IMAGES_WORTH_WORKERS = 1000  # fewer are read before a process has started
+
+
+class Catalogue:
+    """The images of all parts, numbered in the order of the parts.
+
+    Args:
+        datasets: the data.
+        groups: see `groups_of_table`.
+
+    Attributes:
+        class_names: name of each label; of images with several labels, of each set of them.
+        num_classes: of the data.
+        has_several: whether an image may have several labels.
+        parts: name of each image's part, [N].
+        labels: int64 [N].
+        groups: of each image, as a table gives it, '' without.
+        unreadable: reason by number, of the images that `read` could not read.
+    """
+
+    def __init__(self, datasets: DatasetPair, groups: Mapping[tuple[str, Edges], str] | None = None) -> None:
+        self._sets = datasets.parts
+        self._starts = np.cumsum([0, *map(len, self._sets.values())])
+        self.class_names, self.num_classes = datasets.label_names, len(datasets.class_names)
+        self.has_several = datasets.label_sets is not None
+        self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])
+        self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])
+        self.unreadable: dict[int, str] = {}
+        self.groups = [""] * len(self)
+        if groups:
+            self.groups = [groups.get((self.name(number), self._box(number)), "") for number in range(len(self))]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def are_files(self) -> bool:
+        """Whether the images are files of their own, not arrays or parts of archives."""
+        return all(isinstance(set_.source, FileSource) for set_ in self._sets.values()) and any(
+            os.path.isfile(self.name(number)) for number in range(len(self))
+        )
+
+    def other_columns(self) -> dict[str, list[float | str]]:
+        """Return what else a table says of each image, by column: its weight and its box, if some have any."""
+        columns: dict[str, list[float | str]] = {}
+        sources = [set_.source for set_ in self._sets.values() if isinstance(set_.source, FileSource)]
+        weights = [torch.ones(len(one.labels)) if one.loss_weights is None else one.loss_weights for one in sources]
+        if any(source.loss_weights is not None for source in sources):
+            columns["weight"] = torch.cat(weights).tolist()
+        boxes = [self._box(number) for number in range(len(self))]
+        if any(boxes):
+            columns |= {name: [box[place] if box else "" for box in boxes] for place, name in enumerate(EDGES)}
+        return columns
+
+    def name(self, number: int) -> str:
+        """Return the full path of an image; of one in memory its part and position."""
+        part, position = self._place(number)
+        name = self._sets[part].source.name(position)
+        return name if isinstance(self._sets[part].source, FileSource) else f"{part} {name}"
+
+    def image(self, number: int) -> torch.Tensor:
+        """Return an image, uint8 or float32 [C, H, W]; raise ImageError if it cannot be read."""
+        part, position = self._place(number)
+        return self._sets[part].source.read(position)
+
+    def read(self, preprocessing: dict | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
+        """Yield the numbers of the images of each batch, the batch, and which of them could be read, bool [B].
+
+        A terminal gets a bar for each part.
+
+        Args:
+            preprocessing: as `DatasetPair.preprocessing`; by default the whole images in `SIDE` x `SIDE` pixels.
+        """
+        console = open_console(stderr=True)
+        is_silent = not console.is_terminal
+        for start, (part, set_) in zip(self._starts, self._sets.items(), strict=False):
+            source = set_.source
+            seen_as = preprocessing or _whole(set_)
+            dataset = ImageDataset(source, seen_as, most_bad=len(set_))
+            is_worth_it = len(set_) >= IMAGES_WORTH_WORKERS and not source.in_memory
+            plan = EvaluationPlan(len(set_), IMAGES_AT_ONCE, 1)
+            loader = Loader(dataset, plan, 0, workers=most_workers() if is_worth_it else 0)
+            loader.watch()
+            bar = track(loader, f"reading {part}", len(loader), console=console, transient=True, disable=is_silent)
+            try:
+                for batch in bar:
+                    numbers = int(start) + batch.indices.numpy()
+                    is_read = batch.weights.numpy() > 0
+                    for number in numbers[~is_read].tolist():
+                        reason = loader.bad_images.get(self.name(number))
+                        self.unreadable |= {number: reason} if reason else {}
+                    yield numbers, batch, is_read
+            finally:
+                loader.close()
+
+    def pictures(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read all images once.
+
+        Returns:
+            Grey pictures, uint8 [N, SIDE, SIDE], 0 where an image cannot be read; mean colours, float32 [N, 3]; digests
+            of the files, int64 [N], `UNKNOWN` of images in memory.
+        """
+        pictures = np.zeros((len(self), SIDE, SIDE), dtype=np.uint8)
+        colours, digests = np.zeros((len(self), 3), dtype=np.float32), np.full(len(self), UNKNOWN)
+        for numbers, batch, is_read in self.read():
+            shown = viewable(batch.images)
+            if any(set_.source.values != "uint8" for set_ in self._sets.values()):
+                shown = torch.stack([stretched(image) for image in shown])
+            levels = (255 * shown).round().clamp(0, 255).to(torch.uint8)
+            levels = levels if levels.shape[1] == 1 else grey(levels)
+            pictures[numbers[is_read]] = levels[:, 0].numpy()[is_read]
+            colours[numbers[is_read]] = shown.mean((2, 3)).expand(-1, 3).numpy()[is_read]
+            if len(batch.digests):
+                digests[numbers[is_read]] = batch.digests[is_read]
+        return pictures, colours, digests
+
+    def _box(self, number: int) -> Edges:
+        part, position = self._place(number)
+        source = self._sets[part].source
+        return source.box(position) if isinstance(source, FileSource) else ()
+
+    def _place(self, number: int) -> tuple[str, int]:
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return list(self._sets)[part], number - int(self._starts[part])
+
+
+def groups_of_table(options: DataOptions) -> dict[tuple[str, Edges], str]:
+    """Return the group of each image that has one, by full path and box; nothing of data that are no list.
+
+    The list is read again: a training needs no groups any more once it is divided.
+    """
+    module = importlib.import_module(find_dataset(options.data).module)
+    if not hasattr(module, "listing"):
+        return {}
+    listing = module.listing(options)
+    return {(str(listing.root / one.path), one.box): one.group for one in listing.records if one.group}
+
+
+def _whole(set_: ImageDataset) -> dict:
+    """Return the preprocessing of whole images, neither cropped nor normalised."""
+    channels = set_.source.channels
+    return set_.preprocessing | {
+        **{"image_size": SIDE, "resize_size": None, "interpolation": "bilinear"},
+        **{"mean": [0.0] * channels, "std": [1.0] * channels},
+    }
+
+
+def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogue) -> np.ndarray:
+    """Return what the classifier of a network reads of each image, float32 [N, F]; zeros of unreadable ones.
+
+    Of a network without one classifier, as an ensemble, what it returns.
+
+    Args:
+        network: of `zerovision.training.checkpoint.weights.load_model`.
+        metadata: its metadata.
+        catalogue: the images.
+    """
+    heads = as_names(getattr(network, "default_cfg", {}).get("classifier"))
+    kept: list[torch.Tensor] = []
+    if len(heads) == 1:
+        network.get_submodule(heads[0]).register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    with torch.inference_mode():
+        for numbers, batch, is_read in catalogue.read(metadata["preprocessing"]):
+            kept.clear()
+            returned = network(batch.images)
+            vectors = (kept[0] if kept else returned).flatten(1).float().numpy()
+            found.append((numbers[is_read], vectors[is_read]))
+    features = np.zeros((len(catalogue), found[0][1].shape[1]), dtype=np.float32)
+    for numbers, vectors in found:
+        features[numbers] = vectors
+    return features
+
+
+def picture_features(pictures: np.ndarray, colours: np.ndarray) -> np.ndarray:
+    """Return grey levels and mean colour of each image, float32 [N, PICTURE_SIDE^2 + 3].
+
+    Args:
+        pictures: uint8 [N, SIDE, SIDE].
+        colours: float32 [N, 3], mean of each channel, 0 to 1.
+    """
+    small = [
+        nn.functional.adaptive_avg_pool2d(torch.from_numpy(part).float(), PICTURE_SIDE).flatten(1).numpy()
+        for part in np.array_split(pictures, len(pictures) // 4096 + 1)
+    ]
+    return np.concatenate([np.concatenate(small), 255 * colours], 1)

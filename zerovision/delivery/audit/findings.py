@@ -1,0 +1,225 @@
+"""What an audit finds, and what to do about it: which images to drop, to give another label or to move."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from zerovision.delivery.audit.catalogue import Catalogue
+from zerovision.delivery.audit.copies import Copy
+from zerovision.delivery.audit.labels import SUSPECTED, LabelDoubts
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.duplicates import first_of_each
+
+KINDS = {
+    "leak": "The same scene in two parts",
+    "conflict": "The same scene under two labels",
+    "label": "Suspected wrong labels",
+    "repeat": "The same scene twice in one part",
+    "outlier": "Images unlike all others",
+    "unreadable": "Images that cannot be read",
+}
+DROP, RELABEL, MOVE, GROUP = "drop", "relabel", "move", "group"
+APPLIED = 0.9  # confidence from which two images are one; below they may be two shots of one scene
+
+
+class Finding(NamedTuple):
+    """Something odd about an image.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        image: number of the image.
+        reason: in one line.
+        confidence: 0 to 1.
+        other: number of the image that it is a copy of, -1 without.
+    """
+
+    kind: str
+    image: int
+    reason: str
+    confidence: float
+    other: int = -1
+
+
+class Fix(NamedTuple):
+    """What to do with an image.
+
+    Attributes:
+        action: `DROP`, `RELABEL`, `MOVE` or `GROUP`.
+        new: the new label, part or group; empty for `DROP`.
+        confidence: 0 to 1.
+        reason: in one line.
+    """
+
+    action: str
+    new: str
+    confidence: float
+    reason: str
+
+
+def equal_files(digests: np.ndarray) -> list[Copy]:
+    """Return each file that is the same, byte for byte, as one before it, with the first of these.
+
+    Args:
+        digests: int64 [N], `UNKNOWN` for an image without.
+    """
+    order, is_first, firsts = first_of_each(digests, np.argsort(digests, kind="stable"))
+    pairs = zip(firsts[~is_first].tolist(), order[~is_first].tolist(), strict=True)
+    return [Copy(one, other, is_mirrored=False, difference=0.0) for one, other in pairs]
+
+
+def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]:
+    """Return what is wrong about pairs of copies: leaks, labels that contradict each other, repetitions."""
+    findings = []
+    for copy in copies:
+        # Of two parts the image that is not for training comes first.
+        pair = sorted((copy.one, copy.other), key=lambda number: (catalogue.parts[number] == "train", -number))
+        parts, labels = catalogue.parts[pair], catalogue.labels[pair]
+        how = "the same picture" if copy.difference < 1e-6 else "a copy" if copy.confidence >= APPLIED else "the scene"
+        how = f"{how}, mirrored" if copy.is_mirrored else how
+        if labels[0] != labels[1]:
+            names = [catalogue.class_names[label] for label in labels]
+            reason = f"{how}, labelled {names[0]!r} here and {names[1]!r} there"
+            findings.append(Finding("conflict", pair[0], reason, copy.confidence, pair[1]))
+        if parts[0] != parts[1]:
+            reason = f"in {parts[0]}, and {how} in {parts[1]}"
+            findings.append(Finding("leak", pair[0], reason, copy.confidence, pair[1]))
+        elif labels[0] == labels[1]:
+            findings.append(Finding("repeat", pair[0], f"{how} twice in {parts[1]}", copy.confidence, pair[1]))
+    return findings
+
+
+def groups_of(copies: Iterable[Copy]) -> list[list[int]]:
+    """Return the images that are copies of one another, directly or by others, each group in order."""
+    leader: dict[int, int] = {}
+
+    def find(number: int) -> int:
+        while leader.setdefault(number, number) != number:
+            leader[number] = leader[leader[number]]
+            number = leader[number]
+        return number
+
+    for copy in copies:
+        one, other = find(copy.one), find(copy.other)
+        leader[max(one, other)] = min(one, other)
+    groups = defaultdict(list)
+    for number in sorted(leader):
+        groups[find(number)].append(number)
+    return list(groups.values())
+
+
+def _surest(copies: Iterable[Copy]) -> dict[int, float]:
+    """Return the highest confidence that each image has another one."""
+    sure: dict[int, float] = {}
+    for copy in copies:
+        for number in copy[:2]:
+            sure[number] = max(sure.get(number, 0.0), copy.confidence)
+    return sure
+
+
+def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[int]) -> list[tuple[int, Fix]]:
+    """Return a group for the images of each scene, by number, so that no division of the data separates them.
+
+    Test images get none, because their part stays as it is, nor does a scene of which two images have other groups.
+
+    Args:
+        catalogue: the images.
+        copies: pairs of them.
+        gone: images that are dropped.
+    """
+    sure, offers = _surest(copies), []
+    for scene in groups_of(copies):
+        kept = [number for number in scene if number not in gone and catalogue.parts[number] != "test"]
+        names = {catalogue.groups[number] for number in kept} - {""}
+        if len(kept) > 1 and len(names) < 2:
+            name = names.pop() if names else f"scene of {catalogue.name(kept[0])}"
+            alone = [number for number in kept if not catalogue.groups[number]]
+            offers += [(number, Fix(GROUP, name, sure[number], f"{len(kept)} show this scene")) for number in alone]
+    return offers
+
+
+def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int, Fix]) -> list[tuple[int, Fix]]:
+    """Return what to do with copies, by number, so that each group has one label and is in one part.
+
+    The test part stays as it is. Of a group in training and validation the copies in the larger part stay: training
+    images are dropped, or if they are more, validation images become training images. Of labels that contradict each
+    other that of most copies is kept; if there is none, all of them are dropped but those of the test part. Copies in
+    one part with one label harm nothing and stay, as do all pairs that are less sure than `APPLIED`.
+
+    Args:
+        catalogue: the images.
+        copies: pairs of them.
+        labels: fixes of single labels, which are made before.
+    """
+    copies = [copy for copy in copies if copy.confidence >= APPLIED]
+    sure, fixes = _surest(copies), []
+    gone = {number for number, fix in labels.items() if fix.action == DROP}
+    for whole in groups_of(copies):
+        kept = group = [number for number in whole if number not in gone]
+        named = {
+            number: labels[number].new if number in labels else catalogue.class_names[catalogue.labels[number]]
+            for number in group
+        }
+        label, votes = Counter(named.values()).most_common(1)[0]
+        if len(set(named.values())) > 1:
+            has_most = 2 * votes > len(group)
+            wrong = [
+                number
+                for number in group
+                if catalogue.parts[number] != "test" and not (has_most and named[number] == label)
+            ]
+            reason = (
+                f"{votes} of {len(group)} copies are labelled {label!r}" if has_most else "its copy has another label"
+            )
+            what = (RELABEL, label) if has_most else (DROP, "")
+            fixes += [(number, Fix(*what, sure[number], reason)) for number in wrong]
+            kept = kept if has_most else [number for number in group if number not in wrong]
+        fixes += _into_one_part(catalogue, kept, sure)
+    return fixes
+
+
+def _into_one_part(catalogue: Catalogue, group: Sequence[int], sure: Mapping[int, float]) -> list[tuple[int, Fix]]:
+    """Return what to do with copies that are in several parts; nothing, if they are in one."""
+    counts = Counter(catalogue.parts[group].tolist())
+    if len(counts) < 2:
+        return []
+    if counts["train"] > counts["val"] and not counts["test"]:
+        moved = [number for number in group if catalogue.parts[number] == "val"]
+        return [(number, Fix(MOVE, "train", sure[number], "most of its copies are in train")) for number in moved]
+    kept = "test" if counts["test"] else "val"
+    dropped = [number for number in group if catalogue.parts[number] != kept]
+    return [(number, Fix(DROP, "", sure[number], f"a copy of it is in {kept}")) for number in dropped]
+
+
+def label_findings(
+    catalogue: Catalogue, doubts: LabelDoubts, numbers: np.ndarray
+) -> tuple[list[Finding], dict[int, Fix]]:
+    """Return the labels that are probably wrong and what to do about them; those of the test part stay.
+
+    An image gets the other label if that is probable enough, and is dropped if it is not known which is right.
+
+    Args:
+        catalogue: the images.
+        doubts: of some of them.
+        numbers: int64 [N], of these.
+    """
+    findings, fixes = [], {}
+    for place in np.flatnonzero(doubts.probability >= SUSPECTED).tolist():
+        number = int(numbers[place])
+        label, new = (catalogue.class_names[each] for each in (catalogue.labels[number], doubts.suggested[place]))
+        confidence = float(doubts.probability[place])
+        reason = f"labelled {label!r}, looks like {new!r}"
+        findings.append(Finding("label", number, reason, confidence))
+        if catalogue.parts[number] != "test":
+            is_known = doubts.certainty[place] >= SUSPECTED
+            fixes[number] = Fix(RELABEL if is_known else DROP, new if is_known else "", confidence, reason)
+    return findings, fixes
+
+
+def small_classes(datasets: DatasetPair, smallest: int) -> list[tuple[str, int]]:
+    """Return name and training images of the classes that have fewer than `smallest`, the smallest class first."""
+    every = zip(datasets.class_names, datasets.train_counts, strict=True)
+    return sorted(((name, count) for name, count in every if count < smallest), key=lambda one: one[1])

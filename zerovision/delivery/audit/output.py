@@ -1,0 +1,188 @@
+"""The files of an audit: a page, all findings, the fixes, and the data with the fixes as a table for --data."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from zerovision.delivery.audit.catalogue import Catalogue
+from zerovision.delivery.audit.findings import DROP, GROUP, KINDS, MOVE, RELABEL, Finding, Fix
+from zerovision.delivery.evaluation_files import thumbnail
+from zerovision.delivery.report import formatting
+from zerovision.delivery.report.page import TEMPLATE as REPORT_TEMPLATE
+from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder, write_json
+from zerovision.training.base.errors import UserError, printable, shown
+from zerovision.training.base.small_files import as_given, write_csv
+from zerovision.training.data.reading.images import ImageError
+from zerovision.training.observe.evaluation import check_replaceable
+
+FACTS, PAGE, FIXES, FIXED = "audit.json", "audit.html", "fixes.csv", "fixed.csv"
+COLUMNS = ("path", "action", "new", "confidence", "reason")
+SHOWN_OF_A_KIND = 60
+THUMBNAIL_PIXELS, JPEG_QUALITY = 96, 80
+
+Fixes = Sequence[tuple[int, Fix]]
+
+
+def check_output(folder: Path) -> None:
+    """Refuse a folder that contains something else than an audit; raise UserError."""
+    check_replaceable(folder, FACTS, "audit", "give --output another folder")
+
+
+def write_audit(
+    folder: Path, facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, catalogue: Catalogue
+) -> None:
+    """Write all files; a failure leaves the folder as it was.
+
+    Args:
+        folder: where they go; what an earlier audit left there is replaced.
+        facts: what the page says of the data: `data`, `run`, `small_classes`, `notes`.
+        findings: the most certain ones of each kind first.
+        fixes: what to do.
+        catalogue: the images.
+
+    Raises:
+        UserError: the folder contains something else, or cannot be written.
+    """
+    check_output(folder)
+    listed = [
+        {"kind": one.kind, "image": catalogue.name(one.image), "part": str(catalogue.parts[one.image])}
+        | {"label": catalogue.class_names[catalogue.labels[one.image]], "confidence": round(one.confidence, 4)}
+        | {"reason": one.reason, "copy_of": catalogue.name(one.other) if one.other >= 0 else None}
+        for one in findings
+    ]
+    rows = ((catalogue.name(one), fix.action, fix.new, f"{fix.confidence:.3f}", fix.reason) for one, fix in fixes)
+    with errors_of_writing(folder), replacing_folder(folder) as new:
+        write_json(new / FACTS, facts | {"images": len(catalogue), "findings": listed})
+        write_csv(new / FIXES, COLUMNS, rows)
+        if catalogue.are_files:
+            write_fixed(new / FIXED, catalogue, [one for one in fixes if one[1].action != GROUP])
+        page = _page(facts, findings, fixes, catalogue)
+        (new / PAGE).write_text(page, encoding="utf-8", errors="replace")
+
+
+def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
+    """Write the table of all images with the fixes; return how many there are."""
+    labels = [catalogue.class_names[label] for label in catalogue.labels]
+    parts, groups = catalogue.parts.tolist(), [*catalogue.groups]
+    dropped = {number for number, fix in fixes if fix.action == DROP}
+    columns = {RELABEL: labels, MOVE: parts, GROUP: groups}
+    for number, fix in fixes:
+        if number not in dropped:
+            columns[fix.action][number] = fix.new
+    kept = [number for number in range(len(catalogue)) if number not in dropped]
+    _into_one_part(kept, groups, parts, {number for number, fix in fixes if fix.action == MOVE})
+    others = ({"group": groups} if any(groups) else {}) | catalogue.other_columns()
+    rows = ((catalogue.name(one), labels[one], parts[one], *(cells[one] for cells in others.values())) for one in kept)
+    write_csv(path, ("path", "label", "split", *others), rows)
+    return len(kept)
+
+
+def _into_one_part(numbers: Sequence[int], groups: list[str], parts: list[str], moved: Collection[int]) -> None:
+    """Put each group, which `--data` refuses in two parts, into that of a moved image, else of most of its images."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for number in numbers:
+        members[groups[number]].append(number)
+    members.pop("", None)
+    for group in members.values():
+        counts = Counter(parts[number] for number in group)
+        part = max(counts, key=lambda name: (counts[name], name))
+        part = next((parts[number] for number in group if number in moved), part)
+        for number in group:
+            parts[number] = part
+
+
+def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
+    """Return the fixes of a file, which may have been changed since it was written.
+
+    Raises:
+        UserError: it cannot be read, or has a line that fits neither the data nor `write_audit`.
+    """
+    numbers = {catalogue.name(number): number for number in range(len(catalogue))}
+    if len(numbers) < len(catalogue):
+        raise UserError(f"--fixes {path}: several images are boxes of one file: change the lines of {FIXED} itself.")
+    allowed = {DROP: [""], RELABEL: catalogue.class_names, MOVE: ["train", "val", "test"]}
+    fixes = []
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            reader = csv.DictReader(stream, strict=True)
+            if missing := {*COLUMNS[:3]} - {*(reader.fieldnames or ())}:
+                raise UserError(f"--fixes {path}: there is no column {min(missing)}; it has path, action and new.")
+            for row in reader:
+                name, action, new = (as_given(row[column] or "") for column in COLUMNS[:3])
+                place = f"--fixes {path}, line {reader.line_num}"
+                if name not in numbers:
+                    raise UserError(f"{place}: {shown(name)} is no image of the data.")
+                if new not in allowed.get(action, ()) and not (action == GROUP and new):
+                    listed = f"{DROP}, {RELABEL} with a class, {MOVE} with train, val or test, {GROUP} with a name"
+                    raise UserError(f"{place}: {shown(action)} {shown(new)}; expected {listed}.")
+                fixes.append((numbers[name], Fix(action, new, 1.0, "given")))
+    except (OSError, csv.Error) as error:
+        raise UserError(f"--fixes {path}: cannot be read ({printable(str(error))}).") from None
+    return fixes
+
+
+def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, catalogue: Catalogue) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"clip": formatting.clip, "count": formatting.count, "percent": formatting.percent}
+    made = {number: fix for number, fix in fixes if fix.action != GROUP}
+    sections = []
+    for kind, title in KINDS.items():
+        of_kind = [one for one in findings if one.kind == kind]
+        cards = [_card(one, made.get(one.image), catalogue) for one in of_kind[:SHOWN_OF_A_KIND]]
+        sections.append({"kind": kind, "title": title, "count": len(of_kind), "cards": cards})
+    return environment.get_template("page.html").render(
+        **facts,
+        images=len(catalogue),
+        sections=sections,
+        fixes=len(made),
+        groups=len(fixes) - len(made),
+        has_table=catalogue.are_files,
+        style=Markup((REPORT_TEMPLATE / "style.css").read_text(encoding="utf-8")),
+        written=formatting.date_and_time(time.time()),
+    )
+
+
+def _card(finding: Finding, fix: Fix | None, catalogue: Catalogue) -> dict[str, Any]:
+    numbers = [finding.image] + ([finding.other] if finding.other >= 0 else [])
+    return {
+        "pictures": [
+            {
+                "name": os.path.basename(catalogue.name(number)),
+                "title": printable(catalogue.name(number)),
+                "label": catalogue.class_names[catalogue.labels[number]],
+                "part": str(catalogue.parts[number]),
+                "data_uri": _data_uri(catalogue, number),
+            }
+            for number in numbers
+        ],
+        "reason": printable(finding.reason),
+        "confidence": finding.confidence,
+        "fix": f"{fix.action} {fix.new}".strip() if fix else "",
+    }
+
+
+def _data_uri(catalogue: Catalogue, number: int) -> str:
+    """Return a small picture as a data URI; empty if the image cannot be read."""
+    try:
+        picture, jpeg = thumbnail(catalogue.image(number), THUMBNAIL_PIXELS), io.BytesIO()
+    except ImageError:
+        return ""
+    picture.convert("RGB").save(jpeg, "JPEG", quality=JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"

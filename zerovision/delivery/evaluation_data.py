@@ -1,0 +1,278 @@
+"""The images that a trained model is evaluated on, prepared as in its training, with the model's own labels."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerovision.delivery.trained_model import TrainedModel, read_json
+from zerovision.training.base.errors import UserError, unknown_name
+from zerovision.training.base.run_folder import ENVIRONMENT, IMAGES
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
+from zerovision.training.data.class_names import clean
+from zerovision.training.data.datasets import DatasetPair, ImageDataset
+from zerovision.training.data.folder_parts import Layout
+from zerovision.training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
+from zerovision.training.data.reading.image_numbers import takes_numbers
+from zerovision.training.data.settings import MULTILABEL
+from zerovision.training.data.values import values_of
+from zerovision.training.observe.multilabel import thresholds_of
+
+SPLITS = ("auto", "val", "test", "train", "all")
+NAMES_IN_MESSAGE = 5
+LOOKED_AT_PIXELS = 64  # of files that are audited: larger ones are decoded at about that size
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What a model is evaluated on.
+
+    Attributes:
+        datasets: the images to evaluate are its `val`.
+        data: what was asked for, such as "digits", or the full path of a folder; of the run's own what it was given.
+        split: "val", "test", "train" or "all".
+        label_map: int64 [labels of the data], the model's number of each class; of several labels, of each set.
+        label_sets: float32 [sets, classes of the model]; None if each image has one label.
+        is_own: whether the run was trained on it.
+        trained_images: what the run was trained on, if some of the images may be among it.
+        notes: lines for the user.
+    """
+
+    datasets: DatasetPair
+    data: str
+    split: str
+    label_map: torch.Tensor
+    is_own: bool
+    trained_images: TrainedImages | None = None
+    notes: tuple[str, ...] = ()
+    label_sets: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationChoice:
+    """The images that a user chooses; empty values mean those of the run.
+
+    Attributes:
+        data: a name of `DATASETS` or a folder.
+        split: a name of `SPLITS`.
+        data_root: as `DataOptions.data_root`.
+        bad_images: as `DataOptions.bad_images`.
+        allow_missing_classes: whether the data may lack classes that the model knows.
+        path_column, label_column, max_megapixels: as of `DataOptions`.
+    """
+
+    data: str = ""
+    split: str = "auto"
+    data_root: str = ""
+    bad_images: str = ""
+    allow_missing_classes: bool = False
+    path_column: str = ""
+    label_column: str = ""
+    max_megapixels: int = 0
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What is known of the data of a run.
+
+    Attributes:
+        fingerprint: as of `DatasetPair`; '' if it is not known.
+        folder: full path of the folder; '' if it is none, or not known.
+        images: the list in the run's folder, empty if there is none.
+    """
+
+    fingerprint: str = ""
+    folder: str = ""
+    images: Sequence[ListedImage] = ()
+
+
+def run_data(model: TrainedModel) -> RunData:
+    """Return what is known of the data that a model was trained on.
+
+    Raises:
+        UserError: if the list of images is damaged.
+    """
+    if model.run is None:
+        return RunData()
+    try:
+        environment = read_json(model.run / ENVIRONMENT)
+    except UserError:
+        environment = {}
+    fingerprint, folder = (str(environment.get(key) or "") for key in ("data_fingerprint", "data_folder"))
+    return RunData(fingerprint, folder, read_image_list(model.run / IMAGES))
+
+
+def load_evaluation_data(
+    metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice, known: RunData
+) -> EvaluationData:
+    """Load the images that the user, or else the run, names.
+
+    Args:
+        metadata: what `zerovision.training.checkpoint.weights.load_model` returned.
+        config: the run's configuration, None if it is not known.
+        choice: what the user asks for.
+        known: of the run's data.
+
+    Raises:
+        UserError: if there is no such data, its classes are not the model's, or the run's path leads elsewhere now.
+    """
+    if choice.split not in SPLITS:
+        raise unknown_name("split", choice.split, SPLITS)
+    if not choice.data and config is None:
+        raise UserError("these weights lie outside a run, so their data is not known: give --data.")
+    trained_on = config.data if config else ""
+    data = choice.data or trained_on
+    options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
+    if thresholds_of(metadata) is not None:
+        options = dataclasses.replace(options, task=MULTILABEL)
+    divided = cache(lambda: load_data(options))  # once, also where its files tell whether it is the run's
+    is_own = _is_own(data, trained_on, known, divided)
+    if not choice.data and not is_own:
+        raise UserError(_no_data(data, known, divided))
+    if not is_own:  # which may have parts, that are not divided
+        options = dataclasses.replace(options, folds=0)
+    layout = layout_of(options)
+    split = _resolve_split(choice.split, options, layout, is_own=is_own)
+    if layout and not layout.train:
+        datasets = load_whole(options, split)
+    else:
+        datasets = load_whole(options) if split == "all" else divided()
+    is_changed = is_own and known.fingerprint not in ("", divided().fingerprint)
+    notes = []
+    if is_changed:
+        notes.append(f"'{data}' has changed since the training: {describe_change(known.images, divided())}")
+    name = trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if _is_path(data) else data
+    wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
+    if wanted != found:
+        raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
+    part = datasets.parts.get(split, datasets.val)
+    seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
+    allow_missing = choice.allow_missing_classes or is_own  # earlier versions gave numbers that no image has a class
+    label_map = _label_map(datasets.class_names, metadata["class_names"], allow_missing)
+    label_sets = None
+    if datasets.label_sets is not None:
+        targets = datasets.label_sets.targets
+        label_sets = torch.zeros(len(targets), len(metadata["class_names"])).index_copy_(1, label_map, targets)
+        label_map = torch.arange(len(targets))
+    may_be_trained_on = known.images and (is_changed or not is_own or split == "train")
+    trained = TrainedImages(known.images) if may_be_trained_on else None
+    judged = dataclasses.replace(datasets, val=seen_as)
+    return EvaluationData(judged, name, split, label_map, is_own, trained, tuple(notes), label_sets)
+
+
+def _is_path(data: str) -> bool:
+    return find_dataset(data).is_path
+
+
+def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
+    """Return why the data of the run is not known, or not the one that is here."""
+    if not os.path.exists(os.path.expanduser(data)):
+        return f"'{data}', which the run was trained on, is not here: give --data, with its full path."
+    place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"
+    difference = describe_change(known.images, divided())
+    return f"'{data}' here is not {place}, or has changed ({difference}): give --data, with its full path."
+
+
+def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], DatasetPair]) -> bool:
+    """Return whether data is the run's, by its name; a folder by its path, or by its files if that is relative."""
+    if not trained_on or not _is_path(data):
+        return data == trained_on
+    path, own = (Path(os.path.expanduser(name)) for name in (data, known.folder or trained_on))
+    if path.resolve() == own.resolve() and (own.is_absolute() or not known.fingerprint) and path.is_dir():
+        return True
+    try:
+        return known.fingerprint != "" and divided().fingerprint == known.fingerprint
+    except UserError:  # it cannot be divided as the run's is
+        return False
+
+
+def _resolve_split(split: str, options: DataOptions, layout: Layout | None, *, is_own: bool) -> str:
+    """Return what "auto" means: what was held out; of a folder that was not trained on all images, if it has no parts.
+
+    If that has no validation part, but a test part, the test part.
+
+    Raises:
+        UserError: if the data has no such part.
+    """
+    is_undivided = layout is not None and not layout.is_divided
+    has_train, has_val, has_test = (layout.train, layout.val, layout.test) if layout else (True, True, False)
+    there = {"val": has_val or has_train, "train": has_train, "test": has_test}  # val may be held out from train
+    given = " or ".join(name for name, is_there in there.items() if is_there)
+    if split == "all" and not is_undivided:
+        raise UserError(f"--split all is for data without parts; '{options.data}' has some: give {given}.")
+    if not there.get(split, True):
+        raise UserError(f"--split {split}: '{options.data}' has no {split} part: give {given}.")
+    if split != "auto" or is_own or layout is None:
+        return "val" if split == "auto" else split
+    if layout.val:
+        return "val"
+    return "all" if is_undivided else "test" if layout.test else "val"
+
+
+def _data_options(
+    preprocessing: dict[str, Any], config: TrainConfig, choice: EvaluationChoice, data: str
+) -> DataOptions:
+    of_run = ("label_separator", "val_fraction", "split_seed", "folds", "fold", "val_part", "links", "seed")
+    of_user = ("path_column", "label_column", "bad_images", "data_root", "max_megapixels")
+    return DataOptions(
+        **{name: getattr(config, name) for name in of_run},
+        **{name: getattr(choice, name) or getattr(config, name) for name in of_user},
+        data=data,
+        image_size=preprocessing["image_size"],
+        image_channels=len(preprocessing["mean"]),
+        augmentation="none",
+        interpolation=preprocessing["interpolation"],
+        mean=tuple(preprocessing["mean"]),
+        std=tuple(preprocessing["std"]),
+        decode="numbers" if takes_numbers(preprocessing) else preprocessing.get("decode", config.decode),
+    )
+
+
+def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: dict[str, Any] | None) -> DataOptions:
+    """Return the options of data that is looked at as a whole, divided as a run divides it.
+
+    Args:
+        config: of the run, or the default.
+        choice: of the data.
+        seen_as: the preprocessing of a model that will look at it, if one will.
+    """
+    if seen_as is None:
+        zeros, ones = ([value] * config.image_channels for value in (0.0, 1.0))
+        seen_as = {"image_size": LOOKED_AT_PIXELS, "mean": zeros, "std": ones, "interpolation": "bilinear"}
+    return dataclasses.replace(_data_options(seen_as, config, choice, choice.data), task=config.task)
+
+
+def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:
+    """Return the model's number of each class of the data; 007 is 7 to weights of earlier versions, which know it so.
+
+    Raises:
+        UserError: if the data has a class that the model does not know, or lacks one (unless allowed).
+    """
+    keys = {clean(name): number for number, name in enumerate(model_classes)}
+    of_data = {name if name in keys else str(int(name)) if name.isdecimal() else name: name for name in data_classes}
+    unknown = [name for key, name in of_data.items() if key not in keys]
+    missing = [model_classes[number] for key, number in keys.items() if key not in of_data]
+    if unknown:
+        raise UserError(
+            f"the data has {len(unknown)} class(es) that the model does not know: {_shown(unknown)}. "
+            f"The model knows {len(model_classes)}: {_shown(model_classes)}."
+        )
+    if missing and not allow_missing:
+        raise UserError(
+            f"the data lacks {len(missing)} of the model's {len(model_classes)} classes: {_shown(missing)}. "
+            "Add them, or give --allow-missing-classes."
+        )
+    return torch.tensor([keys[key] for key in of_data])
+
+
+def _shown(names: list[str]) -> str:
+    more = ", ..." if len(names) > NAMES_IN_MESSAGE else ""
+    return ", ".join(repr(name) for name in names[:NAMES_IN_MESSAGE]) + more

@@ -1,0 +1,146 @@
+"""The files of an evaluation: scores.json, tables, the confusion matrix, and the worst samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+
+from zerovision.delivery.activation_map import Explain
+from zerovision.training.base.atomic_write import replacing_folder, write_json
+from zerovision.training.base.errors import printable
+from zerovision.training.base.run_folder import SCORES, TYPICAL, WHY, WORST
+from zerovision.training.base.small_files import write_csv
+from zerovision.training.data.augment import viewable
+from zerovision.training.data.values import stretched
+from zerovision.training.observe.evaluation import check_replaceable, dense_confusion
+from zerovision.training.observe.loggers.confusion import confusion_picture
+
+LARGEST_MATRIX = 1000  # classes; more have neither picture nor table of all pairs
+THUMBNAIL_PIXELS = 128
+COLUMNS, TILE_GAP, LINE_PIXELS, FONT_PIXELS = 6, 8, 16, 12
+LONGEST_NAME = 18
+MOST_SECONDS_OF_REASONS, IMAGES_AT_A_TIME = 10.0, 8
+BLACK, WRONG = "black", "#b00020"
+
+
+def write_evaluation(
+    folder: Path,
+    facts: dict[str, Any],
+    read_image: Callable[[int], torch.Tensor],
+    explain: Explain | None = None,
+) -> None:
+    """Write all files of an evaluation; a failure leaves the folder as it was.
+
+    Args:
+        folder: where they go; what an earlier evaluation left there is replaced.
+        facts: of `describe_scores`; more keys may stand beside its own.
+        read_image: from a sample's position to its image, uint8 or float32 [C, H, W].
+        explain: shows what counted in images; None if nothing can.
+    """
+    class_names = [one["name"] for one in facts["classes"]]
+    check_replaceable(folder)
+    with replacing_folder(folder) as new:
+        write_json(new / SCORES, facts)
+        write_csv(new / "per_class.csv", list(facts["classes"][0]), (one.values() for one in facts["classes"]))
+        if "task" not in facts:  # several labels are not confused with each other
+            _write_confusion(new, facts["confusion"], class_names)
+            _write_worst(new, facts["worst"], class_names, read_image)
+            (new / TYPICAL).mkdir()
+            for number, one in enumerate(facts["typical"]):
+                thumbnail(read_image(one["index"])).save(new / TYPICAL / f"{number:03d}.png")
+            if explain is not None:
+                _write_reasons(new, facts, read_image, explain)
+
+
+def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
+    """Return an image [C, H, W] that fits into a square of `side` pixels; small ones keep their pixels.
+
+    Of float32, the smallest value is black and the largest white.
+    """
+    image = viewable(image)
+    if image.is_floating_point():
+        image = (255 * stretched(image)).round().to(torch.uint8)
+    picture = to_pil_image(image)
+    longest = max(picture.size)
+    if longest <= side:
+        scale = side // longest
+        return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    picture.thumbnail((side, side))
+    return picture
+
+
+def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
+    """Write every pair of classes, or if there are too many classes for that, the pairs that occur."""
+    if len(class_names) > LARGEST_MATRIX:
+        named = ([class_names[true], class_names[predicted], count] for true, predicted, count in cells)
+        write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)
+        return
+    confusion = dense_confusion(cells, len(class_names))
+    rows = ([name, *counts] for name, counts in zip(class_names, confusion.tolist(), strict=True))
+    write_csv(folder / "confusion.csv", ("true \\ predicted", *class_names), rows)
+    Image.fromarray(confusion_picture(confusion, class_names)).save(folder / "confusion.png")
+
+
+def _write_worst(
+    folder: Path,
+    worst: Sequence[dict[str, Any]],
+    class_names: Sequence[str],
+    read_image: Callable[[int], torch.Tensor],
+) -> None:
+    """Write the samples one by one, as one contact sheet, and as a table."""
+    (folder / WORST).mkdir()
+    pictures = [thumbnail(read_image(one["index"])) for one in worst]
+    rows = []
+    for number, (one, picture) in enumerate(zip(worst, pictures, strict=True)):
+        name = f"{WORST}/{number:03d}.png"
+        picture.save(folder / name)
+        true, predicted = class_names[one["label"]], class_names[one["prediction"]]
+        rows.append([name, one["name"], true, predicted, one["confidence"], one["loss"]])
+    write_csv(folder / f"{WORST}.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
+    captions = []
+    for row, one in zip(rows, worst, strict=True):
+        true, predicted = printable(row[2]), printable(row[3])
+        text = f"{predicted[:LONGEST_NAME]}  {one['confidence']:.0%}"
+        captions.append([(f"true {true[:LONGEST_NAME]}", BLACK), (text, BLACK if true == predicted else WRONG)])
+    contact_sheet(pictures, captions).save(folder / f"{WORST}.png")
+
+
+def _write_reasons(
+    folder: Path, facts: dict[str, Any], read_image: Callable[[int], torch.Tensor], explain: Explain
+) -> None:
+    """Write beside pictures what counted for the predicted class, until the time for it is over."""
+    end = time.monotonic() + MOST_SECONDS_OF_REASONS
+    samples = [(kind, number, one) for kind in (WORST, TYPICAL) for number, one in enumerate(facts[kind])]
+    for start in range(0, len(samples), IMAGES_AT_A_TIME):
+        some = samples[start : start + IMAGES_AT_A_TIME]
+        if time.monotonic() > end:
+            return
+        images = [read_image(one["index"]) for _, _, one in some]
+        try:
+            pictures = explain(images, [one["prediction"] for _, _, one in some])
+        except Exception:  # no places of an image, no memory: an evaluation is not lost for want of reasons
+            return
+        for (kind, number, _), picture in zip(some, pictures, strict=True):
+            thumbnail(pil_to_tensor(picture)).save(folder / kind / f"{number:03d}{WHY}.png")
+
+
+def contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[Sequence[tuple[str, str]]]) -> Image.Image:
+    """Lay pictures in rows, below each two lines, of text and colour."""
+    font = ImageFont.load_default(FONT_PIXELS)
+    width, height = THUMBNAIL_PIXELS + TILE_GAP, THUMBNAIL_PIXELS + 2 * LINE_PIXELS + TILE_GAP
+    lines = max(-(-len(pictures) // COLUMNS), 1)
+    sheet = Image.new("RGB", (COLUMNS * width + TILE_GAP, lines * height + TILE_GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+        left, top = TILE_GAP + number % COLUMNS * width, TILE_GAP + number // COLUMNS * height
+        shift = [(THUMBNAIL_PIXELS - side) // 2 for side in picture.size]
+        sheet.paste(picture, (left + shift[0], top + shift[1]))
+        for line, (text, colour) in enumerate(caption):
+            draw.text((left, top + THUMBNAIL_PIXELS + 2 + line * LINE_PIXELS), text, colour, font)
+    return sheet

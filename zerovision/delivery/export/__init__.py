@@ -1,0 +1,85 @@
+"""Turns a trained model into a file that other programs run: the table of formats, each with its precisions.
+
+Importing this package loads neither torch nor onnx, so that `--help` can print the table at once. A new format is one
+module with `write(job, path)` and `open_exported(path, threads)`, and one line in `FORMATS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerovision.training.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """One line of `FORMATS`.
+
+    Attributes:
+        module: the module that writes and opens such files.
+        extension: of the file's name.
+        precisions: names of `PRECISIONS` that it can store.
+        summary: one phrase for `--help`.
+        has_graph: whether it holds what is computed, and so can hold the preprocessing.
+    """
+
+    module: str
+    extension: str
+    precisions: tuple[str, ...]
+    summary: str
+    has_graph: bool = True
+
+
+FORMATS: dict[str, ExportFormat] = {
+    "safetensors": ExportFormat(
+        "zerovision.delivery.export.safetensors_format",
+        ".safetensors",
+        ("fp32", "bf16"),
+        "tensors and metadata, for Python with zerovision or timm",
+        has_graph=False,
+    ),
+    "torch-export": ExportFormat(
+        "zerovision.delivery.export.torch_export_format",
+        ".pt2",
+        ("fp32", "bf16"),
+        "graph and tensors, for PyTorch alone",
+    ),
+    "onnx": ExportFormat(
+        "zerovision.delivery.export.onnx_format",
+        ".onnx",
+        ("fp32", "bf16", "int8"),
+        "for onnxruntime and what else reads ONNX",
+    ),
+}
+
+PRECISIONS: dict[str, str] = {
+    "fp32": "as trained",
+    "bf16": "weights stored in 16 bits, arithmetic in fp32",
+    "int8": "weights and activations in 8 bits",
+}
+
+
+class ExportRefused(Exception):
+    """The exported file does not compute what the model computes; the message is one line."""
+
+
+def check_choice(format_name: str, precision: str, *, with_preprocessing: bool = False) -> ExportFormat:
+    """Return the format of a name.
+
+    Raises:
+        UserError: for a precision that the format cannot store, or preprocessing that one of both cannot contain.
+    """
+    chosen = FORMATS[format_name]
+    if precision not in chosen.precisions:
+        able = ", ".join(name for name, entry in FORMATS.items() if precision in entry.precisions)
+        raise UserError(
+            f"--format {format_name} holds {' and '.join(chosen.precisions)}, not {precision}: "
+            f"give --format {able} for {precision}."
+        )
+    if with_preprocessing and not (chosen.has_graph and precision != "int8"):
+        able = " or ".join(name for name, entry in FORMATS.items() if entry.has_graph)
+        raise UserError(
+            f"--with-preprocessing is for --format {able} in fp32 or bf16, not for {format_name} in {precision}: "
+            "give these, or leave it out."
+        )
+    return chosen

@@ -1,0 +1,200 @@
+"""Compares an exported file with the trained model: logits and accuracy on real images, and time per image."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import timeit
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from zerovision.delivery.export import ExportRefused
+from zerovision.delivery.export.export_job import CheckImages, ExportJob, Forward, run_in_batches
+from zerovision.delivery.export.pictures import FromPictures
+from zerovision.delivery.intervals import Interval, of_difference
+from zerovision.delivery.views import probabilities_of
+from zerovision.training.base.units import percent, plural
+
+SMALL_BATCHES = (1, 2)
+ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
+TIMED_RUNS = 20
+
+
+# fp32 has 24 bits (2^-24 = 6e-8). Kernels differ in the order in which they sum some thousand products, through up to
+# a few hundred layers: up to 2e-6 was found, 1e-4 leaves room for deeper networks. A wrong constant is far off.
+# bf16 has 8 bits, so a weight is off by up to 2^-9 of itself. Independent errors average out within a dot product and
+# add like the root of the number of layers: 2^-9 x 0.6 x 10 is 1 % after a hundred layers; 0.05 to 2.2 % was found, and
+# 2^-4 is 6 %. A single logit may move by ten times that, so the largest difference has a wider bound: up to 11 % was
+# found. Arithmetic stays in fp32, and with it the bound for other batch sizes.
+# For int8 accuracy decides. Other batches take other kernels, a last bit of which may move a value to the
+# neighbouring of 256 levels.
+#
+# Precision -> how far logits may be off: the largest difference from the PyTorch module's in fp32, as a share of the
+# largest logit; the root mean square of the differences, as a share of that of the logits; the largest difference from
+# the file's own logits in another batch size, as a share of the largest. None: accuracy alone decides.
+TOLERANCES: dict[str, tuple[float | None, float | None, float]] = {
+    "fp32": (1e-4, 1e-4, 1e-4),
+    "bf16": (2**-2, 2**-4, 1e-4),
+    "int8": (None, None, 2**-4),
+    "fp32 of pictures": (2**-5, 2**-5, 1e-4),  # without AVX2 PyTorch rounds a resized pixel otherwise, by a level
+    "bf16 of pictures": (2**-2, 2**-4, 1e-4),
+}
+SMALLEST_PROBABILITY = 1e-12  # whose logarithm is compared
+MOST_LEVELS = 1.01  # of 255, by which a prepared pixel may be off
+PIXELS_AT_A_TIME = 2**23
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Result of a comparison.
+
+    Attributes:
+        difference: largest absolute difference of a logit from the PyTorch module's.
+        rms_share: root mean square of the differences, as a share of that of the PyTorch module's logits.
+        batch_difference: largest absolute difference of a logit between batch sizes of the file.
+        scale: largest absolute logit of the PyTorch module.
+        equal_top1: share of images, 0 to 1, with the same highest logit.
+        model_top1: accuracy of the PyTorch module, 0 to 1.
+        file_top1: accuracy of the file.
+        lost: images on which the module alone is right.
+        gained: images on which the file alone is.
+        images: how many were compared.
+        batch_sizes: those that were run.
+    """
+
+    difference: float
+    rms_share: float
+    batch_difference: float
+    scale: float
+    equal_top1: float
+    model_top1: float
+    file_top1: float
+    lost: int
+    gained: int
+    images: int
+    batch_sizes: tuple[int, ...]
+
+    @property
+    def points_lost(self) -> float:
+        """Points of top-1, of 100, that the file has less than the module."""
+        return 100 * (self.model_top1 - self.file_top1)
+
+    @property
+    def points_lost_interval(self) -> Interval:
+        """What it would lose on endlessly many such images: an interval of 95 %."""
+        low, high = of_difference(self.lost, self.gained, self.images)
+        return 100 * low, 100 * high
+
+    def describe_loss(self, precision: str) -> str:
+        """Return what the file loses, with the interval."""
+        low, high = self.points_lost_interval
+        return (
+            f"{precision} loses {self.points_lost:.2f} points of top-1 ({percent(self.model_top1)} -> "
+            f"{percent(self.file_top1)} on {plural(self.images, 'image')}; 95 % interval {low:.2f} to {high:.2f})"
+        )
+
+
+def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
+    """Run a file on all images in full batches, and on the first ones in small batches."""
+    logits = run_in_batches(forward, check.images, batch_size)
+    right, file_right = check.is_right(check.logits), check.is_right(logits)
+    batch_difference, first = 0.0, 0
+    for size in SMALL_BATCHES:
+        few = slice(first, first + size)
+        first += size
+        if len(check.images[few]):
+            difference = run_in_batches(forward, check.images[few], size) - logits[few]
+            batch_difference = max(batch_difference, _largest(difference))
+    return Agreement(
+        _largest(logits - check.logits),
+        float((logits - check.logits).square().mean().sqrt() / check.logits.square().mean().sqrt()),
+        batch_difference,
+        _largest(check.logits),
+        float((logits.argmax(1) == check.logits.argmax(1)).double().mean()),
+        float(right.double().mean()),
+        float(file_right.double().mean()),
+        int((right & ~file_right).sum()),
+        int((file_right & ~right).sum()),
+        len(check),
+        (*SMALL_BATCHES, min(batch_size, len(check))),
+    )
+
+
+def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
+    """Run a file with its preprocessing on the pictures, and compare it with what `predict` says of them.
+
+    The logits are the logarithms of the probabilities.
+
+    Raises:
+        ExportRefused: if a pixel that the network sees is another than in `predict`, by more than rounding.
+    """
+    module, check = job.module, job.check
+    assert isinstance(module, FromPictures)
+    assert check.picture is not None
+    levels, picture = 255 * module.std[:, None, None], check.picture
+
+    def answer(numbers: torch.Tensor) -> torch.Tensor:
+        pictures, rows = [picture(number) for number in numbers[:, 0].tolist()], defaultdict(list)
+        for place, shape in enumerate(one.shape for one in pictures):
+            rows[shape].append(place)
+        answers = torch.empty(len(pictures), check.logits.shape[1])
+        for shape, places in rows.items():  # pictures of one size are one batch
+            for part in torch.tensor(places).split(max(1, PIXELS_AT_A_TIME // shape.numel())):
+                batch = torch.stack([pictures[place] for place in part])
+                off = float(((module.prepared(batch) - check.images[numbers[part, 0]]) * levels).abs().max())
+                if not off <= MOST_LEVELS:
+                    raise ExportRefused(
+                        f"refused: a pixel that the network sees is off by {off:.3g} of 255 levels, allowed is 1. "
+                        "Nothing was written."
+                    )
+                answers[part] = forward(batch)
+        return _logarithms(answers)
+
+    def expect(images: torch.Tensor) -> torch.Tensor:
+        asked = (module.views, module.calibration)
+        return probabilities_of(module.network, images, *asked, is_multilabel=module.is_multilabel)
+
+    expected = _logarithms(run_in_batches(expect, check.images, job.settings.batch_size))
+    numbered = dataclasses.replace(check, images=torch.arange(len(check))[:, None], logits=expected)
+    return compare(answer, numbered, job.settings.batch_size)
+
+
+def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: float) -> None:
+    """Refuse a file that differs by more than its precision explains, or loses more than allowed.
+
+    Raises:
+        ExportRefused: with the number and its bound.
+    """
+    shares = {
+        "the largest difference of a logit from PyTorch's": agreement.difference / agreement.scale,
+        "the root mean square difference of the logits from PyTorch's": agreement.rms_share,
+        "the largest difference of a logit between batch sizes": agreement.batch_difference / agreement.scale,
+    }
+    for (what, share), bound in zip(shares.items(), TOLERANCES[precision], strict=True):
+        if bound is not None and not share <= bound:  # also true for nan
+            raise ExportRefused(
+                f"refused: {what} is {share:.2g} of the logits, allowed are {bound:.2g} for {precision}. "
+                "Nothing was written."
+            )
+    if not agreement.points_lost <= max_accuracy_loss + ROUNDING:
+        raise ExportRefused(
+            f"refused: {agreement.describe_loss(precision)}, allowed are {max_accuracy_loss:g}. "
+            "Nothing was written: give another --precision, or --max-accuracy-loss."
+        )
+
+
+def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: int) -> float:
+    """Return the median time per image, float32 [N, C, S, S], of batches of one size; few images are repeated."""
+    batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
+    seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=TIMED_RUNS)
+    return 1e3 * statistics.median(seconds) / batch_size
+
+
+def _logarithms(probabilities: torch.Tensor) -> torch.Tensor:
+    return probabilities.clamp(min=SMALLEST_PROBABILITY).log()
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max())

@@ -1,0 +1,191 @@
+"""One export: what was asked for, the network, and the images that its file is compared on."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zerovision.delivery.evaluation_data import EvaluationChoice, EvaluationData
+from zerovision.delivery.export.output_folder import describe_use
+from zerovision.delivery.export.pictures import EXAMPLE, FromPictures
+from zerovision.models.sides import sides
+from zerovision.training.base.errors import UserError
+from zerovision.training.data.datasets import ImageDataset
+from zerovision.training.data.reading.images import ImageError
+
+# From images float32 [B, C, S, S] to logits float32 [B, classes], both on the CPU; B is free.
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+MAX_BYTES = 2 * 10**9  # of the images that are kept in memory, float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(EvaluationChoice):
+    """What a user asks for, see the flags of scripts/export.py, and the images that the file is compared on.
+
+    Attributes:
+        model: a run's name or folder, or a safetensors file.
+        format: a name of `FORMATS`.
+        precision: a name of `PRECISIONS`.
+        output: folder of the files, empty for the default.
+        check_images: at most so many, 0 for as many as fit into memory.
+        calibration_images: of the training split, for int8.
+        batch_size: images of one forward pass.
+        max_accuracy_loss: points of top-1, 0 to 100, that the file may lose.
+        threads: of onnxruntime.
+        with_preprocessing: whether the file takes pictures and gives probabilities.
+    """
+
+    model: str
+    format: str
+    precision: str = "fp32"
+    output: str = ""
+    split: str = "val"
+    check_images: int = 0
+    calibration_images: int = 256
+    batch_size: int = 64
+    max_accuracy_loss: float = 1.0
+    threads: int = 1
+    with_preprocessing: bool = False
+
+
+@dataclass(frozen=True)
+class CheckImages:
+    """Real images of known classes, and the trained model's logits for them.
+
+    Attributes:
+        images: float32 [N, C, S, S], prepared as the model was trained.
+        labels: int64 [N], classes of the model.
+        logits: float32 [N, classes], of the PyTorch module in fp32.
+        name: of the data, such as "digits, val".
+        label_sets: as of `zerovision.delivery.evaluation_data.EvaluationData`.
+        picture: of a number, as decoded, uint8 [H, W, C]; None if they are not pictures.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    logits: torch.Tensor
+    name: str
+    label_sets: torch.Tensor | None = None
+    picture: Callable[[int], torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def is_right(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return whether the highest logit [N, classes] of an image is its class, or one of them: bool [N]."""
+        best = logits.argmax(1)
+        return best == self.labels if self.label_sets is None else self.label_sets[self.labels, best] > 0
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """What a format's writer gets.
+
+    Attributes:
+        settings: what the user asks for.
+        module: the network, or what contains it with its preprocessing, float32 on the CPU in evaluation mode; writers
+            leave it as it is.
+        metadata: what `zerovision.training.checkpoint.weights.load_model` returned with it.
+        origin: where it came from, as values of JSON.
+        check: images that the file is compared on.
+        calibration: float32 [M, C, S, S] from the training split, None if the precision needs none.
+    """
+
+    settings: ExportSettings
+    module: nn.Module | FromPictures
+    metadata: dict[str, Any]
+    origin: dict[str, Any]
+    check: CheckImages
+    calibration: torch.Tensor | None
+
+    def example(self) -> torch.Tensor:
+        """Return images [2, C, H, W] to trace the network with: a batch of 1 would be taken for a constant."""
+        size, mean = (self.metadata["preprocessing"][key] for key in ("image_size", "mean"))
+        if isinstance(self.module, FromPictures):
+            return torch.zeros(*EXAMPLE, len(mean), dtype=torch.uint8)
+        return torch.zeros(2, len(mean), *sides(size))
+
+    @property
+    def free_sides(self) -> tuple[dict[int, Any]]:
+        """Which dimensions of the input are free, for torch.export."""
+        names = ("batch", "height", "width") if isinstance(self.module, FromPictures) else ("batch",)
+        return ({axis: torch.export.Dim(name) for axis, name in enumerate(names)},)
+
+    def use(self) -> dict[str, Any]:
+        """Return how the file is used, see `describe_use`."""
+        use = describe_use(self.metadata)
+        return self.module.describe(use) if isinstance(self.module, FromPictures) else use
+
+
+def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Return the logits, float32 [N, classes], of images [N, C, S, S]."""
+    with torch.inference_mode():
+        return torch.cat([forward(batch).float() for batch in images.split(batch_size)])
+
+
+def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportSettings) -> CheckImages:
+    """Read validation images, evenly spaced over the set if not all are taken, and run the network on them.
+
+    Raises:
+        UserError: if an image cannot be read, or none is left.
+    """
+    dataset = data.datasets.val
+    bytes_per_image = 4 * dataset.source.channels * math.prod(sides(dataset.preprocessing["image_size"]))
+    images, indices = _read(dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
+    labels = data.label_map[dataset.source.labels[indices]]
+    logits = run_in_batches(module, images, settings.batch_size)
+
+    def picture(number: int) -> torch.Tensor:
+        return dataset.source.read(indices[number]).permute(1, 2, 0).contiguous()
+
+    return CheckImages(images, labels, logits, f"{data.data}, {data.split}", data.label_sets, picture)
+
+
+def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:
+    """Read images of the training split, evenly spaced and not augmented: float32 [count or fewer, C, S, S].
+
+    Raises:
+        UserError: as `load_check_images`.
+    """
+    train = data.datasets.train
+    return _read(ImageDataset(train.source, data.datasets.val.preprocessing, most_bad=train.most_bad), count)[0]
+
+
+def _read(dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]]:
+    chosen = np.linspace(0, len(dataset) - 1, min(most, len(dataset))).round().astype(int).tolist()
+    images, indices = [], []
+    for index in chosen:
+        try:
+            images.append(dataset[0, index][0])
+            indices.append(index)
+        except ImageError:
+            if not dataset.most_bad:
+                raise
+    if not images:
+        raise UserError(f"none of {len(chosen)} images could be read: an export needs some to be checked on.")
+    return torch.stack(images), indices
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Trace a network within this block: without gradients and PyTorch's warnings.
+
+    Raises:
+        UserError: in place of whatever the tracer raises.
+    """
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # PyTorch's own deprecations
+        try:
+            yield
+        except Exception as error:  # torch.export and torch.onnx raise dozens of types with no common base
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise UserError(f"PyTorch cannot trace this network: {reason}. Give --format safetensors.") from error

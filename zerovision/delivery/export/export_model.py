@@ -1,0 +1,167 @@
+"""An export from beginning to end: load, write, open again, compare, publish."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zerovision.delivery.calibration import read_calibration
+from zerovision.delivery.evaluation_data import load_evaluation_data, run_data
+from zerovision.delivery.export import check_choice
+from zerovision.delivery.export.comparison import (
+    Agreement,
+    check_agreement,
+    compare,
+    compare_pictures,
+    milliseconds_per_image,
+)
+from zerovision.delivery.export.export_job import ExportJob, ExportSettings, load_calibration_images, load_check_images
+from zerovision.delivery.export.output_folder import PREPROCESSING, check_output, files_about, unfinished_files
+from zerovision.delivery.export.pictures import FromPictures
+from zerovision.delivery.trained_model import TrainedModel, find_model, slug
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.control_groups import limit_threads
+from zerovision.training.base.errors import printable
+from zerovision.training.base.run_folder import EXPORT
+from zerovision.training.base.small_files import sha256_of
+from zerovision.training.base.units import percent
+from zerovision.training.checkpoint.weights import load_model
+from zerovision.training.observe.new_run import remove_leftovers_of_run
+
+CALIBRATION = "calibration.json"  # beside the model: the temperature of its logits, and the threshold
+LATENCY_BATCHES = (1, 16)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of an export.
+
+    Attributes:
+        files: the model's file first.
+        agreement: with the PyTorch module.
+        images: what it was measured on.
+        sizes: bytes of the file and of its counterpart in fp32, by precision; empty unless the writer left one.
+        latencies: milliseconds per image of both, by precision and batch size.
+    """
+
+    files: list[Path]
+    agreement: Agreement
+    images: str
+    sizes: dict[str, int]
+    latencies: dict[tuple[str, int], float]
+
+
+def export_model(settings: ExportSettings) -> Exported:
+    """Export a model; files appear under their names only after the check.
+
+    Raises:
+        UserError: for a mistake in the settings, and for errors of the disk.
+        ExportRefused: if the file does not compute what the model computes.
+    """
+    chosen = check_choice(settings.format, settings.precision, with_preprocessing=settings.with_preprocessing)
+    limit_threads()
+    model = find_model(settings.model)
+    job = _prepare(settings, model)
+    if model.run:
+        remove_leftovers_of_run(model.run)
+    default = model.run / EXPORT if model.run else model.weights.parent
+    output = Path(os.path.expanduser(settings.output)) if settings.output else default
+    about, calibration = files_about(job.metadata), read_calibration(model.weights)
+    if settings.with_preprocessing:
+        job = dataclasses.replace(job, module=FromPictures(job.module, job.metadata, calibration).eval())
+        about.pop(PREPROCESSING)  # which the file contains, and the calibration
+        calibration = None
+    check_output(output, about)
+    writer = importlib.import_module(chosen.module)
+    with unfinished_files(output) as (folder, publish):
+        file = folder / f"model{chosen.extension}"
+        fp32 = writer.write(job, file)
+        for fact, content in about.items():
+            (folder / fact).write_bytes(content)
+        forward = writer.open_exported(file, settings.threads)
+        if settings.with_preprocessing:
+            agreement, bound = compare_pictures(forward, job), f"{settings.precision} of pictures"
+        else:
+            agreement, bound = compare(forward, job.check, settings.batch_size), settings.precision
+        check_agreement(agreement, bound, settings.max_accuracy_loss)
+        sizes, latencies = {}, {}
+        if fp32 is not None:
+            opened = {"fp32": writer.open_exported(fp32, settings.threads), settings.precision: forward}
+            sizes = {name: os.path.getsize(path) for name, path in (("fp32", fp32), (settings.precision, file))}
+            latencies = {
+                (name, size): milliseconds_per_image(run, job.check.images, size)
+                for name, run in opened.items()
+                for size in LATENCY_BATCHES
+            }
+        kind = "-with-preprocessing" if settings.with_preprocessing else ""
+        name = f"{slug(job.metadata['description']['model_type'])}-{settings.precision}{kind}{chosen.extension}"
+        if calibration is not None:
+            write_json(folder / CALIBRATION, calibration.facts)
+            about |= {CALIBRATION: b""}
+        files = publish({folder / fact: fact for fact in about} | {file: name})
+    return Exported(files[::-1], agreement, job.check.name, sizes, latencies)
+
+
+def show_export(exported: Exported, settings: ExportSettings) -> None:
+    """Print the comparison with PyTorch, that with fp32 if there is one, and the files."""
+    found = exported.agreement
+    sizes = ", ".join(map(str, found.batch_sizes))
+    print(f"compared with PyTorch on {found.images} images ({printable(exported.images)}), in batches of {sizes}")
+    print(f"  largest difference of a logit  {found.difference:.3g}  (largest logit {found.scale:.3g})")
+    print(f"  root mean square difference    {found.rms_share:.2%} of the logits")
+    print(f"  between batch sizes            {found.batch_difference:.3g}")
+    print(f"  equal top-1                    {percent(found.equal_top1)}")
+    print(f"  top-1                          {percent(found.model_top1)} -> {percent(found.file_top1)}")
+    if exported.sizes:
+        _show_against_fp32(exported, settings)
+    for file in exported.files:
+        print(f"file  {printable(str(file))} ({os.path.getsize(file):,} bytes)")
+
+
+def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
+    """Print accuracy, size and time per image, fp32 and the smaller precision side by side."""
+    found, sizes = exported.agreement, exported.sizes
+    times = [f"ms/image, batch {size}" for size in LATENCY_BATCHES]
+    table = Table("", "top-1", "bytes", "size", *times, box=None, header_style="bold")
+    for name, top1 in (("fp32", found.model_top1), (settings.precision, found.file_top1)):
+        shown = [f"{exported.latencies[name, size]:.3f}" for size in LATENCY_BATCHES]
+        table.add_row(name, percent(top1), f"{sizes[name]:,}", f"{sizes[name] / sizes['fp32']:.3f}", *shown)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    Console(highlight=False).print(table)
+    unsure = found.points_lost_interval[1] > settings.max_accuracy_loss
+    doubt = f": so few images do not rule out more than {settings.max_accuracy_loss:g}" if unsure else ""
+    print(f"  {found.describe_loss(settings.precision)}{doubt}")
+    print(f"  medians of onnxruntime with {settings.threads} thread(s) on this machine")
+
+
+def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
+    module, metadata = load_model(model.weights)
+    data = load_evaluation_data(metadata, model.config(), settings, run_data(model))
+    check = load_check_images(data, module, settings)
+    calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
+    origin = _describe_origin(model, metadata, settings.precision)
+    return ExportJob(settings, module, metadata, origin, check, calibration)
+
+
+def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
+    """Return where an exported file comes from, without paths of this machine."""
+    extra = metadata["extra"]
+    return {
+        "model": metadata["description"]["model_type"],
+        "run": model.run.resolve().name if model.run else None,
+        "weights": model.weights.name,
+        "weights_sha256": sha256_of(model.weights),
+        "precision": precision,
+        "epoch": extra.get("epoch"),
+        "top1": extra.get("top1"),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "timm")},
+    }

@@ -1,0 +1,146 @@
+"""Preprocessing inside an exported file: from pictures of any size to probabilities, as `predict` has them.
+
+PyTorch resizes bytes as bytes: columns first, then rows, with weights of 16 bits, rounded after each. Here the same is
+two products of matrices, which every runtime has, where a Resize with antialiasing is rare. Their sums are of whole
+numbers, below 2^24 unless a picture is made far smaller, which float32 has exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchvision.transforms import InterpolationMode
+
+from zerovision.delivery.calibration import NONE_OF_THESE, Calibration
+from zerovision.delivery.export.output_folder import SHRINK_TO
+from zerovision.delivery.views import Views, probabilities_of
+from zerovision.models.sides import sides
+from zerovision.training.base.errors import UserError
+from zerovision.training.data.thin_images import FILTERS, resize_weights
+from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.observe.multilabel import thresholds_of
+
+PICTURES, ANSWERS = "pictures", ("probabilities", "class")
+WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # of PyTorch's whole-numbered weights, the sign not counted; of their fractions
+EXAMPLE = (2, 37, 53)  # pictures, height and width: what is 1, or equal, would be taken for a constant
+
+
+class FromPictures(nn.Module):
+    """A network with what `predict` does before and after it.
+
+    Args:
+        network: float32 [N, C, H, W] to logits [N, classes].
+        metadata: of its weights.
+        calibration: of the model, None without.
+
+    Raises:
+        UserError: if it takes other images than pictures, or by a filter that has no antialiasing.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+    bars: torch.Tensor
+
+    def __init__(self, network: nn.Module, metadata: dict[str, Any], calibration: Calibration | None) -> None:
+        super().__init__()
+        self.network, self.preprocessing, self.calibration = network, metadata["preprocessing"], calibration
+        filter_name, values = self.preprocessing["interpolation"], values_of(self.preprocessing)
+        if values != BYTES or InterpolationMode(filter_name) not in FILTERS:
+            raise UserError(
+                f"--with-preprocessing: the model takes {values} values, resized by {filter_name}; a file can take "
+                f"{BYTES}, resized by {' or '.join(mode.value for mode in FILTERS)}: leave it out."
+            )
+        self.is_multilabel = thresholds_of(metadata) is not None
+        self.views = Views(calibration.flip, calibration.shift_pixels) if calibration else Views()
+        for name in ("mean", "std"):  # vectors, which stay as they are where matrices are stored in 16 bits
+            self.register_buffer(name, torch.tensor(self.preprocessing[name]), persistent=False)
+        bars = (255 * torch.tensor(self.preprocessing["mean"], dtype=torch.float64)).round().clamp(0, 255).float()
+        self.register_buffer("bars", bars, persistent=False)  # as of `padded`
+
+    def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map pictures, uint8 [N, H, W, C], to probabilities, float32 [N, classes], and classes, int64 [N].
+
+        The class is the most probable one, or -1 if its probability is below the calibration's threshold.
+        """
+        images, asked = self.prepared(pictures), (self.views, self.calibration)
+        probabilities = probabilities_of(self.network, images, *asked, is_multilabel=self.is_multilabel)
+        highest, classes = probabilities.max(1)
+        threshold = self.calibration.threshold if self.calibration else 0.0
+        return probabilities, torch.where(highest < threshold, -1, classes)
+
+    def prepared(self, pictures: torch.Tensor) -> torch.Tensor:
+        """Return what the network takes, float32 [N, C, H, W]."""
+        values = (self.resized(pictures) / 255 - self.mean) / self.std
+        return values.permute(0, 3, 1, 2)
+
+    def resized(self, pictures: torch.Tensor) -> torch.Tensor:
+        """Resize, and crop or pad as the run did: uint8 [N, h, w, C] to whole numbers, float32 [N, H, W, C]."""
+        values = pictures.permute(0, 3, 1, 2).float()
+        # Counted by tensors, not in Python: what follows is part of the graph, and exact in float64.
+        pixels = [torch.arange(side, dtype=torch.float64) for side in pictures.shape[1:3]]
+        there = torch.stack([numbers.max() + 1 for numbers in pixels])
+        resized, first = self._geometry(there)
+        wanted = sides(self.preprocessing["image_size"])
+        positions = [first[axis] + torch.arange(side) for axis, side in enumerate(wanted)]
+        inside = [(positions[axis] >= 0) & (positions[axis] < resized[axis]) for axis in (0, 1)]
+        rows, columns = (self._weights(pixels[axis], there[axis], resized[axis], positions[axis]) for axis in (0, 1))
+        values = _whole(values @ columns.T)
+        values = _whole(rows @ values).permute(0, 2, 3, 1)
+        if self.preprocessing.get("fit") == "pad":
+            is_picture = (inside[0][:, None] & inside[1])[..., None]
+            values = torch.where(is_picture, values, self.bars)
+        return values
+
+    def _geometry(self, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sides of the resized picture, and which of its pixels are the first: float64 [2] each."""
+        size, resize_size = self.preprocessing["image_size"], self.preprocessing["resize_size"]
+        pads, covered = self.preprocessing.get("fit") == "pad", size if resize_size is None else resize_size
+        wanted, around = (torch.tensor(sides(given), dtype=torch.float64) for given in (size, covered))
+        if not pads and resize_size is None:
+            return wanted, torch.zeros_like(wanted)
+        # The side that fills the shape, or the one that just covers it, decides.
+        is_taller = around[0] * there[1] <= around[1] * there[0]
+        axis = torch.where(is_taller, 0, 1) if pads else torch.where(is_taller, 1, 0)
+        resized = around[axis] * there / there[axis]
+        if pads:
+            resized = resized.round().clamp(min=1)
+            return resized, -((wanted - resized) / 2).floor()
+        return resized.floor(), ((resized.floor() - wanted) / 2).round()
+
+    def _weights(
+        self, pixels: torch.Tensor, side: torch.Tensor, resized: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return PyTorch's weights of bytes, float32 [positions, side]."""
+        step = side / resized
+        # A last row for the first pixel of the side: at the edges, which may be cut off, are the largest weights.
+        inside = torch.cat([torch.minimum(positions.clamp(min=0), resized - 1), torch.zeros_like(positions[:1])])
+        mode = InterpolationMode(self.preprocessing["interpolation"])
+        weights = resize_weights(pixels, step * (inside + 0.5), step.clamp(min=1), mode)
+        bits = ((2**WEIGHT_BITS - 0.5) / weights.max()).log2().ceil() - 1
+        one = torch.exp2(bits.clamp(max=MOST_WEIGHT_BITS))
+        return ((weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc() / one).float()[:-1]
+
+    def describe(self, use: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of preprocessing.json, changed to what the file takes and returns."""
+        classes, threshold = use["output"]["shape"][1], self.calibration.threshold if self.calibration else 0.0
+        names, conversion = use["input"]["layout"].removeprefix("NCHW, "), use["steps"][: 3 if use[SHRINK_TO] else 2]
+        none = f", -1 ({NONE_OF_THESE}) if its probability is below {threshold}" if threshold else ""
+        kept = {key: value for key, value in use["output"].items() if key not in ("name", "dtype", "shape", "meaning")}
+        shape = ["batch", "height", "width", len(self.preprocessing["mean"])]
+        return use | {
+            "input": {"name": PICTURES, "dtype": "uint8", "shape": shape, "layout": f"NHWC, {names}"},
+            "output": {"name": ANSWERS[0], "dtype": "float32", "shape": ["batch", classes], **kept},
+            "class": {
+                "name": ANSWERS[1],
+                "dtype": "int64",
+                "shape": ["batch"],
+                "meaning": f"number of the most probable class in class_names{none}",
+            },
+            "steps": [*conversion, "put pictures of one size into one batch, as bytes"],
+        }
+
+
+def _whole(values: torch.Tensor) -> torch.Tensor:
+    return (values + 0.5).floor().clamp(0, 255)

@@ -1,0 +1,180 @@
+"""Calibrates a trained model's probabilities, and finds the one below which an image is of none of its classes.
+
+Temperature scaling: the logits are divided by one number that gives validation images the smallest loss (Guo et al.
+2017, arXiv:1706.04599, section 4.2). It changes no prediction, only how sure the model is of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerovision.delivery.calibration import (
+    HIGHEST_TEMPERATURE,
+    LOWEST_TEMPERATURE,
+    Calibration,
+    calibration_file,
+)
+from zerovision.delivery.views import Views
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.small_files import sha256_of
+from zerovision.training.observe.class_scores import MOST_PROBABILITY_BYTES
+from zerovision.training.observe.evaluation import calibration_bins, expected_calibration_error
+from zerovision.training.observe.scores import LOSS_UNIT, SampleRecorder, SampleScores, Scores, sample_losses
+from zerovision.training.world.collectives import agreed, sum_over_ranks
+from zerovision.training.world.world import World
+
+TOLERANCE = 1e-6  # of the logarithm of the temperature
+
+
+def read_reject(given: str) -> tuple[float, bool]:
+    """Return the number of a value of `--reject`, and whether it is a threshold in place of an accuracy.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    found = re.fullmatch(r"(below:)?(0?\.[0-9]{1,9})", given)
+    if not found or not float(found[2]):
+        raise UserError(
+            f"--reject {shown(given)}: expected the accuracy that the other images shall have, such as 0.95, or a "
+            "threshold, such as below:0.7; both above 0 and below 1."
+        )
+    return float(found[2]), bool(found[1])
+
+
+class Calibrator:
+    """Keeps the logits of an evaluation, for a new calibration or by the one that there is.
+
+    Args:
+        weights: the file that is evaluated.
+        reject: what the user asked for; empty to use `known`.
+        views: what is averaged of each image.
+        known: the calibration that there is.
+    """
+
+    def __init__(self, weights: Path, reject: str, views: Views, known: Calibration | None) -> None:
+        self._weights, self._reject, self._views, self._known = weights, reject, views, known
+        self._digest = known.facts["weights_sha256"] if known else sha256_of(weights)
+        self._batches: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:
+        """Add one batch: as `SampleRecorder.add`.
+
+        Raises:
+            UserError: if the logits are more than a rank may keep.
+        """
+        self._batches.append((logits.float(), labels, weights, indices))
+        if 4 * logits.numel() * len(self._batches) > MOST_PROBABILITY_BYTES:
+            file = calibration_file(self._weights)
+            raise UserError(f"--reject, and '{file}', keep the logits of all images, too many here: give more ranks.")
+
+    def finish(self, before: Scores, data: str, split: str, num_classes: int, world: World) -> dict[str, Any]:
+        """Write a new calibration, and return `rejection_scores` of these images; a collective.
+
+        Args:
+            before: the scores of the probabilities as they are.
+            data: what the images are.
+            split: the part of them.
+            num_classes: C.
+            world: the ranks.
+
+        Raises:
+            UserError: on all ranks, if there are no images, or no threshold gives the accuracy.
+        """
+        known, recorder = self._known, SampleRecorder(num_classes)
+        temperature = known.temperature if known else _fit_temperature(self._batches, world)
+        for logits, labels, *others in self._batches:
+            scaled = logits / temperature
+            recorder.add(sample_losses(scaled, labels), scaled, labels, *others)
+        scores = recorder.gather(world)
+
+        def conclude() -> dict[str, Any]:
+            assert scores.details is not None
+            assert before.details is not None
+            if known is None and not scores.samples:
+                raise UserError("--reject: the model was trained on all of these images: give others with --data.")
+            threshold = known.threshold if known else threshold_of(scores.details, self._reject)
+            facts = {"ece_before": expected_calibration_error(calibration_bins(before.details))}
+            facts |= rejection_scores(scores, temperature, threshold)
+            if known is None and world.is_main:
+                about = {"data": data, "split": split, "samples": scores.samples} | self._views._asdict()
+                about |= {"weights_sha256": self._digest, "reject": self._reject}
+                try:
+                    write_json(calibration_file(self._weights), about | facts)
+                except OSError as error:
+                    raise UserError(f"the calibration cannot be written: {error}.") from None
+            return facts
+
+        return agreed(conclude, world)
+
+
+def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
+    """Return the temperature of the smallest loss, the same on any number of ranks; 1 if no image is wrong.
+
+    The loss is convex in 1 / temperature, so there is one minimum; a network that is worse than chance has the highest.
+    """
+
+    def slope(logarithm: float) -> float:
+        """Return the derivative of the summed loss by 1 / temperature: expected logit less that of the true class."""
+        inverse = math.exp(-logarithm)
+        total = torch.zeros(1, dtype=torch.float64, device=world.device)
+        for logits, labels, weights, _ in batches:
+            exact = logits.double()
+            expected = ((exact * inverse).softmax(1) * exact).sum(1)
+            gaps = torch.where(weights > 0, expected - exact.gather(1, labels[:, None])[:, 0], 0.0)
+            total += ((gaps / LOSS_UNIT).round() * LOSS_UNIT).sum()  # exact in any order
+        return float(sum_over_ranks(total, world.data))
+
+    from scipy.optimize import brentq  # imported late: only a new calibration needs it
+
+    low, high = math.log(LOWEST_TEMPERATURE), math.log(HIGHEST_TEMPERATURE)
+    if slope(low) <= 0:
+        return 1.0
+    return HIGHEST_TEMPERATURE if slope(high) >= 0 else math.exp(brentq(slope, low, high, xtol=TOLERANCE))
+
+
+def threshold_of(details: SampleScores, reject: str) -> float:
+    """Return the threshold that a value of `--reject` gives: the lowest with the accuracy, half-way to what it rejects.
+
+    Raises:
+        UserError: if no threshold has that accuracy.
+    """
+    wanted, is_threshold = read_reject(reject)
+    if is_threshold:
+        return wanted
+    order = np.argsort(-details.confidences.numpy(), kind="stable")
+    confidences, is_right = details.confidences.numpy()[order], details.is_right.numpy()[order]
+    accuracies = is_right.cumsum() / np.arange(1, len(order) + 1)
+    ends = np.append(confidences[:-1] > confidences[1:], True)  # images of one confidence go together
+    enough = np.flatnonzero(ends & (accuracies >= wanted))
+    if not len(enough):
+        best = accuracies[ends].max(initial=0.0)
+        raise UserError(f"--reject {reject}: at no threshold are so many right, at most {best:.4f}: give less.")
+    last = enough[-1]
+    return 0.0 if last + 1 == len(order) else float(confidences[last : last + 2].mean())
+
+
+def rejection_scores(scores: Scores, temperature: float, threshold: float) -> dict[str, Any]:
+    """Return what is told of calibrated probabilities and a threshold: shares in 0..1, the loss in nats.
+
+    Returns:
+        temperature, threshold, loss, ece, coverage (the share of the images that are not rejected), and accuracy (that
+        of the right ones among them; None of none).
+    """
+    assert scores.details is not None
+    is_kept = scores.details.confidences >= threshold
+    kept, right = int(is_kept.sum()), int(scores.details.is_right[is_kept].sum())
+    return {
+        "temperature": temperature,
+        "threshold": threshold,
+        "loss": scores.loss,
+        "ece": expected_calibration_error(calibration_bins(scores.details)),
+        "coverage": kept / max(scores.samples, 1),
+        "accuracy": right / kept if kept else None,
+    }

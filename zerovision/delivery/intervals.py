@@ -1,0 +1,165 @@
+"""How sure the scores of an evaluation are: intervals of 95 % from the counts in scores.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from zerovision.training.observe.class_counts import ClassCounts
+
+CONFIDENCE = 0.95
+REACH = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # standard errors
+TINY, HALVINGS = 1e-12, 50
+OF_CLASSES = ("macro_f1", "balanced_accuracy")
+
+Interval = tuple[float, float]
+
+
+def interval_of(scores: Mapping[str, Any], name: str) -> Interval | None:
+    """Return the interval of one of `zerovision.training.base.points.SCORE_NAMES`, None of one that has none.
+
+    Shares of images have Wilson's, scores of classes Wilson's at their effective number of images, and the loss that of
+    the normal distribution.
+
+    Args:
+        scores: the content of scores.json.
+        name: of the score.
+    """
+    samples = scores["samples"]
+    if name in ("top1", "top5"):
+        return wilson(round(scores[name] * samples), samples)
+    if name in OF_CLASSES and samples and "task" not in scores:  # whose images are cells of the confusion matrix
+        return of_classes(scores)[name]
+    if name == "loss" and "loss_standard_error" in scores:
+        reach = REACH * scores["loss_standard_error"]
+        return max(scores["loss"] - reach, 0.0), scores["loss"] + reach
+    return None
+
+
+def wilson(hits: int, samples: int) -> Interval | None:
+    """Return the interval of a share of images, None of no images.
+
+    Wilson's score interval, as Brown, Cai and DasGupta 2001 (https://doi.org/10.1214/ss/1009213286) recommend: it holds
+    for few images and near 100 %, where that of the normal distribution does not.
+    """
+    return _wilson(hits, samples - hits) if samples else None
+
+
+def _wilson(hits: float, misses: float) -> Interval:
+    return _lowest(hits, misses), 1 - _lowest(misses, hits)
+
+
+def _lowest(hits: float, misses: float) -> float:
+    samples = hits + misses
+    radius = REACH * math.sqrt(REACH**2 + 4 * hits * misses / samples)
+    return max((2 * hits + REACH**2 - radius) / (2 * (samples + REACH**2)), 0.0)
+
+
+def of_difference(alone: int, other_alone: int, images: int) -> Interval:
+    """Return the interval of the difference of two shares of the same images, those of the first minus the second's.
+
+    Tango's score interval (1998, https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<891::AID-SIM780>3.0.CO;2-B):
+    as Wilson's it holds for few images, also if there is no difference at all.
+
+    Args:
+        alone: images that the first share has alone.
+        other_alone: images that the second one has alone.
+        images: of both, at least one.
+    """
+
+    def score(difference: float) -> float:
+        """Return the standard errors between the difference that was found and this one."""
+        half = (2 * images - alone + other_alone) * difference - alone - other_alone
+        root = math.sqrt(max(half**2 + 8 * images * other_alone * difference * (1 - difference), 0.0))
+        variance = images * ((root - half) / (2 * images) + difference * (1 - difference))
+        return (alone - other_alone - images * difference) / math.sqrt(max(variance, TINY))
+
+    found = (alone - other_alone) / images
+    return _root(lambda at: score(at) - REACH, -1.0, found), _root(lambda at: score(at) + REACH, found, 1.0)
+
+
+def _root(falling: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a falling function is zero, by halving the interval."""
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return middle
+
+
+def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
+    """Return the intervals of `OF_CLASSES`, for the mean scores that more images of the same kind would have.
+
+    As with shares of surveys (Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), it is Wilson's of
+    the effective number of images: that with which a share would have the variance of the mean. The variance is the
+    delta method's (Takahashi et al. 2022, https://doi.org/10.1007/s10489-021-02635-5) with two more images in each
+    class, a right and a wrong one: a class without a mistake would have none. The F1 of few images is too low on
+    average, because it is a ratio; the interval is about what it would be of many.
+    """
+    true, predicted, images = np.array(scores["confusion"], dtype=np.int64).T
+    classes, wrong = len(scores["classes"]), true != predicted
+    support, said, right = (
+        np.bincount(of, weights, classes)
+        for of, weights in ((true, images), (predicted, images), (true, images * ~wrong))
+    )
+    plain = ClassCounts(right, support, said)
+    # The class has as many images as before, with the shares of two more; the wrong one is divided among the others.
+    scale, others = support / (support + 2), max(int(plain.occurs.sum()) - 1, 1)
+    cells = (images * scale[true])[wrong]
+    hits = scale * (right + 1)
+    come = np.bincount(predicted[wrong], cells, classes) + (scale.sum() - scale) / others
+    smooth = ClassCounts(hits, support, hits + come)
+    union = support + smooth.predicted  # with the right ones twice
+    per_image = np.divide(1.0, union, out=np.zeros(classes), where=union > 0)
+    loss = smooth.f1 * per_image  # by which a wrong image lowers the F1 of its class, and of the one it is taken for
+    own = hits * (2 * per_image - 2 * loss) ** 2 + (union - 2 * hits) * loss**2
+    both = (cells * loss[true[wrong]] * loss[predicted[wrong]]).sum()
+    both += (scale * loss * (loss.sum() - loss)).sum() / others
+    occurs, has_images = plain.occurs, support > 0
+    recall = smooth.recall[has_images]
+    of_f1 = smooth.f1[occurs], own[occurs], support[occurs]
+    of_recall = recall, recall * (1 - recall) / support[has_images], support[has_images]
+    unbiased = float((plain.f1 + _bias(plain))[occurs].mean())
+    return {
+        "macro_f1": _of_mean(plain.macro_f1, unbiased, *of_f1, shared=2 * both),
+        "balanced_accuracy": _of_mean(plain.balanced_accuracy, plain.balanced_accuracy, *of_recall),
+    }
+
+
+def _bias(counts: ClassCounts) -> np.ndarray:
+    """Return by how much the F1 of each class is too low on average, to the second order of the delta method.
+
+    Of the n images of a class or predicted so a share J is both, and F1 is 2 J / (1 + J).
+    """
+    either = counts.support + counts.predicted - counts.right
+    variance = counts.right * (either - counts.right) / np.maximum(either**2 * (either - 1), 1)
+    return 2 * variance / (1 + counts.right / np.maximum(either, 1)) ** 3
+
+
+def _of_mean(
+    mean: float, center: float, values: np.ndarray, variances: np.ndarray, images: np.ndarray, shared: float = 0.0
+) -> Interval:
+    """Return the interval of a mean over k classes, which has the mean itself in it.
+
+    Few images tell a variance badly: Student's distribution takes the place of the normal one, with the degrees of
+    freedom of Satterthwaite 1946 (https://doi.org/10.2307/3002019).
+
+    Args:
+        mean: of the classes.
+        center: the mean without its bias.
+        values: [k] from which the variances are.
+        variances: [k] of the values.
+        images: [k] of each class.
+        shared: the sum of the covariances.
+    """
+    from scipy.special import stdtrit  # imported late: most of what imports this needs no interval of classes
+
+    freedom = variances.sum() ** 2 / (variances**2 / np.maximum(images - 1, 1)).sum()
+    variance = (variances.sum() + shared) / len(values) ** 2
+    effective = values.mean() * (1 - values.mean()) / variance * (REACH / stdtrit(freedom, (1 + CONFIDENCE) / 2)) ** 2
+    share = min(center, 1.0)
+    low, high = _wilson(share * effective, (1 - share) * effective)
+    return float(min(low, mean)), float(max(high, mean))

@@ -1,0 +1,187 @@
+"""The model card: README.md in a run's folder, with the front matter that the Hugging Face hub reads.
+
+Format: https://huggingface.co/docs/hub/model-cards; huggingface_hub itself writes the front matter, model_card.md.j2 is
+the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from zerovision.delivery.export.output_folder import VALUES
+from zerovision.delivery.intervals import interval_of
+from zerovision.delivery.report.run_files import count_global_batch, read_run
+from zerovision.delivery.trained_model import read_run_config
+from zerovision.models.timm_models import timm_size
+from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.points import SCORE_NAMES
+from zerovision.training.base.run_folder import CARD, WEIGHTS
+from zerovision.training.base.units import percent
+from zerovision.training.checkpoint.weights import read_metadata
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.values import (
+    OF_ONE_RUN,
+    WORDS_OF_LAUNCH,
+    as_given,
+    launch_command,
+    name_alone,
+    show_value,
+    without_folders,
+)
+from zerovision.training.data.reading.images import CHANNEL_MODES
+from zerovision.training.data.settings import DataSettings
+from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.observe.multilabel import thresholds_of
+from zerovision.training.recipe.settings import RecipeSettings
+
+TEMPLATE = Path(__file__).with_name("model_card.md.j2")
+MARK = (
+    "<!-- Written by zerovision at the end of the run; delete this line, and no later run overwrites your changes. -->"
+)
+TO_FILL = "to-be-filled-in"
+CLASSES_SHOWN = 50
+ALWAYS_SHOWN = (
+    *("epochs", "batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "base_batch_size"),
+    *("schedule", "warmup_epochs", "final_learning_rate_scale", "weight_decay", "gradient_clipping"),
+    *("loss", "label_smoothing", "tune"),
+    *("class_weights", "sampling", "repeated_augmentation", "augmentation", "pretrained", "weights", "seed"),
+)
+
+# Where images come from and how they are read; the rest of what those fields say is how they are augmented.
+NOT_RECIPE = frozenset(
+    {
+        *WORDS_OF_LAUNCH,
+        *OF_ONE_RUN,
+        *("precision", "data", "data_root", "download", "decode", "cache", "cache_gb", "remote_cache_gb"),
+        *("workers", "bad_images"),
+    }
+)
+
+
+def write_model_card(run: Path) -> Path | None:
+    """Write README.md into the folder of a finished run, unless the one there is the user's own.
+
+    Args:
+        run: the folder, with config.json, environment.json, metrics.jsonl, model.safetensors and its evaluation.
+
+    Returns:
+        The card's path, None if it was left alone, or if the model is no classifier yet.
+    """
+    card = run / CARD
+    if card.exists() and MARK not in card.read_text(encoding="utf-8"):
+        return None
+    config, metadata = without_folders(as_given(read_run_config(run))), read_metadata(run / WEIGHTS)
+    if "embedding" in metadata["description"]:
+        return None
+    values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
+    files = read_run(run)
+    environment, scores, test_scores = files.environment, files.scores or {}, files.test_scores or {}
+    ranks = environment["ranks"]
+    epochs = [line for _, line in sorted(files.history.epochs.items())]
+    jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
+    jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval, "name": name_alone, "percent": percent}
+    text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=run.name,
+        mark=MARK,
+        front_matter=_front_matter(run.name, config, metadata["description"], [scores, test_scores]),
+        config=config,
+        chosen_for=SCORE_NAMES[config.best_by],
+        best_by=config.best_by,
+        environment=environment,
+        calibration=files.calibration and files.calibration.facts,
+        thresholds=thresholds_of(metadata),
+        scores=scores,
+        test_scores=test_scores,
+        description=metadata["description"],
+        class_names=metadata["class_names"],
+        classes_shown=CLASSES_SHOWN,
+        preprocessing=json.dumps(metadata["preprocessing"]),
+        image="photo.jpg" if values == BYTES and channels in CHANNEL_MODES else "image.npy",
+        values="" if values == BYTES else VALUES[values][1],
+        fixed_size=timm_size(metadata["description"]["timm_name"], metadata["description"]["image_size"]),
+        weights=WEIGHTS,
+        epoch=metadata["extra"].get("epoch"),
+        last_epoch=epochs[-1] if epochs else {},
+        other_run=([{}] + [line for line in epochs if line.get("epochs", config.epochs) != config.epochs])[-1],
+        end=files.history.processes[-1].end or {},
+        global_batch=count_global_batch(vars(config), environment),
+        recipe={name: show_value(value) for name in recipe_names(config) if (value := getattr(config, name)) != ""},
+        command=shlex.join(launch_command(config, ranks, environment.get("ranks_per_machine", ranks), OF_ONE_RUN)),
+    )
+    with replacing(card) as temporary:
+        temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may contain bytes of no text
+    return card
+
+
+def recipe_names(config: TrainConfig) -> list[str]:
+    """Return the fields of the card's recipe: the usual ones, and what else of model, data and update was chosen."""
+    fields = {field.name: field for kind in (RecipeSettings, DataSettings) for field in dataclasses.fields(kind)}
+    chosen = [name for name, field in fields.items() if getattr(config, name) != field.default]
+    return [*ALWAYS_SHOWN, *(name for name in chosen if name not in NOT_RECIPE.union(ALWAYS_SHOWN))]
+
+
+def _front_matter(
+    name: str, config: TrainConfig, description: Mapping[str, Any], all_scores: Sequence[Mapping[str, Any]]
+) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    values = []
+    for scores in filter(None, all_scores):
+        values += [
+            (scores["split"], "accuracy", "top-1", scores["top1"]),
+            (scores["split"], "accuracy", "top-5", scores["top5"]),
+            (scores["split"], "f1", "macro F1", scores["macro"]["f1"]),
+        ]
+        if "map" in scores:
+            values.append((scores["split"], "mean_average_precision", "mAP", scores["map"]))
+    results = [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=Path(config.data).name,
+            dataset_name=Path(config.data).name,
+            dataset_split=split,
+            metric_type=metric_type,
+            metric_name=metric_name,
+            metric_value=value,
+        )
+        for split, metric_type, metric_name, value in values
+    ]
+    data = ModelCardData(
+        license="other",
+        license_name=TO_FILL,
+        license_link=TO_FILL,
+        library_name="timm" if description["timm_name"] else "pytorch",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "zerovision", description["model_type"]],
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+    return data.to_yaml()
+
+
+def _interval(scores: Mapping[str, Any], name: str) -> str:
+    """Return a space and the interval of a score in brackets, nothing if it has none."""
+    found = interval_of(scores, name)
+    if found is None:
+        return ""
+    unit, digits = (1, 4) if name == "loss" else (100, 2)
+    return f" [{unit * found[0]:.{digits}f}, {unit * found[1]:.{digits}f}]"
+
+
+def _plain(text: str) -> str:
+    """Return text that Markdown shows as it is, on one line."""
+    for sign in "\\`|<>*_[]":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())
+
+
+def _code(text: str) -> str:
+    """Return text as code on one line; Markdown has no way to write a backtick there."""
+    return f"`{' '.join(text.replace('`', chr(39)).split())}`"

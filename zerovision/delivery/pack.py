@@ -1,0 +1,130 @@
+"""Packs any data set into tar files that WebDataset reads, each with its index, and checks what was written."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.progress import track
+from torchvision.transforms.v2.functional import to_pil_image
+
+from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder
+from zerovision.training.base.errors import UserError
+from zerovision.training.data import DataOptions, archives, load_data
+from zerovision.training.data.archives import CLASS_NAMES, Entry, identity_of, index_of, write_index
+from zerovision.training.data.class_names import read_class_names
+from zerovision.training.data.datasets import ImageDataset
+from zerovision.training.data.folder_parts import TRAIN
+from zerovision.training.data.reading.formats import IMAGE_EXTENSIONS
+from zerovision.training.data.reading.remote_files import page_checksums
+from zerovision.training.data.reading.sources import FileSource, Source, digest_of
+from zerovision.training.data.tar_shards import FACTS, LABEL, TAR
+from zerovision.training.data.values import BYTES
+from zerovision.training.observe.console import open_console
+
+PNG_CHANNELS = (1, 3)
+
+
+class Packed(NamedTuple):
+    """What was written: images, tar files and their bytes."""
+
+    images: int
+    shards: int
+    bytes: int
+
+
+def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
+    """Write the images of all parts, as they are, into tar files of about `shard_bytes` in a new folder.
+
+    Files keep their bytes; images in memory become PNG files. Training images are shuffled, for `--order shards`; that
+    decides nothing else, because a loaded set is sorted. Every tar file is read again and
+    compared with what was packed; the folder appears under its name when all of it is right.
+
+    Raises:
+        UserError: The folder exists and is not empty; the images are no files of 8 bits; an image cannot be read.
+    """
+    if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"OUT '{output}' exists and is not an empty folder: give a new one.")
+    data = load_data(options)
+    if data.label_sets is not None:
+        raise UserError("--task multilabel: tar files have one label for each image: train on the table itself.")
+    done = Packed(0, 0, 0)
+    with errors_of_writing(output), replacing_folder(output) as folder:
+        names = "".join(f"{name}\n" for name in data.class_names).encode("utf-8", "surrogateescape")
+        if read_class_names(names, CLASS_NAMES) != data.class_names:
+            raise UserError(f"a class of '{options.data}' has a line break in its name: rename it.")
+        (folder / CLASS_NAMES).write_bytes(names)
+        for part, dataset in data.parts.items():
+            for file, count in _write_part(folder, part, dataset, shard_bytes):
+                done = Packed(done.images + count, done.shards + 1, done.bytes + file.stat().st_size)
+        repeated = archives.read(TAR, DataOptions(data=str(folder)))
+        if len(repeated.records) != done.images:
+            raise UserError(f"{len(repeated.records)} of {done.images} images are in the tar files: pack them again.")
+    return done
+
+
+def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int) -> Iterator[tuple[Path, int]]:
+    """Write the tar files of a part, and yield each with the number of its images once it was checked."""
+    source = dataset.source
+    console, every = open_console(stderr=True), np.arange(len(dataset))
+    if part == TRAIN:
+        every = np.argsort(np.random.Philox(key=0).random_raw(len(dataset)), kind="stable")
+    bar = track(every.tolist(), f"packing {part}", console=console, transient=True, disable=not console.is_terminal)
+    indices = iter(bar)
+    for number in itertools.count():
+        index = next(indices, None)
+        if index is None:
+            return
+        file, digests = folder / f"{part}-{number:06}.tar", []
+        with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
+            while index is not None:
+                entry, suffix, content = _sample(source, index)
+                facts = {"path": entry.path, "box": entry.box, "weight": entry.weight}
+                for kind, data in (
+                    (LABEL, str(entry.label).encode()),
+                    (suffix, content),
+                    (FACTS, json.dumps(facts).encode()),
+                ):
+                    member = tarfile.TarInfo(f"{index:09}{kind}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+                digests.append(digest_of(content))
+                index = next(indices, None) if tar.offset < shard_bytes else None
+        _check(file, digests)
+        yield file, len(digests)
+
+
+def _sample(source: Source, index: int) -> tuple[Entry, str, bytes]:
+    """Return an image of a set as an entry, with the suffix of its format and its bytes."""
+    label = int(source.labels[index])
+    if isinstance(source, FileSource):
+        content, path = source.content(index), source.path(index)
+        weight = 1.0 if source.loss_weights is None else float(source.loss_weights[index])
+        suffix = os.path.splitext(path)[1].lower()
+        entry = Entry(path, label, 0, len(content), source.box(index), weight)
+        return entry, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # a format is told by the content
+    image = source.read(index)
+    if source.values != BYTES or image.shape[0] not in PNG_CHANNELS:
+        raise UserError(f"images of {image.shape[0]} channel(s) of {source.values} cannot be packed: keep the arrays.")
+    stream = io.BytesIO()
+    to_pil_image(image).save(stream, "PNG")
+    content = stream.getvalue()
+    return Entry(f"{index:09}.png", label, 0, len(content)), ".png", content
+
+
+def _check(file: Path, digests: list[int]) -> None:
+    """Read a tar file and compare its images with the digests of what was packed; write its index."""
+    index, (state, inode) = TAR.scan(file), identity_of(file.stat())
+    index = index._replace(columns=TAR.columns, state=state, file=inode, checksums=page_checksums(file))
+    reader = TAR.open([file], [index.state])
+    found = [digest_of(reader.read(0, entry.place, entry.size)) for entry in index.entries]
+    if found != digests:
+        raise UserError(f"'{file}' does not contain what was written to it: the disk may be failing; pack it again.")
+    write_index(index, index_of(file))

@@ -1,0 +1,143 @@
+"""A trained model on the Hugging Face hub: weights, model card, names of the classes, and for timm its config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import timm
+import torch
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from timm.models._hub import save_config_for_hf
+
+from zerovision.delivery.model_card import TO_FILL
+from zerovision.delivery.trained_model import find_model
+from zerovision.models.sides import sides
+from zerovision.models.timm_models import timm_size
+from zerovision.training.base.errors import UserError, one_line, shown
+from zerovision.training.base.run_folder import CARD, WEIGHTS
+from zerovision.training.base.units import format_bytes
+from zerovision.training.checkpoint.weights import CLASS_MAP, class_map, read_metadata
+from zerovision.training.data.values import BYTES, values_of
+
+TIMM_CONFIG = "config.json"
+
+
+def publish(model: str, repository: str, *, is_public: bool = False, dry_run: bool = False) -> Iterator[str]:
+    """Send a model to the hub in one commit, and yield what to print.
+
+    The hub's own client finds the token, in HF_TOKEN or where `hf auth login` has left it.
+
+    Args:
+        model: a run's name or folder, or its safetensors file.
+        repository: ORG/NAME on the hub, which is made if there is none.
+        is_public: whether a new one is public.
+        dry_run: whether to say only what would be sent, without a network.
+
+    Raises:
+        UserError: for a wrong name, a run without a model card, and whatever the hub refuses.
+    """
+    check_repository(repository)
+    weights = find_model(model).weights
+    card, metadata = weights.with_name(CARD), read_metadata(weights)
+    if not card.is_file():
+        raise UserError(f"'{weights.parent}' has no {CARD}, the model card, which a run writes when it finishes.")
+    files: dict[str, Path | bytes] = {WEIGHTS: weights, CARD: card}
+    if (names := class_map(metadata["class_names"])) is not None:
+        files[CLASS_MAP] = names
+    reason = why_not_for_timm(metadata)
+    if not reason:
+        files[TIMM_CONFIG] = timm_config(metadata)
+    elif metadata["description"]["timm_name"]:
+        yield f"note: without {TIMM_CONFIG}: {reason}; {CARD} says how timm loads it"
+    if TO_FILL in card.read_text(encoding="utf-8", errors="replace"):
+        yield f"note: the licence in {CARD} is still {TO_FILL}"
+    for name, file in files.items():
+        yield f"{'would send' if dry_run else 'sends'} {name}, {format_bytes(_size(file))}"
+    if dry_run:
+        yield f"nothing was sent to {repository} (--dry-run)"
+        return
+    operations = [CommitOperationAdd(name, file) for name, file in files.items()]
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=not is_public, exist_ok=True)
+        hub.create_commit(repository, operations, commit_message=f"{weights.parent.name}, trained with zerovision")
+    except Exception as error:  # the hub's client raises a dozen types with no common base
+        said = one_line(error).replace(huggingface_hub.get_token() or "\0", "***").rstrip(".")
+        raise UserError(
+            f"'{repository}' was not published: {type(error).__name__}, {said}. Is the name right, and does the token "
+            "(HF_TOKEN, or hf auth login) allow to write there?"
+        ) from None
+    yield f"published    {huggingface_hub.constants.ENDPOINT}/{repository}"
+
+
+def check_repository(name: str) -> None:
+    """Raise UserError for what is no ORG/NAME of the hub."""
+    try:
+        validate_repo_id(name)
+        is_right = name.count("/") == 1
+    except HFValidationError:
+        is_right = False
+    if not is_right:
+        raise UserError(
+            f"{shown(name)} is no name on the hub: give ORG/NAME, of letters, digits, '-', '_' and '.', such as "
+            "my-team/photos."
+        )
+
+
+def why_not_for_timm(metadata: dict[str, Any]) -> str:
+    """Return why `timm.create_model("hf-hub:ORG/NAME")` would load another network than this; empty if it would not."""
+    description = metadata["description"]
+    if not description["timm_name"]:
+        return "it is no network of timm's"
+    if description["stem_stride_changed"]:
+        return "timm would give its first layer the usual stride"
+    if values_of(metadata["preprocessing"]) != BYTES:
+        return "timm's images are bytes"
+    if _kept_share(metadata["preprocessing"]) is None:
+        return "timm cuts off the same share of height and width"
+    return ""
+
+
+def timm_config(metadata: dict[str, Any]) -> bytes:
+    """Return config.json as timm writes it: the network, its classes, and how images are prepared."""
+    description, preprocessing = metadata["description"], metadata["preprocessing"]
+    height, width = sides(preprocessing["image_size"])
+    options: dict[str, Any] = {"in_chans": len(preprocessing["mean"])}
+    if (size := timm_size(description["timm_name"], preprocessing["image_size"])) is not None:
+        options["img_size"] = size
+    with torch.device("meta"):
+        network = timm.create_model(description["timm_name"], num_classes=description["num_classes"], **options)
+    cut = "squash" if preprocessing["resize_size"] is None else "center"
+    prepared = {name: preprocessing[name] for name in ("mean", "std", "interpolation")}
+    prepared |= {
+        "input_size": (options["in_chans"], height, width),
+        "crop_pct": _kept_share(preprocessing),
+        "crop_mode": "border" if preprocessing.get("fit") == "pad" else cut,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / TIMM_CONFIG
+        labels = {"label_names": metadata["class_names"]}
+        save_config_for_hf(network, str(path), model_config=labels, data_config=prepared)
+        return json.dumps(json.loads(path.read_bytes()), indent=2).encode()
+
+
+def _kept_share(preprocessing: dict[str, Any]) -> float | None:
+    """Return the share from which timm computes the size that images are resized to, None if it computes no such."""
+    if preprocessing["resize_size"] is None:
+        return 1.0
+    kept, resized = sides(preprocessing["image_size"]), sides(preprocessing["resize_size"])
+    share = min(part / whole for part, whole in zip(kept, resized, strict=True))
+    near = (share, math.nextafter(share, 0))
+    return next((one for one in near if tuple(math.floor(side / one) for side in kept) == resized), None)
+
+
+def _size(file: Path | bytes) -> int:
+    return len(file) if isinstance(file, bytes) else file.stat().st_size

@@ -1,0 +1,236 @@
+"""One step of a run, trained again in this process from the checkpoint before it, and looked at from near.
+
+What the run's ranks computed are micro-batches of one accumulation here, which leaves the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerovision.delivery.bisect_runs import differing_leaves, read_hashes
+from zerovision.delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, contact_sheet, thumbnail
+from zerovision.delivery.trained_model import read_json, read_run_config
+from zerovision.training.base.atomic_write import replacing_folder, write_json
+from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint.restore import restore
+from zerovision.training.checkpoint.store import NAME_PATTERN, find_candidates
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.engine import StepResult
+from zerovision.training.epoch import begin_epoch
+from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe.step_hashes import StepHashes, hashed_parameters
+from zerovision.training.prepare import FIRST_START
+from zerovision.training.run import set_up
+from zerovision.training.setup import Run, train_context
+from zerovision.training.steps.accumulate import StepInput, TimedEngine
+from zerovision.training.world.mesh_sizes import data_ranks
+from zerovision.training.world.preserved_process import preserved_process
+from zerovision.training.world.signals import StopRequest
+from zerovision.training.world.world import start_world
+
+MOST_PICTURES = 600  # of one sheet
+
+
+@dataclass
+class WatchedStep:
+    """A `accumulate.Step` that keeps what one step was given and did, and ends the training after it.
+
+    Attributes:
+        number: of that step in the run, from 1.
+        context: of the replay.
+        stop: of the replay.
+        before, after: the parameters by name, float32 in CPU memory.
+        gradients: of those that are trained, before clipping.
+        seen: each micro-batch, with the images as the network saw them, and its losses [B].
+        hashes: of the step as `zerovision.training.observe.step_hashes.StepHashes` has them.
+    """
+
+    number: int
+    context: Run
+    stop: StopRequest = field(default_factory=StopRequest)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    seen: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)
+    hashes: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
+        """See `zerovision.training.steps.accumulate.Step`."""
+        if self.context.position != self.number - 1:
+            return self.context.step(engine, given)
+        scale = 1.0 if engine.engine.loss_scale is None else engine.engine.loss_scale.value
+
+        def keep(batch: Batch, losses: torch.Tensor, logits: torch.Tensor, *more: torch.Tensor) -> None:
+            self.seen.append((batch, losses.detach()))
+            self.hasher.note(batch.images, logits, 0)
+            given.note(batch, losses, logits, *more)
+
+        def add(gradient: torch.Tensor, name: str) -> None:
+            self.gradients[name] = self.gradients.get(name, torch.zeros_like(gradient)) + gradient / scale
+
+        self.before = self.parameters()
+        self.hasher.before_step(0)
+        trained = [(name, one) for name, one in engine.engine.module.named_parameters() if one.requires_grad]
+        for name, parameter in trained:
+            parameter.register_hook(partial(add, name=name))  # called once for each leaf
+        self.stop.request(signal.SIGINT)
+        return self.context.step(engine, given._replace(note=keep))
+
+    @functools.cached_property
+    def hasher(self) -> StepHashes:
+        """Hashes this step alone."""
+        return StepHashes(1, self.context.world, self.context.plan.leaves, self.context.state.engine.module)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of this moment by name."""
+        return hashed_parameters(self.context.state.engine, self.context.world)
+
+
+@preserved_process()
+def replay(run: Path, number: int) -> WatchedStep:
+    """Train step `number`, from 1, of the run in a folder again, in a folder that is removed.
+
+    Raises:
+        UserError: if the run has no such step, its data or configuration are gone, or its islands had weights each.
+    """
+    config, facts = read_run_config(run), read_json(run / ENVIRONMENT)
+    if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
+        raise UserError(f"'{run / ENVIRONMENT}' is damaged: no number '{missing[0]}'. Restore it.")
+    if config.has_islands:
+        raise UserError(f"run {run.name} has --local-steps: its islands train apart, which one process cannot repeat.")
+    ranks = data_ranks(facts["ranks"], config.tensor_parallel, config.pipeline_parallel)
+    leaves = ranks * config.gradient_accumulation_steps
+    steps_per_epoch = -(-facts["training_images"] // (leaves * config.micro_batch))
+    planned = config.epochs * steps_per_epoch
+    if number > (last := min(_trained_steps(run, planned), planned)):
+        steps = f"{last} steps" if last == planned else f"trained {last} of its {planned} steps"
+        raise UserError(f"--step {number}: run {run.name} has {steps}, give 1 to {max(last, 1)}.")
+    whole: dict[str, Any] = dict.fromkeys(("tensor_parallel", "pipeline_parallel"), 1) | {"features": "computed"}
+    quiet: dict[str, Any] = dict.fromkeys(("profile", "log_hashes", "audit", "max_bad_steps"), 0) | {"loggers": "none"}
+    resume = _newest_before(run, number, steps_per_epoch)
+    config = dataclasses.replace(config, **whole, **quiet, resume=resume, gradient_accumulation_steps=leaves)
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        alone = dataclasses.replace(config, log_dir=folder, run_name="replay")
+        with contextlib.closing(set_up(alone, start_world(deterministic=config.deterministic))) as context:
+            watched = WatchedStep(number, context)
+            _train(watched)
+    return watched
+
+
+def _trained_steps(run: Path, planned: int) -> int:
+    """Return the last step that a run has logged, also if it went back after it; `planned` without a log."""
+    try:
+        content = (run / METRICS).read_bytes()
+    except OSError:
+        return planned
+    return max(map(int, re.findall(rb'"step": (\d+)', content)), default=0)
+
+
+def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
+    """Return the newest checkpoint before a step, as `--resume` takes it; 'never' if there is none."""
+    for path in find_candidates("auto", run / CHECKPOINTS, is_restart=False)[0]:
+        name = NAME_PATTERN.fullmatch(path.name)
+        if name and int(name[1]) * steps_per_epoch + int(name[2]) < number:
+            return str(path)
+    return "never"
+
+
+def _train(watched: WatchedStep) -> None:
+    """Train up to the step as the run did, without its evaluations, which change nothing that a step depends on."""
+    context = dataclasses.replace(watched.context, loggers=Loggers([]))
+    state = context.state
+    if context.found is not None:
+        restore(context.found, state, context.world)
+    start = dataclasses.replace(FIRST_START, stop=watched.stop)
+    loop = dataclasses.replace(train_context(context, start), step=watched, saver=None)
+    while not watched.seen:
+        begin_epoch(context)
+        if state.progress.step < context.plan.steps_per_epoch:
+            train_one_epoch(state, context.train_loader.epoch(state.progress.epoch, state.progress.step), loop)
+            state.engine.buffers.average(context.world.data)
+        state.progress = state.progress.after_epoch(0.0, is_best=False, has_diverged=False)
+        state.sums.reset()
+    watched.after = watched.parameters()
+    watched.hashes = watched.hasher.after_step(state.engine, 0) or {}
+
+
+def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) -> Iterator[str]:
+    """Write batch.png and step.json into a new folder, and yield what to print; `differing` as of `differences`."""
+    found, layers, (samples, pictures) = watched.context.found, _layers(watched), _samples(watched)
+    counted = [one for one in samples if one["weight"]]
+    loss = sum(one["weight"] * one["loss"] for one in counted) / max(sum(one["weight"] for one in counted), 1)
+    start, verdict = found.path.name if found else "the seed", "the bytes of the run"
+    if differing is None:
+        verdict = "the run has no hashes of it (--log-hashes) to compare with"
+    elif differing:
+        verdict = f"differs from the run in {len(differing)} of its hashes: {'; '.join(differing[:3])}"
+    facts = {"step": watched.number, "start": start, "loss": loss, "verdict": verdict}
+    with replacing_folder(folder) as new:
+        write_json(new / "step.json", facts | {"layers": layers, "samples": samples})
+        contact_sheet(*zip(*pictures, strict=True)).save(new / "batch.png")
+    width = max(map(len, layers))
+    yield f"step {watched.number}, from {start}: loss {loss:.6g}"
+    yield f"{'layer':{width}}  {'gradient':>12}  {'before':>12}  {'after':>12}  {'change':>12}"
+    for name, norms in layers.items():
+        yield f"{name:{width}}  " + "  ".join(f"{norm:12.6g}" for norm in norms.values())
+    yield f"step {watched.number}: {verdict}"
+
+
+def differences(watched: WatchedStep, run: Path) -> list[str] | None:
+    """Return the leaves and parameters that have other hashes than in the run, in words; None if it has none."""
+    line = read_hashes(run).get(watched.number)
+    if line is None:
+        return None
+    ours, theirs = watched.hashes["leaves"], line.get("leaves", [])
+    pairs = [(leaf, own | {"rank": leaf["rank"]}) for leaf, own in zip(theirs, ours, strict=False)]
+    return differing_leaves(pairs) + [
+        name for name, value in watched.hashes["weights"].items() if line["weights"].get(name) != value
+    ]
+
+
+def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return what the images are and what became of them, and the first ones as pictures, each with its caption."""
+    data = watched.context.data
+    samples: list[dict[str, Any]] = []
+    pictures: list[Any] = []
+    mean, std = (torch.tensor(data.preprocessing[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    for batch, losses in watched.seen:
+        for slot, (weight, loss) in enumerate(zip(batch.weights.tolist(), losses.tolist(), strict=True)):
+            labels = {data.class_names[int(batch.labels[slot])]: 1.0}
+            if batch.targets is not None:  # several if images are mixed
+                shares = zip(data.class_names, batch.targets[slot].tolist(), strict=True)
+                labels = {label: share for label, share in shares if share}
+            name = data.train.source.name(int(batch.indices[slot]))
+            samples.append({"name": name, "labels": labels, "weight": weight, "loss": loss})
+            if len(pictures) < MOST_PICTURES:
+                pixels = (batch.images[slot].float().cpu() * std + mean).clamp(0, 1)
+                captions = (printable(Path(name).name)[-LONGEST_NAME:], printable(", ".join(labels))[:LONGEST_NAME])
+                picture = thumbnail((255 * pixels).round().to(torch.uint8))
+                pictures.append((picture, [(caption, BLACK if weight else WRONG) for caption in captions]))
+    return samples, pictures
+
+
+def _layers(watched: WatchedStep) -> dict[str, dict[str, float]]:
+    """Return L2 norms by layer: of the gradient, of the weights before and after the step, and of their change."""
+    changes = {name: after - watched.before[name] for name, after in watched.after.items()}
+    kinds = {"gradient": watched.gradients, "before": watched.before, "after": watched.after, "change": changes}
+    squares: dict[str, dict[str, float]] = {}
+    for name in watched.after:
+        layer = squares.setdefault(name.rpartition(".")[0] or name, dict.fromkeys(kinds, 0.0))
+        for kind, tensors in kinds.items():
+            layer[kind] += float(tensors[name].double().square().sum()) if name in tensors else 0.0
+    return {name: {kind: square**0.5 for kind, square in layer.items()} for name, layer in squares.items()}

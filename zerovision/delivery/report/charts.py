@@ -1,0 +1,215 @@
+"""Line charts: SVG paths for the template, and the numbers as a table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerovision.delivery.report.formatting import THIN, isolate, number, percent, plain
+
+Chart = dict[str, Any]  # as `draw` returns it
+POINTS_PER_CHART = 1600  # over all lines; about 25 bytes each in the page
+VIEW = 1000  # side of the SVG's own coordinates, which are stretched to the chart's size
+MOST_DOTS = 60
+TABLE_ROWS = 32
+LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value
+LABEL_GAP = 8.0  # percent of the chart's height between two labels at its right edge
+
+
+class Line(NamedTuple):
+    """One line of a chart.
+
+    Attributes:
+        name: shown in the legend and in the table.
+        style: index of colour and dash pattern, from 1.
+        x, y: the points, float64 [N], x ascending; a value of y that is not finite leaves a gap.
+        switch: lines with the same value are toggled together by the legend, in all charts of the page.
+        is_faint: whether the line is thin, and without dots.
+    """
+
+    name: str
+    style: int
+    x: np.ndarray
+    y: np.ndarray
+    switch: str
+    is_faint: bool = False
+
+
+class Axis(NamedTuple):
+    """The range of an axis, and its ticks as (position in percent, text)."""
+
+    low: float
+    high: float
+    ticks: list[tuple[float, str]]
+    is_log: bool = False
+
+    def place(self, values: np.ndarray) -> np.ndarray:
+        """Return the positions of values on the axis, 0 to 1."""
+        scale = np.log if self.is_log else np.asarray
+        return (scale(values) - scale(self.low)) / (scale(self.high) - scale(self.low))
+
+
+def draw(
+    key: str,
+    title: str,
+    lines: Sequence[Line],
+    *,
+    caption: str = "",
+    x_name: str = "epoch",
+    marks: Sequence[float] = (),
+    is_percent: bool = False,
+    from_zero: bool = False,
+    is_x_log: bool = False,
+) -> Chart | None:
+    """Lay out a chart.
+
+    Args:
+        key: unique in the page.
+        title: a few words, with the unit.
+        lines: those without a finite point are left out.
+        caption: by default the last values.
+        x_name: of the horizontal axis.
+        marks: values of x to mark.
+        is_percent: whether the values are shares of 0..1, to be written in percent.
+        from_zero: whether the vertical axis begins at 0; other axes than this and percent are logarithmic if the values
+            span more than a factor of `LOG_SCALE_FROM`.
+        is_x_log: whether the horizontal axis is logarithmic; it begins at 0 otherwise.
+
+    Returns:
+        What the template shows, and `data`, what page.js reads values from; None if no line has a finite point.
+    """
+    columns = max(POINTS_PER_CHART // (2 * max(len(lines), 1)), 16)
+    lines = [thin(line, columns) for line in lines if np.isfinite(line.y).any()]
+    if not lines:
+        return None
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    first, low, high = float(values[0]), float(values.min()), float(values.max())
+    write: Callable[[float], str] = partial(percent, decimals=2) if is_percent else number
+    x_low, x_high = min(float(line.x[0]) for line in lines), max(float(line.x[-1]) for line in lines)
+    x_axis = log_axis(x_low, x_high) if is_x_log else linear_axis(0.0, x_high, plain, is_tight=True)
+    if is_percent:
+        y_axis = linear_axis(0.0 if from_zero else low, high, lambda share: f"{100 * share:.4g}{THIN}%", highest=1.0)
+    elif not from_zero and low > 0 and high / low > LOG_SCALE_FROM:
+        y_axis = log_axis(low, high)
+    else:
+        y_axis = linear_axis(0.0 if from_zero else low, high, plain)
+    drawn = [_drawn(line, x_axis, y_axis, write) for line in lines]
+    _spread_labels(drawn)
+    if not caption and len(lines) == 1:
+        caption = f"From {write(first)} to {drawn[0]['last']}; between {write(low)} and {write(high)}."
+    in_script = ("name", "switch", "style", "x", "y")
+    return {
+        "key": key,
+        "title": title,
+        "caption": caption or f"Last values: {', '.join(isolate(one['name']) + ' ' + one['last'] for one in drawn)}.",
+        "x_name": x_name,
+        "x_axis": x_axis,
+        "y_axis": y_axis,
+        "lines": drawn,
+        "marks": [100 * place for place in x_axis.place(np.array(marks)).tolist() if 0 <= place <= 1],
+        "table": _tabulate(lines, write),
+        "data": {
+            "x": [x_axis.low, x_axis.high],
+            "y": [y_axis.low, y_axis.high],
+            "log": y_axis.is_log,
+            "xLog": x_axis.is_log,
+            "percent": is_percent,
+            "xName": x_name,
+            "lines": [{name: one[name] for name in in_script} for one in drawn],
+        },
+    }
+
+
+def thin(line: Line, columns: int) -> Line:
+    """Keep the lowest and the highest point of each of so many columns of equal width, and both ends.
+
+    Returns:
+        The line with NaN for what is not finite; of a column without a finite value one point stays.
+    """
+    x, y = line.x, np.where(np.isfinite(line.y), line.y, np.nan)
+    if len(x) > 2 * columns:
+        keep = {0, len(x) - 1}
+        for inside in np.split(np.arange(len(x)), np.searchsorted(x, np.linspace(x[0], x[-1], columns + 1)[1:-1])):
+            finite = inside[np.isfinite(y[inside])]
+            keep |= {finite[y[finite].argmin()], finite[y[finite].argmax()]} if len(finite) else set(inside[:1])
+        order = np.array(sorted(keep))
+        x, y = x[order], y[order]
+    return line._replace(x=x, y=y)
+
+
+def linear_axis(
+    low: float, high: float, write: Callable[[float], str], *, highest: float = math.inf, is_tight: bool = False
+) -> Axis:
+    """Return an axis with ticks at multiples of 1, 2 or 5 times a power of ten; a tight one ends with the values."""
+    if high <= low:
+        spread = abs(high) * 0.1 or 1.0
+        low, high = (low if is_tight else low - spread), high + spread
+    power = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 4 * (1 - 1e-9))
+    if not is_tight:
+        low = math.floor(low / step + 1e-9) * step
+        high = min(math.ceil(high / step - 1e-9) * step, highest)
+    multiples = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return Axis(low, high, [(100 * (one * step - low) / (high - low), write(one * step)) for one in multiples])
+
+
+def log_axis(low: float, high: float) -> Axis:
+    """Return a logarithmic axis over whole powers of ten with at most seven ticks."""
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    last = max(last, first + 1)  # of a single value
+    powers = range(first, last + 1, max(1, math.ceil((last - first) / 6)))
+    ticks = [(100 * (power - first) / (last - first), number(10.0**power, 1)) for power in powers]
+    return Axis(10.0**first, 10.0**last, ticks, is_log=True)
+
+
+def _drawn(line: Line, x_axis: Axis, y_axis: Axis, write: Callable[[float], str]) -> dict[str, Any]:
+    """Return a line's fields, its paths in a square of side `VIEW`, and its last value with the label's position."""
+    finite = np.isfinite(line.y)
+    across, down = VIEW * x_axis.place(line.x[finite]), VIEW * (1 - y_axis.place(line.y[finite]))
+    points = [f"{_coordinate(x)} {_coordinate(y)}" for x, y in zip(across, down, strict=True)]
+    follows = np.append(False, finite[:-1])[finite]  # whether the point before is finite too
+    path = "".join(f"{'L' if draws else 'M'}{point}" for point, draws in zip(points, follows, strict=True))
+    has_dots = len(finite) == 1 or (len(finite) <= MOST_DOTS and not line.is_faint)
+    return line._asdict() | {
+        # Five digits are what a screen can show; JSON has no NaN.
+        "x": [float(f"{x:.5g}") for x in line.x],
+        "y": [float(f"{y:.5g}") if math.isfinite(y) else None for y in line.y],
+        "path": path,
+        "dots": "".join(f"M{point}h0" for point in points) if has_dots else "",
+        "last": write(float(line.y[finite][-1])),
+        "label_top": 100 * float(down[-1]) / VIEW,
+    }
+
+
+def _spread_labels(drawn: Sequence[dict[str, Any]]) -> None:
+    """Move the labels at the right edge apart, and keep them inside the chart."""
+    order = sorted(drawn, key=lambda line: line["label_top"])
+    for before, line in itertools.pairwise(order):
+        line["label_top"] = max(line["label_top"], before["label_top"] + LABEL_GAP)
+    for place, line in enumerate(reversed(order)):
+        line["label_top"] = min(line["label_top"], 100 - place * LABEL_GAP)
+
+
+def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str, Any]:
+    """Return `rows` of text at the places of the sparsest line, and the number of rows `left_out`.
+
+    A line's value at a place is that of its last point up to there.
+    """
+    candidates = sorted((np.unique(line.x) for line in lines), key=len)
+    places = next((found for found in candidates if len(found) > 2), candidates[0])
+    chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), TABLE_ROWS)).round().astype(int))
+    rows = [[number(place) if place % 1 else plain(place)] for place in places[chosen].tolist()]
+    for line in lines:
+        values = np.append(math.nan, line.y)[np.searchsorted(line.x, places[chosen], side="right")]
+        for row, value in zip(rows, values.tolist(), strict=True):
+            row.append("–" if math.isnan(value) else write(value))
+    return {"rows": rows, "left_out": len(places) - len(rows)}
+
+
+def _coordinate(value: float) -> str:
+    return f"{value:.1f}".rstrip("0").rstrip(".")

@@ -1,0 +1,65 @@
+"""Numbers and names as text for people."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from zerovision.training.base import units
+
+THIN = "\u202f"  # narrow no-break space, between a number and its unit
+LONGEST_NAME = 80
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Format a number with so many significant digits and thin spaces between thousands; '–' for None."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "not finite"
+    if value and not 1e-3 <= abs(value) < 1e7:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+    power = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(digits - 1 - power, 0)}f}".replace(",", THIN)
+
+
+def plain(value: float) -> str:
+    """Format a round number without superfluous zeros."""
+    return f"{value:.10g}" if 1e-4 <= abs(value) < 1e6 or not value else number(value, 3)
+
+
+def percent(share: float | None, decimals: int = 1) -> str:
+    """Format a share of 0..1 in percent; '–' for None."""
+    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.{decimals}f}{THIN}%"
+
+
+def count(value: int) -> str:
+    """Format an integer with thin spaces between thousands."""
+    return f"{value:,}".replace(",", THIN)
+
+
+def date_and_time(unix_seconds: float) -> str:
+    """Format a moment in the local time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_seconds))
+
+
+def plural(value: int, noun: str) -> str:
+    """Format a count and its noun as `zerovision.training.base.units.plural`, with thin spaces between thousands."""
+    return units.plural(value, noun).replace(",", THIN)
+
+
+def clip(text: str, longest: int = LONGEST_NAME) -> str:
+    """Shorten a text that is too long for a table."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def join(names: Sequence[str]) -> str:
+    """Join names: a; a and b; a, b and c."""
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+
+
+def isolate(text: str) -> str:
+    """Keep a right-to-left name from reordering the sentence around it."""
+    return text if text.isascii() else f"\u2068{text}\u2069"

@@ -1,0 +1,199 @@
+"""Write the page, once or whenever a training run has logged."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from zerovision.delivery.report import formatting, run_facts
+from zerovision.delivery.report.comparison import compare
+from zerovision.delivery.report.incidents import find_incidents
+from zerovision.delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, sample_images
+from zerovision.delivery.report.run_files import names_of, read_run
+from zerovision.delivery.report.training_curves import STYLES, overlaid_charts, rate_search_chart, single_run_charts
+from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, TYPICAL, WORST
+
+TEMPLATE = Path(__file__).resolve().parent / "template"
+RELOAD_SECONDS = 4
+MOST_RUNS = STYLES  # so that no two lines look the same
+MOST_RUNS_WITH_MATRIX = 4
+IMAGES_OF_ALL_RUNS = 32  # of each kind
+POLL_SECONDS = 2.0
+LARGEST_SHARE_OF_TIME = 0.1  # for writing: the training needs the processor too
+# A run writes its evaluation after its last line, so the page is written until nothing has changed for a while.
+POLLS_AFTER_THE_END = 3
+POLLS_WITHOUT_CHANGE = 30  # after which the page is written again: the run may count as crashed now
+
+
+def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = False) -> bool:
+    """Write the page of one run or several.
+
+    Args:
+        folders: of the runs.
+        output: the HTML file; it is replaced in one step.
+        is_watched: whether it will be written again while a run is training: the page then reloads itself.
+
+    Returns:
+        Whether a run is still training.
+
+    Raises:
+        UserError: if a run's files are damaged, there are too many runs, or the page cannot be written.
+    """
+    if len(folders) > MOST_RUNS:
+        raise UserError(f"{len(folders)} runs: a page shows at most {MOST_RUNS}. Give fewer.")
+    runs = [
+        _page_run(place, name, folder, len(folders))
+        for place, (name, folder) in enumerate(zip(names_of(folders), folders, strict=True))
+    ]
+    is_running = any(run["status"].is_running for run in runs)
+    page = _render(runs, compare(folders), is_live=is_watched and is_running).encode("utf-8", errors="replace")
+    try:
+        if output.is_dir():
+            raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
+        with replacing(output, follows=True) as new:
+            new.write_bytes(page)
+    except OSError as error:
+        raise UserError(f"'{output}' cannot be written: {error.strerror}. Give --output another file.") from None
+    return is_running
+
+
+def watch(
+    folders: Sequence[Path],
+    output: Path,
+    log: Callable[[str], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write the page now and whenever the runs' files grow, until all runs have ended or Ctrl-C is pressed.
+
+    Args:
+        folders: of the runs.
+        output: the HTML file.
+        log: writes a line for the user.
+        sleep: waits for the seconds between two polls of the files.
+
+    Raises:
+        UserError: as `write_report`.
+    """
+    seen, unchanged, start = _signature(folders), 0, time.perf_counter()
+    is_running = write_report(folders, output, is_watched=True)
+    if not is_running:
+        return
+    writing_seconds = time.perf_counter() - start
+    log(f"watching, Ctrl-C ends it: open {output}")
+    try:
+        while is_running or unchanged < POLLS_AFTER_THE_END:
+            sleep(max(POLL_SECONDS, writing_seconds / LARGEST_SHARE_OF_TIME))
+            now = _signature(folders)
+            seen, unchanged = now, unchanged + 1 if now == seen else 0
+            if unchanged % POLLS_WITHOUT_CHANGE == 0:
+                start = time.perf_counter()
+                is_running = write_report(folders, output, is_watched=True)
+                writing_seconds = time.perf_counter() - start
+    except KeyboardInterrupt:
+        pass
+    write_report(folders, output)  # without the reload
+
+
+def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return size and time of the files that a run writes; zeros if there is none."""
+    found = []
+    for folder in folders:
+        for path in (folder / METRICS, folder / EVALUATION / SCORES, folder / EVALUATION / f"{WORST}.csv"):
+            try:
+                status = path.stat()
+                found.append((status.st_size, status.st_mtime_ns))
+            except OSError:
+                found.append((0, 0))
+    return found
+
+
+def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, Any]:
+    """Return what the template shows of a run, one of as many."""
+    run, key = read_run(folder), f"run{position}"
+    history = run.history
+    shown = {"key": key, "name": name, "style": position % STYLES + 1, "folder": str(folder), "notes": run.notes}
+    shown |= {"history": history, "settings": run_facts.settings(run), "evaluation": None}
+    with _damage_named(folder / LEARNING_RATE):
+        shown["rate_search"] = rate_search_chart(run.rate_search)
+    most = min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)
+    with _damage_named(folder / EVALUATION / SCORES):
+        shown["figures"] = run_facts.key_figures(run)
+        if run.scores is not None:
+            shown["evaluation"] = {
+                "classes": class_table(run.scores),
+                "calibration": calibration_chart(f"calibration-{key}", run.scores),
+                "confusion": None
+                if "task" in run.scores  # several labels are not confused with each other
+                else confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
+                "images": sample_images(run, WORST, most),
+                "typical": sample_images(run, TYPICAL, most),
+            }
+    with _damage_named(folder / METRICS):
+        shown |= {"status": run_facts.find_status(run), "incidents": find_incidents(history)}
+        shown |= {
+            "time": run_facts.time_breakdown(history),
+            "memory": run_facts.memory_breakdown(history.memory_bytes_per_rank),
+        }
+    with _damage_named(folder / ENVIRONMENT):
+        shown |= {"description": run_facts.describe(run), "command": run_facts.command_of(run)}
+        shown["environment"] = run_facts.environment_facts(run)
+    return shown
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raise a UserError that names the file if a value in it is missing or of the wrong type."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+        raise UserError(f"'{path}' is damaged ({error!r}). Restore it, or remove it.") from None
+
+
+def _render(runs: Sequence[dict[str, Any]], comparisons: Sequence[str], *, is_live: bool) -> str:
+    """Return the page as HTML; a live one reloads itself every few seconds."""
+    histories, names = [run["history"] for run in runs], [run["name"] for run in runs]
+    is_single = len(runs) == 1
+    charts = single_run_charts(histories[0]) if is_single else overlaid_charts(histories, names)
+    charts += [runs[0]["rate_search"]] if is_single and runs[0]["rate_search"] else []
+    calibrations = [run["evaluation"]["calibration"] for run in runs if run["evaluation"]]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"clip": formatting.clip, "count": formatting.count, "percent": formatting.percent}
+    script = (TEMPLATE / "page.js").read_text(encoding="utf-8")
+    reload_seconds = RELOAD_SECONDS if is_live else 0
+    return environment.get_template("page.html").render(
+        runs=runs,
+        is_single=is_single,
+        title=names[0] if is_single else f"{len(runs)} runs compared",
+        charts=charts,
+        comparisons=comparisons,
+        figures=run_facts.side_by_side([run["figures"] for run in runs]),
+        times=run_facts.side_by_side([run["time"].rows if run["time"] else [] for run in runs]),
+        setting_differences=run_facts.differences([run["settings"] for run in runs]),
+        environment_differences=run_facts.differences([run["environment"] for run in runs]),
+        data={
+            "charts": {chart["key"]: chart["data"] for chart in [*charts, *calibrations] if chart is not None},
+            "reloadSeconds": reload_seconds,
+        },
+        reload_seconds=reload_seconds,
+        style=Markup((TEMPLATE / "style.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        written=formatting.date_and_time(time.time()),
+    )

@@ -1,0 +1,392 @@
+"""Status, key figures, time, memory, settings and environment of a run, for one run or several side by side."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerovision.delivery.intervals import Interval, interval_of, wilson
+from zerovision.delivery.report.formatting import THIN, clip, count, date_and_time, number, percent, plural
+from zerovision.delivery.report.run_files import History, RunFiles
+from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, score_in
+from zerovision.training.base.run_folder import PREDICTION
+from zerovision.training.base.units import format_bytes, format_duration
+from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config.values import OF_ONE_RUN, launch_command
+
+LONGEST_REASON = 300
+SILENT_SECONDS = 900.0  # without a line in metrics.jsonl a run counts as crashed
+SPANS = {
+    "data": "waiting for images",
+    "forward": "the model and its loss",
+    "backward": "gradients",
+    "communication": "collectives, and waiting for late ranks",
+    "optimizer": "the update",
+    "logging": "scores, log files, console",
+    "saving": "waiting for checkpoints",
+    "other": "the rest of the loop",
+    "evaluation": "the validation images",
+}
+MEANINGS = SPANS | {"restarting": "from the last line to the resume"}
+MOST_RANKS = 64
+RANKS_SHOWN_OF_MANY = 8
+
+
+class Status(NamedTuple):
+    """One of finished, diverged, stopped, gave up, running, crashed and not started, and a sentence about it."""
+
+    word: str
+    sentence: str
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more lines are to be expected."""
+        return self.word in ("running", "not started")
+
+
+class Fact(NamedTuple):
+    """A key figure with a remark, or a setting with its default value."""
+
+    name: str
+    value: str
+    remark: str = ""
+    default: str = ""
+    differs: bool = False
+
+
+class ShareRow(NamedTuple):
+    """A span of time, or a rank: its value as text, its shares of the sum and of the largest value."""
+
+    name: str
+    meaning: str
+    text: str
+    share_of_total: float
+    share_of_largest: float
+
+
+class Breakdown(NamedTuple):
+    """Rows that add up to a total, and remarks on them."""
+
+    rows: list[ShareRow]
+    total: str
+    remarks: list[str]
+
+
+def find_status(run: RunFiles, now: float | None = None) -> Status:
+    """Return the status of a run.
+
+    Args:
+        run: its files.
+        now: Unix seconds, by default the current time.
+    """
+    history, epochs, best = run.history, run.config.get("epochs"), run.history.best_epoch
+    done, end = max(history.epochs, default=0), history.processes[-1].end
+    progress = f"epoch {done} of {epochs}" if done else "before the end of the first epoch"
+    patience = run.config.get("early_stopping_patience") or 0
+    stopped_early = bool(end is not None and best and 0 < patience <= done - best["epoch"])
+    is_complete = bool(done) and done == epochs
+    if (is_complete or stopped_early) and history.divergence:
+        kept = f"the best epoch that did not diverge is {best['epoch']}" if best else "every epoch diverged"
+        return Status("diverged", f"Diverged: after {progress} {clip(history.divergence, LONGEST_REASON)}; {kept}.")
+    if is_complete:
+        last_step = max(history.last_step, *(epoch["step"] for epoch in history.epochs.values()))
+        return Status("finished", f"Finished: {plural(done, 'epoch')}, {plural(last_step, 'step')}.")
+    if stopped_early:
+        score = SCORE_NAMES.get(score_in(best)[0] if best else "top1", "the score")
+        return Status("finished", f"Finished early after {progress}: {score} no longer improved.")
+    if end is not None and history.last_kind != "resume":
+        return Status("stopped", f"Stopped at step {count(end['step'])} ({progress}). It can be resumed.")
+    if history.last_kind == "gave_up":
+        line = history.events[-1]
+        reason = clip(str(line.get("reason", "")), LONGEST_REASON)
+        return Status("gave up", f"Gave up at step {count(int(line['step']))} ({progress}): {reason}")
+    if history.last_time is None:
+        return Status("not started", "Not started: nothing has been logged yet.")
+    silence = max((time.time() if now is None else now) - history.last_time, 0.0)
+    if silence <= SILENT_SECONDS:
+        total = f" of {count(history.total_steps)}" if history.total_steps else ""
+        return Status("running", f"Running: step {count(history.last_step)}{total}, {progress}.")
+    return Status(
+        "crashed",
+        f"Crashed or killed: there is no end line, the last line is from {date_and_time(history.last_time)}, "
+        f"{format_duration(silence)} before this page was written, at step {count(history.last_step)} ({progress}).",
+    )
+
+
+def describe(run: RunFiles) -> str:
+    """Return in one line what was trained, on what, and how."""
+    model, data, strategy = (clip(str(run.config.get(name, "?"))) for name in ("model_type", "data", "strategy"))
+    facts = [f"{model} on {data}", strategy, _ranks(run), str(run.environment.get("precision", ""))]
+    return ", ".join(fact for fact in facts if fact)
+
+
+def command_of(run: RunFiles) -> str:
+    """Return the command that trains the run again; its own command if a setting is of another version."""
+    ranks, started_by = run.environment.get("ranks"), str(run.environment.get("command", ""))
+    if not isinstance(ranks, int):
+        return started_by
+    try:
+        config = TrainConfig(**run.config)
+    except TypeError:
+        return started_by
+    return shlex.join(launch_command(config, ranks, run.environment.get("ranks_per_machine") or ranks, OF_ONE_RUN))
+
+
+def key_figures(run: RunFiles) -> list[Fact]:
+    """Return the scores of the best epoch, time, speed and memory, as far as they are known."""
+    figures, history = _scores(run), run.history
+    spans = [process.spans() for process in history.processes]
+    evaluation = sum(one.get("evaluation", 0.0) for one in spans)
+    if training := sum(sum(one.values()) for one in spans) - evaluation:
+        remark = f"and {format_duration(evaluation)} of evaluation" if evaluation else ""
+        figures.append(Fact("training time", format_duration(training), remark))
+    if speed := _images_per_second(history):
+        figures.append(Fact("images per second", number(speed, 3), f"on {_ranks(run)}" if _ranks(run) else ""))
+    if peaks := history.memory_bytes_per_rank:
+        remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
+        figures.append(Fact("peak memory", format_bytes(max(peaks)), remark))
+    end = history.processes[-1].end
+    if end and (found := compare_memory(run.folder, end)):
+        predicted, measured = found
+        name, both = "memory of a rank, predicted / measured", f"{format_bytes(predicted)} / {format_bytes(measured)}"
+        figures.append(Fact(name, f"{predicted / measured:.2f}", both))
+    if history.pipeline:
+        figures.append(_pipeline(history.pipeline))
+    if history.rounds:
+        figures.append(_islands([*history.rounds.values()]))
+    if search := run.batch_search:
+        figures.append(
+            Fact("batch size found", str(search.get("batch_size", "?")), clip(str(search.get("how", "")), 300))
+        )
+    if total := run.parameters:
+        value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
+        figures.append(Fact("weights", value, "numbers in model.safetensors"))
+    return figures
+
+
+def _pipeline(line: Mapping[str, Any]) -> Fact:
+    """Return how well the stages, or an ensemble's members, are balanced, and how long a rank waits."""
+    shares = ", ".join(percent(share, 0) for share in line["stage_shares"])
+    waited = percent(line["wait_share"], 0)
+    if "members" in line:
+        members = clip(" | ".join(map(str, line["members"])), LONGEST_REASON)
+        return Fact("ranks with members wait", waited, f"of a step; they have the members {members}, and take {shares}")
+    cuts = clip(", ".join(map(str, line.get("cuts", ()))), LONGEST_REASON)
+    remark = f"of a step, as the schedule has it; stages begin at the input, {cuts}, and take {shares}"
+    return Fact("a pipeline's ranks wait", waited, remark)
+
+
+def _islands(rounds: Sequence[Mapping[str, Any]]) -> Fact:
+    """Return how many islands took part in how many rounds, and what rank 0 sent in these."""
+    numbers = Counter(line["islands"] for line in rounds)
+    value = ", ".join(f"{islands} in {plural(count, 'round')}" for islands, count in sorted(numbers.items())[::-1])
+    sent = format_bytes(sum(line["sent_bytes"] for line in rounds))
+    return Fact("islands", clip(value, LONGEST_REASON), f"rank 0 sent {sent} in outer steps")
+
+
+def compare_memory(folder: Path, end: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the predicted and the measured peak of the largest rank in bytes, None without either.
+
+    Args:
+        folder: of the run, with `PREDICTION`.
+        end: the `end` line of its metrics.
+    """
+    try:
+        found = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
+        predicted = found["memory_bytes"]["peak"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    measured = max([found.get("rank_0_bytes", 0), *(end.get("memory_bytes_per_rank") or [])])
+    return (predicted, measured) if measured else None
+
+
+def time_breakdown(history: History) -> Breakdown | None:
+    """Return the time of each span over all starts of a run; None if nothing was logged."""
+    spans: dict[str, float] = dict.fromkeys(SPANS, 0.0)
+    for process in history.processes:
+        for name, value in process.spans().items():
+            spans[name] = spans.get(name, 0.0) + value
+    if any(process.follows_failure for process in history.processes):
+        spans["restarting"] = sum(process.gap_seconds for process in history.processes if process.follows_failure)
+    if not spans["evaluation"]:
+        del spans["evaluation"]
+    remarks = []
+    if history.repeated_steps:
+        remarks.append(
+            f"{plural(history.repeated_steps, 'step')} of these, {format_duration(history.repeated_seconds)}, were "
+            "trained again after restarts, as far as they had been logged."
+        )
+    if any(process.end is None for process in history.processes):
+        remarks.append("A start without an end line counts with its logged intervals, evaluations and saves.")
+        if history.epochs and not any("evaluation_seconds" in epoch for epoch in history.epochs.values()):
+            remarks.append("The duration of the evaluations was not recorded.")
+    return _breakdown(spans, format_duration, remarks) if sum(spans.values()) else None
+
+
+def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
+    """Return the peak memory of each rank in bytes; of more than `MOST_RANKS`, the highest."""
+    if not peaks:
+        return None
+    ranks, remarks = list(range(len(peaks))), []
+    if len(peaks) > MOST_RANKS:
+        ranks = sorted(ranks, key=lambda rank: -peaks[rank])[:RANKS_SHOWN_OF_MANY]
+        low, median, high = map(format_bytes, (min(peaks), statistics.median(peaks), max(peaks)))
+        remarks = [
+            f"{len(peaks)} ranks: the lowest peak is {low}, the median {median}, the highest {high}. "
+            f"The {RANKS_SHOWN_OF_MANY} highest are shown."
+        ]
+    return _breakdown({f"rank {rank}": peaks[rank] for rank in ranks}, format_bytes, remarks)
+
+
+def settings(run: RunFiles) -> list[Fact]:
+    """Return the configuration, what differs from the defaults first."""
+    facts = []
+    for name, value in run.config.items():
+        default = FIELDS[name].default if name in FIELDS else None
+        shown = _show(default) if name in FIELDS else ""
+        facts.append(Fact(FLAG_OF.get(name, name), _show(value), default=shown, differs=value != default))
+    return sorted(facts, key=lambda fact: not fact.differs)
+
+
+def environment_facts(run: RunFiles) -> list[Fact]:
+    """Return hardware, versions and code of a run."""
+    environment = dict(run.environment)
+    if "command" in environment:
+        environment["started as"] = environment.pop("command")
+    if isinstance(environment.get("memory_bytes"), int):
+        environment["memory of the host"] = format_bytes(environment.pop("memory_bytes"))
+    if "git_commit" in environment and environment.pop("git_has_changes", False):
+        environment["git_commit"] = f"{environment['git_commit']}, with changes"
+    return _flat(environment)
+
+
+def side_by_side(runs: Sequence[Sequence[Any]]) -> list[tuple[str, list[Any]]]:
+    """Return each name, in order of appearance, with the row of every run that has it; None if a run lacks it."""
+    by_name = [{row.name: row for row in run} for run in runs]
+    names = dict.fromkeys(name for rows in by_name for name in rows)
+    return [(name, [rows.get(name) for rows in by_name]) for name in names]
+
+
+def differences(runs: Sequence[Sequence[Fact]]) -> list[tuple[str, list[str]]]:
+    """Return the names whose values differ, with the value of each run; '–' if a run lacks it."""
+    values = [(name, [row.value if row else "–" for row in rows]) for name, rows in side_by_side(runs)]
+    return [(name, row) for name, row in values if len(set(row)) > 1]
+
+
+def _scores(run: RunFiles) -> list[Fact]:
+    scores, best = run.scores, run.history.best_epoch
+    if scores is not None:
+        correct = round(scores["top1"] * scores["samples"])
+        images, epoch = f"{count(correct)} of {plural(scores['samples'], 'image')}", scores.get("epoch", "?")
+        images = f"{_interval(scores, 'top1')}; {images}"
+        top1, top5, loss = (scores[name] for name in ("top1", "top5", "loss"))
+    elif best is not None:
+        images, epoch = plural(int(best.get("val_samples", 0)), "image"), best["epoch"]
+        top1, top5, loss = (best[name] for name in ("val_top1", "val_top5", "val_loss"))
+    else:
+        return []
+    return [
+        Fact("top-1 accuracy", percent(top1, 2), f"{images}, epoch {epoch} of {run.config.get('epochs', '?')}"),
+        Fact("top-5 accuracy", percent(top5, 2), _interval(scores, "top5")),
+        Fact("validation loss", number(loss), "; ".join(filter(None, (_interval(scores, "loss"), "nats")))),
+        *([Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins")] if scores else []),
+        *_calibration(run),
+        *_chosen_score(run),
+        *_lowest_recall(scores),
+        *_test_scores(run),
+    ]
+
+
+def _calibration(run: RunFiles) -> list[Fact]:
+    found = run.calibration
+    if found is None:
+        return []
+    facts = found.facts
+    value = f"{percent(facts['ece_before'], 2)} → {percent(facts['ece'], 2)}"
+    accuracy = "" if facts["accuracy"] is None else f", {percent(facts['accuracy'], 2)} of the others right"
+    kept = f"below {number(found.threshold)} none of these: {percent(1 - facts['coverage'], 2)} rejected{accuracy}"
+    where = f"temperature {number(found.temperature)}; {kept}; on {plural(facts['samples'], 'image')}, {facts['split']}"
+    return [Fact("calibration error, calibrated", value, where)]
+
+
+def _test_scores(run: RunFiles) -> list[Fact]:
+    if run.test_scores is None:
+        return []
+    judged = f"{plural(run.test_scores['samples'], 'image')}, judged once, epoch {run.test_scores.get('epoch', '?')}"
+    remark = f"{_interval(run.test_scores, 'top1')}; {judged}"
+    return [Fact("test top-1 accuracy", percent(run.test_scores["top1"], 2), remark)]
+
+
+def _chosen_score(run: RunFiles) -> list[Fact]:
+    """Return the score that the best epoch was chosen by, unless it stands there anyway."""
+    name, best = run.config.get("best_by", "top1"), run.history.best_epoch
+    if best is None or name in IN_EVERY_LINE:
+        return []
+    return [Fact(SCORE_NAMES.get(name, name), percent(score_in(best)[1], 2), _interval(run.scores, name))]
+
+
+def _lowest_recall(scores: Mapping[str, Any] | None) -> list[Fact]:
+    classes = [one for one in scores["classes"] if one["support"]] if scores else []
+    if not classes:
+        return []
+    lowest = min(classes, key=lambda one: one["recall"])
+    interval = wilson(round(lowest["recall"] * lowest["support"]), lowest["support"])
+    remark = f"{_brackets(interval)}; class {clip(str(lowest['name']), 40)}, {plural(lowest['support'], 'image')}"
+    return [Fact("lowest recall", percent(lowest["recall"], 2), remark)]
+
+
+def _interval(scores: Mapping[str, Any] | None, name: str) -> str:
+    """Return the interval of a score in brackets, empty if it has none."""
+    return _brackets(interval_of(scores, name), is_share=name != "loss") if scores else ""
+
+
+def _brackets(interval: Interval | None, *, is_share: bool = True) -> str:
+    if interval is None:
+        return ""
+    low, high = (f"{100 * end:.2f}" if is_share else number(end) for end in interval)
+    return f"95{THIN}% interval [{low}, {high}]"
+
+
+def _images_per_second(history: History) -> float | None:
+    """Return the speed in the `end` line of a run of one start, else that of the logged intervals."""
+    end = history.processes[-1].end or {}
+    if len(history.processes) == 1 and isinstance(end.get("images_per_second"), float):
+        return end["images_per_second"]
+    return history.logged_images / history.logged_seconds if history.logged_seconds else None
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None or value in ("", []):
+        return "(empty)" if value == "" else "none"
+    return ", ".join(map(_show, value)) if isinstance(value, list) else str(value)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
+    """Return a row for each value, named by the path to it; the `model` in `model.model_type` is left out."""
+    rows = []
+    for key, value in values.items():
+        name = str(key).replace("_", " ")
+        name = name if name.startswith(f"{prefix} ") else f"{prefix} {name}".strip()
+        rows += _flat(value, name) if isinstance(value, dict) else [Fact(name, _show(value))]
+    return rows
+
+
+def _ranks(run: RunFiles) -> str:
+    ranks = run.environment.get("ranks")
+    return plural(ranks, "rank") if isinstance(ranks, int) else ""
+
+
+def _breakdown(values: Mapping[str, float], text: Callable[[float], str], remarks: list[str]) -> Breakdown:
+    total, largest = sum(values.values()) or 1, max(values.values()) or 1
+    rows = [
+        ShareRow(name, MEANINGS.get(name, ""), text(one), one / total, one / largest) for name, one in values.items()
+    ]
+    return Breakdown(rows, text(total), remarks)

@@ -1,0 +1,341 @@
+"""Read a run's folder: its JSON files, and metrics.jsonl as curves without the steps that were trained again."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from zerovision.delivery.calibration import Calibration, read_calibration
+from zerovision.delivery.trained_model import read_json
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.points import best_epoch
+from zerovision.training.base.run_folder import (
+    BATCH_SIZE,
+    CONFIG,
+    ENVIRONMENT,
+    EVALUATION,
+    LEARNING_RATE,
+    METRICS,
+    SCORES,
+    TEST_EVALUATION,
+    WEIGHTS,
+)
+
+CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
+# Of rank 0; in lines of some versions and devices only.
+SYSTEM = ("memory_bytes", "memory_allocated_bytes", "gpu_utilization", "data_wait_share", "disk_free_bytes")
+CPUS = ("lowest_cpu_utilization", "highest_cpu_utilization")  # of the machines
+EVENTS = ("skipped_step", "wrong_gradient", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
+EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
+
+
+@dataclass
+class Process:
+    """One start of a run.
+
+    Attributes:
+        logged_seconds: of each span in the logged intervals, and of evaluations and saves between them.
+        end: the `end` line, None if there is none.
+        gap_seconds: from the last line of the process before to the first of this one.
+        follows_failure: whether the process before has no `end` line.
+    """
+
+    logged_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    end: dict[str, Any] | None = None
+    gap_seconds: float = 0.0
+    follows_failure: bool = False
+
+    def spans(self) -> dict[str, float]:
+        """Return the seconds of each span; those of the `end` line, if there is one, are complete."""
+        if self.end is None:
+            return dict(self.logged_seconds)
+        spans = {name: share * self.end["seconds"] for name, share in self.end["time_shares"].items()}
+        return spans | {"evaluation": self.end["evaluation_seconds"]}
+
+
+class History:
+    """The lines of metrics.jsonl: the curves have the latest line of each step, the times add up all lines.
+
+    Attributes:
+        steps: the optimizer step of each logging point, ascending.
+        columns: for each name in `CURVES`, `SYSTEM` and `CPUS`, the values at `steps`, NaN if there is none; steps and
+            seconds of the interval before.
+        epochs: the line of each epoch.
+        events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
+        checkpoints: the lines of saved checkpoints.
+        pipeline: the latest line about how the model is cut into stages, None if it is not.
+        rounds: by their numbers the lines about outer steps of islands.
+        processes: one for each start of the run.
+        repeated_steps, repeated_seconds: what was trained again after restarts, as far as it was logged.
+        logged_images, logged_seconds: of all logged intervals, repeated ones included.
+        memory_bytes_per_rank: the peak of each rank; of rank 0 alone in runs of versions that logged no other.
+        first_time, last_time: Unix seconds of the first and the last line, None if there is none.
+        last_kind: of the last line, empty if there is none.
+        steps_per_epoch, total_steps: of the latest `step` line, 0 if there is none.
+    """
+
+    def __init__(self, global_batch: int | None) -> None:
+        """Start without lines.
+
+        Args:
+            global_batch: images of an optimizer step over all ranks; None if unknown: intervals that were logged
+                without their seconds then take no time.
+        """
+        self.steps = array("q")
+        self.columns = {name: array("d") for name in (*CURVES, *SYSTEM, *CPUS, "interval_steps", "interval_seconds")}
+        self.epochs: dict[int, dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.checkpoints: list[dict[str, Any]] = []
+        self.pipeline: dict[str, Any] | None = None
+        self.rounds: dict[int, dict[str, Any]] = {}
+        self.processes = [Process()]
+        self.repeated_steps = 0
+        self.repeated_seconds = self.logged_seconds = self.logged_images = 0.0
+        self.memory_bytes_per_rank: list[int] = []
+        self.first_time: float | None = None
+        self.last_time: float | None = None
+        self.last_kind = ""
+        self.steps_per_epoch = self.total_steps = 0
+        self._global_batch = global_batch or 0
+        self._last_step = 0
+        self._gap_seconds: float | None = None  # before a start that has logged no more than `resume`
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add the next line; unknown kinds are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: if a value is missing, or is not a number.
+        """
+        when, kind = float(line["time"]), line["kind"]
+        if self._gap_seconds is not None and kind in ("step", "epoch", "end"):
+            self._start_process(self._gap_seconds)
+        match kind:
+            case "step":
+                self._add_step(line)
+            case "epoch":
+                self._add_epoch(line)
+            case "resume":
+                self._forget_after(int(line["step"]))
+                # What finds nothing left to train logs no more than this, and is no start.
+                if self.last_time is not None:
+                    self._gap_seconds = (self._gap_seconds or 0.0) + max(when - self.last_time, 0.0)
+                self.events.append(line)
+            case "checkpoint":
+                self.checkpoints.append(line)
+                # Within an epoch the stall is part of a logged interval.
+                if self.steps_per_epoch and int(line["step"]) % self.steps_per_epoch == 0:
+                    self.processes[-1].logged_seconds["saving"] += float(line["stall_seconds"])
+            case "pipeline":
+                stages = [float(share) for share in line["stage_shares"]]
+                self.pipeline = line | {"stage_shares": stages, "wait_share": float(line["wait_share"])}
+            case "outer_step":
+                counts = {name: int(line.get(name, 0)) for name in ("islands", "sent_bytes")}
+                self.rounds[int(line["round"])] = line | counts
+            case "end":
+                numbers = {name: float(line[name]) for name in ("seconds", "evaluation_seconds")}
+                shares = {name: float(share) for name, share in line["time_shares"].items()}
+                self.processes[-1].end = line | numbers | {"step": int(line["step"]), "time_shares": shares}
+                self._add_memory(line.get("memory_bytes_per_rank", []))
+            case _ if kind in EVENTS:
+                self.events.append(line)
+        self.first_time = when if self.first_time is None else self.first_time
+        self.last_time, self.last_kind = when, kind
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last logging point, 0 before the first."""
+        return self.steps[-1] if self.steps else 0
+
+    @property
+    def best_epoch(self) -> Mapping[str, Any] | None:
+        """The line of the best epoch, None if there is none."""
+        return best_epoch(self.epochs.values())
+
+    @property
+    def divergence(self) -> str:
+        """Why the last epoch counts as diverged, empty if it does not."""
+        return str(self.epochs[max(self.epochs)].get("diverged") or "") if self.epochs else ""
+
+    def _add_step(self, line: dict[str, Any]) -> None:
+        step, speed = int(line["step"]), float(line["images_per_second"])
+        values = {name: float(line[name]) for name in CURVES}
+        values |= {name: math.nan if line.get(name) is None else float(line[name]) for name in SYSTEM}
+        cpus = sorted(map(float, line.get("cpu_utilization", {}).values())) or [math.nan]
+        values |= dict(zip(CPUS, (cpus[0], cpus[-1]), strict=True))
+        self.steps_per_epoch, self.total_steps = int(line["steps_per_epoch"]), int(line["total_steps"])
+        went_back = step <= self._last_step
+        if went_back:  # restarted without a checkpoint, so no `resume` line gives the step
+            self._forget_after((int(line["epoch"]) - 1) * self.steps_per_epoch)
+        steps = max(step - self._last_step, 1)
+        images: float = steps * self._global_batch
+        seconds = images / speed if speed > 0 else 0.0
+        if "seconds" in line:  # else of a version that counted padding as images
+            seconds = float(line["seconds"])
+            images = speed * seconds
+        if went_back and self.last_time is not None:
+            self._start_process(max(float(line["time"]) - seconds - self.last_time, 0.0))
+        for name, share in line.get("time_shares", {}).items():
+            self.processes[-1].logged_seconds[name] += seconds * float(share)
+        self.logged_images += images if seconds else 0
+        self.logged_seconds += seconds
+        self.steps.append(step)
+        for name, value in (values | {"interval_steps": steps, "interval_seconds": seconds}).items():
+            self.columns[name].append(value)
+        self._last_step = step
+        if "memory_bytes" in line and len(self.memory_bytes_per_rank) < 2:
+            self._add_memory([line["memory_bytes"]])
+
+    def _add_epoch(self, line: dict[str, Any]) -> None:
+        numbers = {name: math.nan if line[name] is None else float(line[name]) for name in EPOCH_NUMBERS}
+        counts = {name: int(float(line[name])) for name in ("epoch", "step")}
+        self.epochs[counts["epoch"]] = line | numbers | counts
+        self.processes[-1].logged_seconds["evaluation"] += float(line.get("evaluation_seconds", 0.0))
+        self._add_memory(line.get("memory_bytes_per_rank", []))
+
+    def _start_process(self, gap_seconds: float) -> None:
+        self.processes.append(Process(gap_seconds=gap_seconds, follows_failure=self.processes[-1].end is None))
+        self._gap_seconds = None
+
+    def _forget_after(self, step: int) -> None:
+        """Drop the logging points and epochs after a step, since it is trained again from there."""
+        keep = bisect.bisect_right(self.steps, step)
+        for place in range(keep, len(self.steps)):
+            steps = self.columns["interval_steps"][place]
+            again = min(self.steps[place] - step, int(steps))
+            self.repeated_steps += again
+            self.repeated_seconds += self.columns["interval_seconds"][place] * again / steps
+        del self.steps[keep:]
+        for column in self.columns.values():
+            del column[keep:]
+        self.epochs = {epoch: line for epoch, line in self.epochs.items() if line["step"] <= step}
+        self._last_step = step
+
+    def _add_memory(self, peaks: Iterable[float]) -> None:
+        """Keep the highest of each rank's peaks; if the number of ranks has changed, the latest peaks."""
+        new = [int(peak) for peak in peaks]
+        if len(new) == len(self.memory_bytes_per_rank):
+            new = [max(pair) for pair in zip(new, self.memory_bytes_per_rank, strict=True)]
+        self.memory_bytes_per_rank = new or self.memory_bytes_per_rank
+
+
+def read_history(path: Path, global_batch: int | None) -> History:
+    """Read metrics.jsonl; an unfinished last line is ignored.
+
+    Raises:
+        UserError: if a line is damaged, or the file cannot be read.
+    """
+    history = History(global_batch)
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):  # noqa: B007
+                if line.endswith(b"\n") and line.strip():
+                    content = json.loads(line)
+                    if not isinstance(content, dict):
+                        raise ValueError("it is not a JSON object")
+                    history.add(content)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise UserError(
+            f"{path}, line {number}: is damaged ({reason}). Remove the line, or restore the file."
+        ) from None
+    return history
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The contents of a run's folder.
+
+    Attributes:
+        folder: the run's own.
+        config, environment: the JSON objects; empty if the file is missing.
+        history: of metrics.jsonl.
+        scores: evaluation/scores.json, None if it is missing.
+        test_scores: of the test part, None without.
+        calibration: of the weights, None without.
+        rate_search: learning_rate.json, None if none was searched for.
+        parameters: the count of numbers in the weights file, BatchNorm buffers included; None if it is missing.
+        notes: a sentence for each missing file.
+        batch_search: batch_size.json, None if none was searched for.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    history: History
+    scores: dict[str, Any] | None
+    rate_search: dict[str, Any] | None
+    parameters: int | None
+    notes: list[str]
+    batch_search: dict[str, Any] | None = None
+    test_scores: dict[str, Any] | None = None
+    calibration: Calibration | None = None
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return the name of each run; of several of one name, the folders."""
+    names = [folder.name for folder in folders]
+    return [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read a run's folder.
+
+    Raises:
+        UserError: if a file is damaged.
+    """
+    config = _read_if_there(folder / CONFIG) or {}
+    environment = _read_if_there(folder / ENVIRONMENT)
+    scores = _read_if_there(folder / EVALUATION / SCORES)
+    metrics = folder / METRICS
+    global_batch = count_global_batch(config, environment or {})
+    history = read_history(metrics, global_batch) if metrics.is_file() else History(global_batch)
+    notes = []
+    if environment is None:
+        notes.append("environment.json is missing: command, versions and hardware are unknown.")
+    if not metrics.is_file():
+        notes.append("metrics.jsonl is missing: there are no curves and no timings.")
+    elif global_batch is None and not history.logged_seconds:
+        notes.append("The global batch size is unknown, and so are the times of the logged intervals.")
+    if scores is None and history.epochs:
+        notes.append(
+            "evaluation/scores.json is missing: there are no scores of single classes. "
+            "scripts/evaluate.py writes such files from the weights."
+        )
+    rate_search, parameters = _read_if_there(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
+    search = _read_if_there(folder / BATCH_SIZE)
+    test = _read_if_there(folder / TEST_EVALUATION / SCORES)
+    calibration = read_calibration(folder / WEIGHTS) if parameters is not None else None
+    found = (rate_search, parameters, notes, search, test, calibration)
+    return RunFiles(folder, config, environment or {}, history, scores, *found)
+
+
+def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
+    """Return the number of images of an optimizer step over all ranks, None if a factor of it is unknown."""
+    factors = (config.get("batch_size"), config.get("gradient_accumulation_steps", 1), environment.get("ranks"))
+    shared_by = (config.get("tensor_parallel", 1), config.get("pipeline_parallel", 1))
+    if not all(isinstance(factor, int) and factor > 0 for factor in (*factors, *shared_by)):
+        return None
+    return math.prod(factors) // math.prod(shared_by)
+
+
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.exists() else None
+
+
+def _count_parameters(path: Path) -> int | None:
+    try:
+        with safe_open(path, framework="numpy") as weights:
+            return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None

@@ -1,0 +1,134 @@
+"""Finds a trained model by a user's argument: a run's name, its folder, or a safetensors file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerovision.training.base.errors import UserError, nearest
+from zerovision.training.base.run_folder import CONFIG, WEIGHTS
+from zerovision.training.config import REPO_ROOT, TrainConfig
+from zerovision.training.config.file import read_values
+
+PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model on the disk.
+
+    Attributes:
+        weights: its safetensors file.
+        run: the folder of the run that made it, None for a file elsewhere.
+    """
+
+    weights: Path
+    run: Path | None
+
+    def config(self) -> TrainConfig | None:
+        """Return the run's configuration, None if the run is not known.
+
+        Raises:
+            UserError: if config.json is damaged.
+        """
+        if self.run is None:
+            return None
+        return read_run_config(self.run)
+
+
+def find_model(given: str | Path) -> TrainedModel:
+    """Return the model that an argument names.
+
+    Args:
+        given: a safetensors file, a run's folder (either also from the repository's folder), or the name of a run in
+            logs/runs.
+
+    Raises:
+        UserError: if there is none, or if the file could run code when it is loaded.
+    """
+    path = Path(os.path.expanduser(given))
+    path = path if os.path.exists(path) else REPO_ROOT / path  # 'logs/runs/NAME/...', typed in another folder
+    if os.path.isfile(path):
+        _check_is_safetensors(path)
+        return TrainedModel(path, path.parent if _is_run(path.parent) else None)
+    run = find_run(given)
+    weights = run / WEIGHTS
+    if not os.path.isfile(weights):
+        raise UserError(f"run '{run}' has no {WEIGHTS} yet: it is written after the first epoch.")
+    return TrainedModel(weights, run)
+
+
+def find_run(given: str | Path) -> Path:
+    """Return the folder of the run that an argument names: a folder, a name in logs/runs, or 'logs/runs/NAME'.
+
+    Raises:
+        UserError: if there is none.
+    """
+    runs = REPO_ROOT / "logs" / "runs"
+    path = Path(os.path.expanduser(given))
+    for folder in (path, runs / given, REPO_ROOT / path):
+        if given and os.path.isdir(folder):
+            if not _is_run(folder):
+                raise UserError(f"folder '{folder}' is no run: it has no config.json. Give logs/runs/NAME.")
+            return folder.resolve()
+    names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
+    raise UserError(
+        f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(str(given), names)} "
+        f"{'Runs: ' + ', '.join(names[-8:]) + '.' if names else 'No run is there yet.'}"
+    )
+
+
+def read_run_config(run: Path) -> TrainConfig:
+    """Return the configuration of a run; what a newer version added has its default.
+
+    Values that it would not train with together any more are the run's all the same.
+
+    Raises:
+        UserError: if config.json is missing or damaged.
+    """
+    path = run / CONFIG
+    return TrainConfig(**read_values(read_json(path), f"'{path}'"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of one of a run's files.
+
+    Raises:
+        UserError: if it is missing or damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"'{path}' is damaged: {error}. Restore it, or remove it.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"'{path}' is damaged: it is not a JSON object. Restore it, or remove it.")
+    return content
+
+
+def slug(name: str) -> str:
+    """Return a name as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / CONFIG)
+
+
+def _check_is_safetensors(path: Path) -> None:
+    if path.suffix in (".onnx", ".pt2"):
+        raise UserError(f"'{path}' is an export, for other programs: give the run or the weights that it was made of.")
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(9)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
+    if start.startswith(PICKLE_STARTS) and start[8:] != b"{":
+        raise UserError(f"'{path}' is a pickle, which could run code when it is loaded: give a run, or its {WEIGHTS}.")
+    if start[8:] != b"{":
+        raise UserError(f"'{path}' is no safetensors file: give a run, or its {WEIGHTS}.")

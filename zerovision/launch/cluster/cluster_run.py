@@ -1,0 +1,208 @@
+"""One start of a training on several nodes: directs the agents, and ends all nodes when one fails."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import signal
+import sys
+import time
+
+from zerovision.launch.arguments import ENTRY
+from zerovision.launch.cluster.channel import Message
+from zerovision.launch.cluster.nodes import Node, Nodes
+from zerovision.launch.cluster.plan import Plan
+from zerovision.launch.cluster.rendezvous import NO_NODES_CODE, Absent, CannotStart, Hosts, Rendezvous, next_rendezvous
+from zerovision.launch.node_launcher import local_ranks_command
+from zerovision.launch.node_run import DEAD_RANK_SECONDS, FINAL_CODES, HANG_CODE, PASSED_ON, REPEAT_SECONDS, Ending
+from zerovision.launch.process_tree import KILL_SECONDS
+from zerovision.launch.rank_monitor import STOP_CODES
+from zerovision.launch.restart_policy import NODES_BACK_CODE, Started
+from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+from zerovision.training.base.units import plural
+
+LOOK_SECONDS = 0.1
+LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should
+
+
+class ClusterRun:
+    """One start of the ranks on all nodes, from the first connection to the last."""
+
+    def __init__(self, plan: Plan, launch_id: str, received: list[int], hosts: Hosts) -> None:
+        """Prepare a start.
+
+        Args:
+            plan: what to start.
+            launch_id: the mark of the processes of this launch on every machine.
+            received: the list to which the signal handlers append.
+            hosts: what the launch remembers of its hosts.
+        """
+        self._plan, self._launch_id, self._received, self._hosts = plan, launch_id, received, hosts
+        self._nodes = Nodes(plan.remote_shell)
+        self._taking_part: list[Node] = []
+        self._first_reason = ""  # why a node was lost
+        self._sent = 0
+        self._absent: Absent | None = None
+        self._back: list[str] = []  # hosts for whose sake the ranks were stopped
+        self._deadline = math.inf
+
+    def run(self, restart: int, resuming: list[str]) -> Started:
+        """Start the ranks; return when none is left on any node that can be reached.
+
+        Args:
+            restart: number of restarts so far.
+            resuming: flags of the training entry that make it go on with its run.
+        """
+        try:
+            prepare = {"mark": self._launch_id, "folder": self._plan.folder, "port": self._plan.port}
+            prepare["environment"] = self._plan.environment()
+            doubtful, self._hosts.doubtful = self._hosts.doubtful, set()
+            given = self._nodes, self._plan, prepare, self._received, doubtful
+            rendezvous = next_rendezvous(*given, is_restart=restart > 0)
+            if rendezvous is None:
+                return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)
+            self._taking_part = rendezvous.nodes
+            _print_rendezvous(self._plan, rendezvous)
+            self._start_ranks(rendezvous, restart, resuming)
+            used = [node.host for node in rendezvous.nodes]
+            if len(used) < len(self._plan.hosts):
+                self._absent = Absent(self._nodes, self._plan, prepare, used, self._hosts.returns)
+            while any(node.is_working() for node in self._taking_part):
+                self._look()
+                time.sleep(LOOK_SECONDS)
+            return self._started()
+        except CannotStart as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return Started(Ending(error.exit_code, str(error)), "", -1)
+        finally:
+            self._nodes.close()
+
+    def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
+        plan, count = self._plan, len(rendezvous.nodes)
+        starter = local_ranks_command(plan.config.engine, rendezvous.has_gpus)
+        of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
+        for node_rank, node in enumerate(rendezvous.nodes):
+            place = ["--nnodes", str(count), "--node_rank", str(node_rank)]
+            place += ["--nproc_per_node", str(plan.given.ranks_per_node), f"--stop_timeout={plan.given.stop_timeout}"]
+            place += ["--master_addr", rendezvous.addresses[0], "--master_port", str(rendezvous.port)]
+            arguments = [*plan.arguments, *resuming, *plan.batch_flags(count, resuming)]
+            node.send(
+                "start",
+                command=[*starter, *place, ENTRY, *arguments],
+                environment={**rendezvous.environment(node_rank), **plan.environment(), **of_this_start},
+                local_size=plan.given.ranks_per_node,
+                has_rank_0=node_rank == 0,
+                stop_timeout_s=plan.given.stop_timeout,
+            )
+
+    def _look(self) -> None:
+        """Send heartbeats, pass on a signal, and end what does not leave by itself."""
+        now = time.monotonic()
+        self._nodes.beat()
+        if self._received and not self._sent:
+            self._pass_on()
+        elif self._absent and not self._sent and not self._back:
+            self._bring_back(self._absent.back())
+        elif self._sent and signal.SIGINT in self._received:
+            self._deadline = now
+        if self._note_losses():
+            self._deadline = min(self._deadline, now)  # without it the others can do nothing more
+        self._deadline = min(self._deadline, now + self._seconds_left())
+        if now > self._deadline:
+            for node in filter(Node.is_working, self._taking_part):
+                node.end(within_s=KILL_SECONDS)
+
+    def _note_losses(self) -> bool:
+        """Remember why the first node was lost; return whether any is."""
+        reasons = [reason for node in self._taking_part if (reason := node.lost())]
+        self._first_reason = self._first_reason or next(iter(reasons), "")
+        return bool(reasons)
+
+    def _seconds_left(self) -> float:
+        """Return what the nodes that still work have to leave by themselves."""
+        endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
+        failing = any(node.messages.get("beat", {}).get("failing") for node in self._taking_part if node.is_working())
+        if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
+            return DEAD_RANK_SECONDS + 1  # a node whose own ranks fail is as quick
+        return LEAVE_SECONDS if endings else math.inf
+
+    def _pass_on(self) -> None:
+        self._sent = PASSED_ON[signal.Signals(self._received[0])]
+        for node in self._taking_part:
+            node.send("signal", number=self._sent)
+        name = signal.Signals(self._sent).name
+        print(f"{name}: the ranks of all nodes save and stop; Ctrl-C ends them without", file=sys.stderr, flush=True)
+        time.sleep(REPEAT_SECONDS)
+        self._received.clear()
+
+    def _bring_back(self, hosts: list[str]) -> None:
+        """Let the ranks save and stop, if hosts are back with which the next start has more nodes."""
+        self._back = hosts
+        if hosts:
+            print(f"{', '.join(hosts)} can take part again: the ranks save first", file=sys.stderr, flush=True)
+            for node in self._taking_part:
+                node.send("signal", number=signal.SIGTERM)
+
+    def _started(self) -> Started:
+        """Return how it ended, from the last messages of every node."""
+        self._note_losses()
+        endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
+        run_name = next((ended["run_name"] for ended in endings if ended["run_name"]), "")
+        position = max([-1, *(ended["position"] for ended in endings)])
+        ending = ending_of(self._taking_part, self._first_reason, bool(self._sent))
+        for node in self._taking_part:
+            if ending.hang_order and "ended" in node.messages and _node_ending(node.messages["ended"]) == ending:
+                self._hosts.hung(node.host)
+        if self._back and not self._sent and ending.code in STOP_CODES:
+            ending = Ending(NODES_BACK_CODE, f"with {', '.join(self._back)}", is_final=False)
+        return Started(ending, run_name, position)
+
+
+def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
+    """Return how a start ended.
+
+    Args:
+        nodes: those that took part, that of rank 0 first; each has sent "ended" or is lost.
+        lost: why the first one that was lost is, '' if none was.
+        was_stopped: whether the ranks had been sent a signal to stop.
+    """
+    endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
+    first = endings.get(nodes[0].host)
+    if first and first.code == 0:
+        return first
+    final = [ending for ending in endings.values() if ending.is_final and ending.code in FINAL_CODES]
+    if not was_stopped and (lost or len(final) < len(endings)):
+        # The death of a launcher or a node reaches the ranks of other nodes as a signal to stop.
+        final = [ending for ending in final if ending.code not in STOP_CODES]
+    if final:
+        return final[0]
+    if lost:
+        return Ending(NO_NODES_CODE, lost, is_final=was_stopped)
+    by_itself = {node.host for node in nodes if not node.was_ended}
+    failures = [ending for host, ending in endings.items() if ending.code and not ending.is_final and host in by_itself]
+    if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.hang_order]:
+        return min(hung, key=lambda ending: ending.hang_order or (True, 0))
+    # One that a signal ended is the cause; others end with 1 because they lost the connection to it.
+    failures.sort(key=lambda ending: ending.code <= 128)
+    worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not report that training is done")
+    return Ending(worst.code, worst.reason, is_final=was_stopped)
+
+
+def _node_ending(ended: Message) -> Ending:
+    """Return how a node's ranks ended, from its message."""
+    hang_order = tuple(ended["hang_order"]) if ended["hang_order"] else None
+    return Ending(ended["code"], ended["reason"], ended["is_final"], hang_order)
+
+
+def _print_rendezvous(plan: Plan, rendezvous: Rendezvous) -> None:
+    """Print which nodes take part, over which interfaces, and where they meet."""
+    rows = zip(rendezvous.nodes, rendezvous.addresses, rendezvous.interfaces, strict=True)
+    named = [f"{node.host} ({address}{', ' + interface if interface else ''})" for node, address, interface in rows]
+    ranks = plural(plan.given.ranks_per_node, "GPU" if rendezvous.has_gpus else "CPU rank")
+    nodes = plural(len(plan.hosts), "node")
+    fewer = f"{len(named)} of " if len(named) < len(plan.hosts) else ""
+    print(
+        f"{fewer}{nodes} x {ranks}: {', '.join(named)}; they meet on {rendezvous.addresses[0]}:{rendezvous.port}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,125 @@
+"""The hosts of a launch, and the commands that start a program there, connected to our standard input and output.
+
+A remote shell parses the command of ssh, so it consists of constants only, quoted; whatever a user gives (arguments,
+variables, folders) is sent to the program's standard input.
+
+Hostfiles are read strictly: DeepSpeed reads `slots=4abc` as 4, takes `slots=0`, and runs `-oProxyCommand=...` as a
+command. Each line is `name slots=N`; blank lines and comments (#) are allowed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.small_files import read_small_text
+
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9][0-9]{0,3})")
+SSH_OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": 10,
+    # An ssh whose other end is silent ends after 3 x 5 seconds.
+    "ServerAliveInterval": 5,
+    "ServerAliveCountMax": 3,
+    "ControlPath": "none",  # a connection of its own, which ends with this process
+}
+# With these sbatch makes srun give each task a share of the node; ours is the only task there. Others redirect its
+# standard streams, which carry messages.
+DROPPED_VARIABLES = frozenset(
+    f"SLURM_{name}"
+    for name in (
+        *("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET"),  # also of the script's header, which sbatch --gres overrides
+        *("CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPU_BIND", "NTASKS", "NPROCS", "NTASKS_PER_NODE"),
+        *("NTASKS_PER_GPU", "NTASKS_PER_SOCKET", "TASKS_PER_NODE", "DISTRIBUTION", "MEM_PER_CPU", "MEM_PER_GPU"),
+        *("UNBUFFEREDIO", "LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE"),
+    )
+)
+# A command and its environment; None for our own.
+Command = tuple[list[str], dict[str, str] | None]
+
+
+def ssh_command(host: str, command: list[str]) -> Command:
+    """Return the command that runs `command` on `host`, never asks for a password, and ends if the host is silent.
+
+    Args:
+        host: a name that `read_hostfile` has accepted: it cannot be read as an option.
+        command: the program and its arguments.
+    """
+    options = [f"-o{name}={value}" for name, value in SSH_OPTIONS.items()]
+    return ["ssh", "-T", *options, "--", host, "exec " + shlex.join(command)], None
+
+
+def srun_command(host: str, command: list[str]) -> Command:
+    """Return the command that runs `command` once on a host of this Slurm allocation.
+
+    That process starts all ranks of its node, so it must see all GPUs that the job has there. Without --unbuffered,
+    which would make its standard output a terminal, a line passes as soon as it is complete.
+
+    Args:
+        host: of the allocation.
+        command: the program and its arguments.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
+    options = ["--nodes=1", "--ntasks=1", "--nodelist", host, "--overlap", "--cpu-bind=none", "--gpu-bind=none"]
+    return ["srun", *options, *command], environment
+
+
+def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
+    """Read a hostfile and check that its first hosts suffice.
+
+    Args:
+        path: the file.
+        nodes: number of hosts the run takes, from the top of the file; 0: all of them.
+        slots: GPUs the run takes on each of them.
+
+    Returns:
+        Slots by host name for all hosts of the file, in its order.
+
+    Raises:
+        UserError: naming file and line, for a file that cannot be read, a malformed line, a host given twice,
+            or too few hosts or slots.
+    """
+    try:
+        lines = read_small_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"hostfile {str(path)!r}: {reason}. See hostfile_example.txt for one.") from None
+    found: dict[str, tuple[int, int]] = {}
+    for number, raw in enumerate(lines, start=1):
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        where = f"hostfile {str(path)!r}, line {number}"
+        match = LINE.fullmatch(line)
+        if not match:
+            raise UserError(f"{where}: {line!r} is not 'name slots=N' with N from 1 to 9999.")
+        host = match["host"]
+        if not HOST_NAME.fullmatch(host):
+            raise UserError(f"{where}: {host!r} is no host name (letters, digits, '.' and '-').")
+        if host in found:
+            raise UserError(f"{where}: host {host!r} is in line {found[host][1]} already.")
+        found[host] = (int(match["slots"]), number)
+    if not found:
+        raise UserError(f"hostfile {str(path)!r} lists no machine: give lines of 'name slots=N'.")
+    if len(found) < nodes:
+        raise UserError(f"hostfile {str(path)!r}: {nodes} nodes asked for, {len(found)} listed.")
+    for host, (host_slots, number) in list(found.items())[: nodes or None]:
+        if host_slots < slots:
+            where = f"hostfile {str(path)!r}, line {number}"
+            raise UserError(f"{where}: {slots} GPUs per node asked for, {host} has slots={host_slots}.")
+    return {host: host_slots for host, (host_slots, _) in found.items()}
+
+
+def split_hosts(names: str, nodes: int = 1) -> list[str]:
+    """Return the hosts of --hosts; raise a UserError for a name that is none or is given twice, and for too few."""
+    hosts = names.split(",")
+    bad = [host for host in hosts if not HOST_NAME.fullmatch(host) or hosts.count(host) > 1]
+    if bad:
+        raise UserError(f"--hosts: {bad[0]!r} is no host name, or is given twice: give names as in node01,node02.")
+    if len(hosts) < nodes:
+        raise UserError(f"--hosts: {nodes} nodes asked for, {len(hosts)} named.")
+    return hosts

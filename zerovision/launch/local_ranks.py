@@ -1,0 +1,211 @@
+"""Starts the ranks of one machine, each forked from this process, and ends them all when one fails.
+
+    python -u zerovision/launch/local_ranks.py --nproc_per_node 2 --master_port 29500 ENTRY --model-type vgg
+
+The ranks get torchrun's variables. What `--preload` names is imported here, once for all of them; under a supervisor
+(`launch.node_launcher`) this process stays after a failure and forks the ranks of the next start, which imports nothing
+at all. Nothing here may use CUDA, which does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"  # as `zerovision.training.base.heartbeat` has it
+CHANNEL_VARIABLE = "ZEROVISION_NODE_CHANNEL"  # a socket's descriptor: ranks and exit codes go out, orders come in
+RANK_NAME = "rank "  # and its number: the name of a forked rank's process
+LONGEST_ORDER = 2**21  # bytes
+POLL_SECONDS = 0.05
+END_SECONDS = 30.0  # that the other ranks have to leave after SIGTERM, as under torchrun
+
+
+def main(arguments: list[str]) -> int:
+    """Start the ranks and wait for all; return the code of the first that failed, 128 + n for signal n, else 0."""
+    if sys.flags.safe_path:  # then it is not there, and is replaced below
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+    descriptor = os.environ.pop(CHANNEL_VARIABLE, "")
+    channel = socket.socket(fileno=int(descriptor)) if descriptor else None
+    given = parse(arguments)
+    import_ahead(given.preload)
+    while True:
+        ranks = [fork_rank(given, local_rank, channel) for local_rank in range(given.nproc_per_node)]
+        report(channel, ranks={given.node_rank * len(ranks) + local_rank: pid for local_rank, pid in enumerate(ranks)})
+        # Only now: a signal before ends this process, and with it every rank (`heartbeat.end_with_parent`).
+        with passing_signals_on(ranks):
+            code = wait_for_all(ranks, channel, given.stop_timeout)
+        report(channel, code=code)
+        order = next_order(channel)
+        if order is None:
+            return code
+        for pid in ranks:
+            os.waitpid(pid, 0)
+        given = parse(order["arguments"])
+        os.environ.update(order["environment"])
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nnodes", type=int, default=1, help="machines that start ranks")
+    parser.add_argument("--node_rank", type=int, default=0, help="number of this machine among them, from 0")
+    parser.add_argument("--nproc_per_node", type=int, required=True, help="ranks to start on this machine, as on each")
+    parser.add_argument("--master_addr", default="127.0.0.1", help="address that the ranks meet on")
+    parser.add_argument("--master_port", required=True, help="port that the ranks meet on")
+    parser.add_argument("--preload", default="", help="modules to import before the ranks start, with commas")
+    timeout_help = "seconds that the ranks have to save and leave if the supervisor dies"
+    parser.add_argument("--stop_timeout", type=float, default=END_SECONDS, help=timeout_help)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the training entry and its arguments")
+    return parser.parse_args(arguments)
+
+
+def import_ahead(names: str) -> None:
+    """Import modules (with commas between them) for all ranks; what cannot be imported is left for the ranks to report.
+
+    Without garbage collection, which takes a fifth of the time, and finds nothing.
+    """
+    if not names:
+        return
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    before = dict(os.environ)
+    # A library that looks for GPUs shall not use CUDA for it. DeepSpeed would where NVML is missing.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.setdefault("DS_ACCELERATOR", "cuda")
+    gc.disable()
+    for name in names.split(","):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.freeze()  # no rank looks through what all share, and so copies it
+    gc.enable()
+    atexit.register(gc.unfreeze)
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"):
+        if name not in before:
+            del os.environ[name]
+
+
+def fork_rank(given: argparse.Namespace, local_rank: int, channel: socket.socket | None) -> int:
+    """Start a rank; return its process id."""
+    if pid := os.fork():
+        return pid
+    if channel is not None:
+        channel.close()  # the supervisor speaks to this process alone
+    run_rank(given, local_rank)
+
+
+def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
+    """Run the command in this process as a rank."""
+    place = {  # every machine has the same number of ranks
+        "RANK": str(given.node_rank * given.nproc_per_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(given.nnodes * given.nproc_per_node),
+        "LOCAL_WORLD_SIZE": str(given.nproc_per_node),
+    }
+    # What /proc tells of command and variables is the launcher's: by this name the supervisor and `top` know a rank.
+    Path("/proc/self/comm").write_text(f"{RANK_NAME}{place['RANK']}")
+    os.environ.update(place, MASTER_ADDR=given.master_addr, MASTER_PORT=given.master_port)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():  # a preloaded module has used CUDA
+        os.execv(sys.executable, [sys.executable, "-u", *given.command])
+    sys.argv = given.command
+    sys.path[0] = str(Path(given.command[0]).resolve().parent)
+    runpy.run_path(given.command[0], run_name="__main__")
+    sys.exit(0)
+
+
+def report(channel: socket.socket | None, **message: object) -> None:
+    """Tell the supervisor something, if there is one."""
+    if channel is not None:
+        with contextlib.suppress(OSError):  # it is gone
+            channel.send(json.dumps(message).encode())
+
+
+def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
+    """Return the arguments and the changed variables of the next start, None if none comes."""
+    if channel is not None:
+        with contextlib.suppress(OSError):
+            if order := channel.recv(LONGEST_ORDER):
+                return json.loads(order)
+    return None
+
+
+def is_closed(channel: socket.socket | None) -> bool:
+    """Return whether the supervisor, which there was, is gone; it sends nothing while ranks run."""
+    if channel is None:
+        return False
+    try:
+        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def passing_signals_on(ranks: list[int]) -> Iterator[None]:
+    """Send SIGTERM and SIGINT to the ranks, unless they are ignored here."""
+    heard = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda given, _frame: _send(ranks, given)) for number in heard}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def wait_for_all(ranks: list[int], channel: socket.socket | None = None, stop_timeout_s: float = END_SECONDS) -> int:
+    """Wait until every rank has ended; return the exit code (the shell's).
+
+    The others are stopped once one has failed; all are if the supervisor dies, which then cannot remove the launch's
+    folder either.
+    """
+    first_failure, deadline, is_orphaned = 0, math.inf, False
+    while True:
+        ends = [_end_of(rank) for rank in ranks]
+        failures = [code for code in ends if code]
+        if failures and not first_failure:
+            first_failure, deadline = failures[0], min(deadline, time.monotonic() + END_SECONDS)
+            _send(ranks, signal.SIGTERM)
+        elif not is_orphaned and is_closed(channel):
+            is_orphaned, deadline = True, min(deadline, time.monotonic() + stop_timeout_s)
+            _send(ranks, signal.SIGTERM)
+        if None not in ends:
+            if is_orphaned:
+                shutil.rmtree(os.environ.get(FOLDER_VARIABLE, ""), ignore_errors=True)
+            return first_failure
+        if time.monotonic() > deadline:
+            _send(ranks, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+
+
+def _end_of(rank: int) -> int | None:
+    """Return a rank's exit code, 128 + n for signal n, None while it runs.
+
+    An ended rank is not reaped: the supervisor reads the exit code of the zombie.
+    """
+    end = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
+
+
+def _send(ranks: list[int], number: int) -> None:
+    """Send a signal to every rank; one that has ended is a zombie until the next start, so its pid is not reused."""
+    for rank in ranks:
+        os.kill(rank, number)
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))  # a rank has ended before, in `run_rank`; here is nothing that is worth a tidy end

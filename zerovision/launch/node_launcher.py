@@ -1,0 +1,147 @@
+"""The process that starts the ranks of this machine: started, asked for the next start, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import psutil
+
+from zerovision.launch.local_ranks import CHANNEL_VARIABLE, LONGEST_ORDER
+from zerovision.launch.process_tree import is_alive, send
+from zerovision.training.config import REPO_ROOT
+from zerovision.training.observe.memory_limit import OWN_LIMITS
+
+LOCAL_RANKS = str(REPO_ROOT / "zerovision/launch/local_ranks.py")
+PRELOADED = ("zerovision.training.run", "zerovision.delivery.end_of_run")
+LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes: mallopt(3) takes no more
+POLL_SECONDS = 0.02
+LEAVE_SECONDS = 5.0
+
+
+def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
+    """Return the beginning of the command that starts ranks from one process, with what they will import.
+
+    Args:
+        engine: of the configuration.
+        has_gpus: whether the ranks use GPUs.
+    """
+    # Not for CPU ranks: how GPUs are counted here may miss some, and DeepSpeed keeps the kind that it is imported for.
+    preloaded = [*PRELOADED, *(["deepspeed"] if has_gpus and engine == "deepspeed" else [])]
+    return [sys.executable, "-u", LOCAL_RANKS, f"--preload={','.join(preloaded)}"]
+
+
+def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str, str]:
+    """Return what makes a CPU rank's malloc keep what a step frees for the next one, which else faults each page in.
+
+    Nothing for GPU ranks, nor if the environment has a variable of malloc's own (mallopt(3)), as whoever set it
+    chose; nor under a limit on address space (`ulimit -v` or `-d`), of which kept memory takes more than its pages.
+    """
+    is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit, _ in OWN_LIMITS)
+    if has_gpus or is_limited or any(name.startswith("MALLOC_") for name in environment):
+        return {}
+    # Both: with the first alone the second stays at 128 KiB, and every tensor above it gets fresh pages.
+    return {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(LARGEST_MMAP_THRESHOLD)}
+
+
+class NodeLauncher:
+    """The process of `zerovision/launch/local_ranks.py`, like a Popen that can be started again.
+
+    It stays after a start, with everything imported, and is asked for the next one; it is run anew if it has ended.
+
+    Attributes:
+        returncode: of the last start: that of the rank that failed first, as the shell has it, or the process's own, as
+            Popen has it; None while that start runs.
+        ranks: the processes of the last start by rank, empty until all are there.
+        pid: of the process, 0 if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self.ranks: dict[int, psutil.Process] = {}
+        self._process: subprocess.Popen | None = None
+        self._channel: socket.socket | None = None
+        self._environment: dict[str, str] = {}
+
+    @property
+    def pid(self) -> int:
+        """The process that starts the ranks."""
+        return self._process.pid if self._process else 0
+
+    def start(self, command: list[str], environment: dict[str, str]) -> None:
+        """Start the ranks; the command begins as `local_ranks_command` gives it."""
+        if not self._is_asked(command, environment):
+            self.close()
+            self._run(command, environment)
+        self.returncode = None
+        self.ranks = {}
+
+    def poll(self) -> int | None:
+        """Return `returncode`, after a look at what the process has said and whether it has ended."""
+        while self.returncode is None and self._process and self._channel:
+            try:
+                said = json.loads(self._channel.recv(LONGEST_ORDER) or "{}")
+            except BlockingIOError:  # nothing yet
+                return None
+            except OSError:  # it was killed while it read
+                said = {}
+            for rank, pid in said.get("ranks", {}).items():
+                with contextlib.suppress(psutil.NoSuchProcess):  # a rank whose parent was killed, too
+                    self.ranks[int(rank)] = psutil.Process(pid)
+            if not said or "code" in said:
+                self.returncode = said.get("code", self._process.poll())
+                break
+        return self.returncode
+
+    def living_ranks(self) -> list[psutil.Process]:
+        """Return the ranks that run."""
+        return [rank for rank in self.ranks.values() if is_alive(rank)]
+
+    def signal_ranks(self, number: int) -> int:
+        """Send a signal to each rank; return how many there are."""
+        ranks = self.living_ranks()
+        for rank in ranks:
+            send(rank, number)
+        return len(ranks)
+
+    def close(self) -> None:
+        """End the process, which has no more ranks."""
+        if self._process and self._channel:
+            self._channel.close()
+            try:
+                self._process.wait(LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _run(self, command: list[str], environment: dict[str, str]) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        self._environment = environment
+        with theirs:
+            added = {CHANNEL_VARIABLE: str(theirs.fileno())}
+            self._process = subprocess.Popen(
+                command, env=environment | added, start_new_session=True, pass_fds=[theirs.fileno()]
+            )
+
+    def _is_asked(self, command: list[str], environment: dict[str, str]) -> bool:
+        """Ask the process for another start, as soon as it has noticed the end of the last; return whether it can."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while self._process and self.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if not self._process or not self._channel or self.returncode is None or self._process.poll() is not None:
+            return False
+        changed = dict(environment.items() - self._environment.items())
+        order = {"arguments": command[command.index(LOCAL_RANKS) + 1 :], "environment": changed}
+        try:
+            self._channel.send(json.dumps(order).encode())
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,212 @@
+"""One start of a launcher and its ranks on one machine: passes signals on and ends what does not leave."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+from zerovision.launch.launch_folder import HeartbeatFolder
+from zerovision.launch.node_launcher import NodeLauncher
+from zerovision.launch.process_tree import POLL_SECONDS, Launch, shell_exit_code
+from zerovision.launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
+from zerovision.training.base.control_groups import oom_kills
+from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE
+from zerovision.training.base.heartbeat import SLOW_IMPORT_S
+
+LOOK_SECONDS = 0.25  # between two looks at the ranks
+LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker end a moment after their parent
+REPEAT_SECONDS = 0.5  # `timeout` and terminals may send two signals for one request to stop
+DEAD_RANK_SECONDS = 5.0  # that the other ranks have to print and leave; they may wait for the dead one in a collective
+NO_RANK_SECONDS = 2 * SLOW_IMPORT_S  # until the first rank has started; the launcher may import for all of them
+KERNEL_KILL_SECONDS = 60.0  # in which a process that the kernel ended for want of memory brings down its launch
+LAUNCHER_SECONDS = 3.0  # that a launcher needs to notice the end of its ranks
+HANG_CODE = 124  # as `timeout` has it
+# Another start would end the same way.
+FINAL_CODES = AGREED_CODES | {USER_ERROR_EXIT_CODE, OUT_OF_MEMORY_EXIT_CODE}
+# Signals to the launch, and what its ranks get for each.
+PASSED_ON = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+}
+
+
+def receive_signals() -> list[int]:
+    """Handle the signals of `PASSED_ON` from now on; return the list to which each one is appended."""
+    received: list[int] = []
+    for number in PASSED_ON:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda given, _frame: received.append(given))
+    return received
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one start of the launcher ended.
+
+    Attributes:
+        code: the exit code, as the shell has it.
+        reason: why, without a full stop.
+        is_final: whether another start would not help.
+        hang_order: of the rank that hung, (its process is not stopped, its step): among several machines, the one with
+            the least is the likeliest cause.
+    """
+
+    code: int
+    reason: str = ""
+    is_final: bool = True
+    hang_order: tuple[bool, int] | None = None
+
+
+class NodeRun:
+    """One start of the launcher and its ranks, from the first process to the last."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        launcher: NodeLauncher,
+        folder: HeartbeatFolder,
+        received: list[int],
+        stop_timeout_s: float,
+        *,
+        has_rank_0: bool = True,
+        is_alone: bool = True,
+    ) -> None:
+        """Prepare a start.
+
+        Args:
+            launch: the processes.
+            launcher: the process among them that starts the ranks; it stays for the next start.
+            folder: of the ranks' heartbeats.
+            received: the list to which the signal handlers append.
+            stop_timeout_s: seconds the ranks have to save and leave after a signal.
+            has_rank_0: whether rank 0, which marks the training as done, runs on this machine.
+            is_alone: whether no other machine takes part, so that this one prints which signal came.
+        """
+        self.monitor = RankMonitor(launcher, folder)
+        self._launch, self._launcher, self._folder, self._received = launch, launcher, folder, received
+        self._stop_timeout_s = stop_timeout_s
+        self._sent = 0  # the signal that the ranks were sent to stop them
+        self._deadline = math.inf  # when the ranks are ended
+        self._oom_kills = 0  # of the kernel so far
+        self._kernel_killed = -math.inf  # when the last of them was noticed
+        self._cause: Death | None = None  # the failure of a rank that the launcher outlived
+        self._has_rank_0, self._is_alone = has_rank_0, is_alone
+        self._is_abandoned = False
+
+    def run(self, command: list[str], environment: dict[str, str]) -> Ending:
+        """Start the ranks; return once no process of them is left, and of the launcher none if no start may follow."""
+        child = self._launcher
+        self._oom_kills = oom_kills()
+        child.start(command, environment)
+        give_up = time.monotonic() + NO_RANK_SECONDS
+        was_asked = False
+        while child.poll() is None or child.living_ranks():
+            if self._received and not was_asked:
+                was_asked = True
+                if not self._pass_on():  # the launcher is still starting, or already leaving: nothing to save
+                    self._launch.kill()
+                    return Ending(0 if self._is_done() else 128 + self._sent)
+            elif child.returncode is not None and not self._sent:
+                print("the launcher ended before its ranks: stopping them", file=sys.stderr)
+                self._send(signal.SIGTERM)
+            self.monitor.look()
+            self._count_oom_kills()
+            if child.poll() is None and not self._sent:
+                self._cause = self.monitor.first_failure()
+            waits = self._sent or self.monitor.first_failure()  # ranks that wait for a dead one are ended below
+            if not waits and (hung := self.monitor.hung()):
+                hang_order = (not self.monitor.is_stopped(hung[0].rank), hung[0].step)
+                self.monitor.report_hang(hung)
+                self._launch.kill(spared_pid=child.pid)
+                return Ending(HANG_CODE, f"rank {hung[0].rank} hung", False, hang_order)
+            if not child.ranks and time.monotonic() > give_up:
+                self._launch.kill()
+                return Ending(HANG_CODE, f"the launcher hung: no rank started in {NO_RANK_SECONDS:.0f} s", False)
+            self._end_what_is_late()
+            time.sleep(LOOK_SECONDS)
+        self.monitor.look()
+        self._cause = self._cause and self.monitor.first_failure()
+        assert child.returncode is not None
+        ending = self._ending(child.returncode, was_asked)
+        self._end_leftovers(at_once=not ending.is_final)
+        return ending
+
+    def abandon(self) -> None:
+        """End every process at once; from another thread. `run` then returns."""
+        self._is_abandoned = True
+
+    def _pass_on(self) -> int:
+        """Pass a received signal on to the ranks; return how many there are."""
+        number = self._received[0]
+        living = self._send(PASSED_ON[signal.Signals(number)])
+        if living:
+            if self._is_alone:
+                name = signal.Signals(self._sent).name
+                print(f"{name}: {living} rank(s) save and stop; Ctrl-C ends them without", file=sys.stderr)
+            time.sleep(REPEAT_SECONDS)
+            self._received.clear()
+        return living
+
+    def _send(self, number: int) -> int:
+        self._sent = number
+        self._deadline = time.monotonic() + self._stop_timeout_s
+        return self._launcher.signal_ranks(number)
+
+    def _end_what_is_late(self) -> None:
+        """End the ranks that had time enough to leave, and a launcher that does not leave after them."""
+        now = time.monotonic()
+        if failure := self.monitor.first_failure():
+            self._deadline = min(self._deadline, failure.seconds + DEAD_RANK_SECONDS)
+        elif self.monitor.all_ended():
+            self._deadline = min(self._deadline, now + DEAD_RANK_SECONDS)
+        is_late = now > self._deadline + LAUNCHER_SECONDS
+        if self._is_abandoned or is_late or (self._sent and signal.SIGINT in self._received):
+            self._launch.kill()
+        elif now > self._deadline:
+            self._launcher.signal_ranks(signal.SIGKILL)  # it then ends by itself, with the code of the first failure
+
+    def _ending(self, launcher_code: int, was_asked: bool) -> Ending:
+        """Return how it ended, by the launcher's exit code (-n if signal n ended it) and the ranks' last beats."""
+        if self._is_done() and (launcher_code == 0 or self.monitor.all_ended(0)):
+            return Ending(0)
+        code = shell_exit_code(launcher_code) or 1
+        passed_on = launcher_code > 0 and code > 128
+        reason = f"{'a rank' if passed_on else 'the launcher'} {how_it_ended(launcher_code)}"
+        if launcher_code == 0:
+            reason += ", but rank 0 did not report that training is done"
+        by_itself = launcher_code > 0
+        failure = self._cause or (self.monitor.first_failure() if by_itself and not self._sent else None)
+        if failure:
+            reason = failure.describe(launcher_code)
+            if failure.code and failure.code != -signal.SIGTERM:  # SIGTERM: a launcher's way to end the others
+                code = shell_exit_code(failure.code)
+        elif by_itself or was_asked:  # else they left because somebody had killed it
+            code = next((stop for stop in STOP_CODES if self.monitor.all_ended(stop)), code)
+        self._count_oom_kills()
+        # It may have been any process: the launcher, or a rank's worker, after which the rank ends by itself.
+        if not was_asked and code not in FINAL_CODES and time.monotonic() - self._kernel_killed < KERNEL_KILL_SECONDS:
+            which = ", the kernel's," if code == 128 + signal.SIGKILL else " after the kernel had killed a process"
+            code, reason = OUT_OF_MEMORY_EXIT_CODE, f"{reason}{which} because memory was short"
+        return Ending(code, reason, is_final=was_asked or code in FINAL_CODES)
+
+    def _count_oom_kills(self) -> None:
+        if (kills := oom_kills()) > self._oom_kills:
+            self._oom_kills, self._kernel_killed = kills, time.monotonic()
+
+    def _is_done(self) -> bool:
+        return self._folder.has_succeeded() if self._has_rank_0 else self.monitor.all_ended(0)
+
+    def _end_leftovers(self, at_once: bool) -> None:
+        if at_once:
+            self._launch.kill(spared_pid=self._launcher.pid)
+            return
+        self._launcher.close()
+        deadline = time.monotonic() + LEFTOVER_SECONDS
+        while self._launch.processes() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self._launch.kill()

@@ -1,0 +1,134 @@
+"""Starts a training again after every failure that another start may cure.
+
+After one for want of memory, `--on-oom adapt` starts it with the next smaller settings.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zerovision.launch.arguments import check_training
+from zerovision.launch.node_run import PASSED_ON, Ending
+from zerovision.launch.process_tree import POLL_SECONDS
+from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE
+from zerovision.training.out_of_memory import advise, next_rung
+
+LONGEST_DELAY_SECONDS = 30.0
+NODES_BACK_CODE = -1  # of no process: the ranks were stopped so that the next start has more nodes
+
+
+@dataclass(frozen=True)
+class Started:
+    """The outcome of one start, or of all of them.
+
+    Attributes:
+        ending: how it ended.
+        run_name: the run's name, '' if rank 0 has not reported it.
+        position: of the newest checkpoint that was saved, -1 for none.
+    """
+
+    ending: Ending
+    run_name: str
+    position: int
+
+
+class Adaptation:
+    """The smaller settings that a launch has come to.
+
+    Args:
+        training: arguments of the training entry, as given.
+        ranks: of the launch.
+        has_gpus: whether they compute on GPUs.
+
+    Attributes:
+        flags: of the training entry, to be added to its arguments.
+    """
+
+    def __init__(self, training: list[str], ranks: int, *, has_gpus: bool) -> None:
+        self._training, self._ranks, self._has_gpus = training, ranks, has_gpus
+        self.flags: list[str] = []
+
+    def step_down(self, reason: str) -> bool:
+        """Print what follows, and add the flags of the next rung; return False if the launch ends instead.
+
+        Args:
+            reason: what happened, without a full stop.
+        """
+        config = check_training([*self._training, *self.flags])
+        rung = next_rung(config, self._ranks, has_gpus=self._has_gpus)
+        if rung is None or config.on_oom == "stop":
+            advice = advise(config, self._ranks, has_gpus=self._has_gpus)
+            print(f"{reason}; {advice}", file=sys.stderr, flush=True)
+            return False
+        print(f"{reason}: starting again with {rung.describe()}", file=sys.stderr, flush=True)
+        self.flags += rung.flags
+        return True
+
+
+class RestartPolicy:
+    """Counts restarts, and decides how long to wait before each."""
+
+    def __init__(self, allowed: int) -> None:
+        """Allow this many restarts in a row without progress, which is a newer checkpoint than any before."""
+        self.total = 0
+        self._allowed = allowed
+        self._in_a_row = 0
+        self._position = -1
+
+    def after_failure(self, reason: str, position: int) -> float | None:
+        """Print to stderr what follows; return the seconds to wait before the next start, None if none follows.
+
+        Args:
+            reason: what happened, without a full stop.
+            position: of the newest checkpoint saved since the last start, -1 for none.
+        """
+        if position > self._position:
+            self._position, self._in_a_row = position, 0
+        if self._in_a_row >= self._allowed:
+            print(f"{reason}: given up after {self._in_a_row} restart(s) without progress", file=sys.stderr)
+            return None
+        delay_s = min(2.0**self._in_a_row, LONGEST_DELAY_SECONDS) if self._in_a_row else 0.0
+        self.total, self._in_a_row = self.total + 1, self._in_a_row + 1
+        when = f" in {delay_s:g} s" if delay_s else ""
+        print(f"{reason}: restart {self._in_a_row} of {self._allowed}{when}", file=sys.stderr, flush=True)
+        return delay_s
+
+
+def start_until_done(
+    start: Callable[[int, list[str]], Started], restarts: RestartPolicy, adaptation: Adaptation, received: list[int]
+) -> Started:
+    """Start a training, and again after every failure; return how the last start ended, and the newest checkpoint.
+
+    Args:
+        start: runs it once, given the number of restarts so far and the flags that make it go on with its run.
+        restarts: decides how many there may be.
+        adaptation: decides what follows if memory was short.
+        received: the list to which the signal handlers append.
+    """
+    run_name, newest = "", -1
+    while True:
+        started = start(restarts.total, adaptation.flags + ([f"--run-name={run_name}"] if run_name else []))
+        ending, run_name, newest = started.ending, started.run_name or run_name, max(newest, started.position)
+        delay_s = None
+        short_of_memory = ending.code == OUT_OF_MEMORY_EXIT_CODE and not received
+        if ending.code == NODES_BACK_CODE or (short_of_memory and adaptation.step_down(ending.reason)):
+            restarts.total, delay_s = restarts.total + 1, 0.0  # not counted as one without progress
+        elif not ending.is_final:
+            delay_s = restarts.after_failure(ending.reason, started.position)
+        if delay_s is not None:
+            if not (number := signal_within(delay_s, received)):
+                continue
+            ending = Ending(128 + number, "stopped between two starts")
+        return Started(ending, run_name, newest)
+
+
+def signal_within(seconds: float, received: list[int]) -> int:
+    """Wait; return the signal for the ranks that was received before or meanwhile, 0 for none."""
+    deadline = time.monotonic() + seconds
+    while not received and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return PASSED_ON[signal.Signals(received[0])] if received else 0

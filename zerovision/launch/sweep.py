@@ -1,0 +1,460 @@
+"""Trains one line with several values of its flags: a grid or random draws, all to the end or the better ones only.
+
+The better ones go on by exact resume, so that a trial that reaches the last epoch is the run it would have been by
+itself: successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) with nothing trained twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from zerovision.launch.arguments import check_training, read_arguments, with_flags
+from zerovision.launch.cluster.hosts import read_hostfile
+from zerovision.launch.cluster.rendezvous import NO_NODES_CODE
+from zerovision.training.base.atomic_write import replacing, write_json
+from zerovision.training.base.control_groups import usable_cores
+from zerovision.training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
+from zerovision.training.base.heartbeat import CALLER_VARIABLE
+from zerovision.training.base.points import best_epoch, merit, score_in
+from zerovision.training.base.run_folder import METRICS, shown_path
+from zerovision.training.base.units import plural
+from zerovision.training.config import REPO_ROOT
+from zerovision.training.observe.new_run import run_folder
+from zerovision.training.world.gpus import machine_gpus, visible_gpus
+
+LAUNCHER = REPO_ROOT / "zerovision" / "launch" / "single_node.py"
+MULTI_NODE = REPO_ROOT / "zerovision" / "launch" / "cluster" / "multi_node.py"
+SCRIPT = "launch_distributed.sh"
+MOST_TRIALS = 1000
+POLL_SECONDS = 0.2
+PLACES = 3  # significant digits of a number that is drawn
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
+_RANGE = re.compile(r"([^.].*?)\.\.(.+?)(:log)?")
+LINE = "sweep.json"
+FAILED = "exit code"  # how the state of a trial that failed begins
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is tried.
+
+    Attributes:
+        name: of the sweep; a trial's run is named after it.
+        words: of scripts/launch_distributed.sh, with the flags that all trials have.
+        varied: FLAG=VALUE,VALUE or FLAG=LOW..HIGH or FLAG=LOW..HIGH:log, as given; values that hold commas have |
+            between them.
+        trials: how many are drawn; 0 for all combinations of the values.
+        halving: the share 1 / `halving` of the trials goes on at each rung; 0 if all train to the end.
+        seed: of the draws.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    varied: tuple[str, ...]
+    trials: int = 0
+    halving: int = 0
+    seed: int = 0
+
+
+@dataclass
+class SweepTrial:
+    """One combination of values.
+
+    Attributes:
+        number: from 1.
+        values: by flag, without dashes.
+        run_name: of its run.
+        folder: of its run.
+        epochs: trained so far.
+        score: of the best of them, by the `--best-by` of the line, None before the first.
+        state: "waiting", "paused", "finished", "diverged", or why it failed.
+        seconds: that its starts took here.
+    """
+
+    number: int
+    values: dict[str, str]
+    run_name: str
+    folder: Path
+    epochs: int = 0
+    score: float | None = None
+    state: str = "waiting"
+    seconds: float = 0.0
+
+    @property
+    def flags(self) -> list[str]:
+        """Those that it alone has."""
+        return [f"--{flag}={value}" for flag, value in self.values.items()]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one trial at a time trains.
+
+    Attributes:
+        variables: that choose its GPUs, or its share of the cores.
+        host: the machine, empty for this one.
+    """
+
+    variables: dict[str, str]
+    host: str = ""
+
+
+@dataclass
+class RunningSweep:
+    """A sweep that is run from this machine, with what every trial has come to so far.
+
+    Attributes:
+        sweep: what is tried.
+        trials: all of them.
+        folder: where the sweep keeps its line, the trials' states and their output.
+        epochs: of a whole training.
+        best_by: the score by which trials are chosen, a key of `SCORE_NAMES`.
+        ranks: of each trial.
+    """
+
+    sweep: Sweep
+    trials: list[SweepTrial]
+    folder: Path
+    epochs: int
+    best_by: str
+    ranks: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_stopped: bool = False
+    _left: int = 0  # places
+
+    def run(self, jobs: int, hostfile: Path | None = None) -> Iterator[SweepTrial]:
+        """Train what is left; yield each trial when it has come to a rung.
+
+        Args:
+            jobs: how many trials at a time on this machine.
+            hostfile: of the machines that train in its place, each as many trials at a time as its slots allow.
+
+        Raises:
+            UserError: if there are fewer GPUs than trials at a time need.
+        """
+        found = _places_on(self.ranks, hostfile) if hostfile else _places(self.ranks, jobs)
+        self._left, places = len(found), SimpleQueue[Place | None]()
+        for place in found:
+            places.put(place)
+        _keep_line(self.folder, self.sweep)
+        going = list(self.trials)
+        for until in self.rungs():
+            with ThreadPoolExecutor(len(found)) as pool:
+                yield from pool.map(lambda trial, until=until: self._train(trial, until, places), going)
+            if self._is_stopped or until == self.epochs:
+                return
+            going = self._better(self._arrived(going, until), going)
+
+    def _is_there(self, trial: SweepTrial, until: int) -> bool:
+        """Return whether nothing is left to train of a trial up to the end of an epoch."""
+        return trial.state in ("finished", "diverged") or (until < self.epochs and trial.epochs >= until)
+
+    def _arrived(self, going: list[SweepTrial], until: int) -> list[SweepTrial]:
+        """Return the trials that are at a rung, by its epochs the best first."""
+        there = [trial for trial in going if self._is_there(trial, until)]
+        return sorted(there, key=lambda trial: merit(self.best_by, _progress(trial.folder, until)[1]), reverse=True)
+
+    def _better(self, there: list[SweepTrial], going: list[SweepTrial]) -> list[SweepTrial]:
+        """Return those at a rung that go on after it, of all that went for it."""
+        return there[: math.ceil(len(going) / self.sweep.halving)]
+
+    def rungs_reached(self) -> dict[int, int]:
+        """Return how many rungs each trial has come to, by its number: those with the most are to be compared.
+
+        Not how many epochs: a trial that has finished is complete, however early it stopped or how few it was given.
+        """
+        reached, going = {trial.number: 0 for trial in self.trials}, self.trials
+        for rung, until in enumerate(self.rungs(), 1):
+            there = self._arrived(going, until)
+            reached |= {trial.number: rung for trial in there}
+            late = [one for one in going if one not in there and not one.state.startswith(FAILED)]
+            if late or until == self.epochs:
+                break
+            going = self._better(there, going)
+        return reached
+
+    def rungs(self) -> list[int]:
+        """Return the epochs after which the better trials alone go on; the last is that of a whole training."""
+        share = self.sweep.halving
+        if not share:
+            return [self.epochs]
+        most = int(math.log(len(self.trials), share) + 1e-9)
+        return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
+
+    def stop(self) -> None:
+        """Let the trials that run save and leave; no other begins. Signal handlers call this: it waits for nothing."""
+        self._is_stopped = True
+
+    def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[Place | None]) -> SweepTrial:
+        """Train a trial up to the end of an epoch, if it is not that far; a failure is its state.
+
+        A machine that cannot be reached gets no other trial.
+        """
+        if self._is_stopped or self._is_there(trial, until):
+            return trial
+        while place := places.get():
+            try:
+                is_lost = self._start(trial, until, place) == NO_NODES_CODE and place.host != ""
+            except BaseException:
+                places.put(place)  # others wait for it
+                raise
+            if not is_lost:
+                places.put(place)
+                break
+            print(f"{place.host}: {trial.state}: it gets no more trials", file=sys.stderr, flush=True)
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    places.put(None)
+        else:
+            places.put(None)
+            trial.state = f"{FAILED} {NO_NODES_CODE}: no machine is left"
+        _save(self.folder, trial)
+        return trial
+
+    def _start(self, trial: SweepTrial, until: int, place: Place) -> int:
+        """Train a trial at a place; return the launcher's exit code."""
+        flags = [*trial.flags, f"--run-name={trial.run_name}", "--resume=auto"]
+        words = with_flags(SCRIPT, self.sweep.words, flags)
+        if place.host:
+            words = [*words[:2], "1", *words[2:], f"--hosts={place.host}"]
+        command = [sys.executable, str(MULTI_NODE if place.host else LAUNCHER), *words]
+        variables = os.environ | place.variables | {CALLER_VARIABLE: str(os.getpid())}
+        start = time.monotonic()
+        output = self.folder / f"{trial.number:03}.log"
+        if self._is_stopped:
+            return 0
+        with output.open("ab") as log:
+            process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
+        is_asked, epochs = False, _EpochCount(trial.folder / METRICS)
+        while process.poll() is None:
+            if not is_asked and (self._is_stopped or (until < self.epochs and epochs.look() >= until)):
+                process.send_signal(signal.SIGTERM)  # the step after the epoch's last is kept too
+                is_asked = True
+            time.sleep(POLL_SECONDS)
+        trial.seconds += time.monotonic() - start
+        trial.epochs, trial.score = _progress(trial.folder)
+        if process.returncode == DIVERGED_EXIT_CODE:
+            trial.state = "diverged"
+        elif process.returncode == 0:
+            trial.state = "finished"
+        elif is_asked or self._is_stopped:
+            trial.state = "paused"
+        else:
+            trial.state = f"{FAILED} {process.returncode}: {_last_error(output)}"
+        return process.returncode
+
+
+def prepare(sweep: Sweep) -> RunningSweep:
+    """Check a sweep's line and those of all its trials, and find what an earlier start of it has come to.
+
+    Raises:
+        UserError: for whatever the trainer would refuse, and for another sweep of that name.
+    """
+    if not _NAME.fullmatch(sweep.name):
+        raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
+    arguments = read_arguments(SCRIPT, sweep.words, {})
+    config = check_training(arguments.training)
+    if config.run_name or config.resume != "never":
+        raise UserError("--run-name and --resume: a sweep names its runs, and goes on by itself: leave them out.")
+    logs = run_folder(config, "x").log_dir
+    folder = logs / "sweeps" / sweep.name
+    combinations = list(_combinations(sweep))
+    digits = len(str(len(combinations)))
+    trials = []
+    for number, values in enumerate(combinations, 1):
+        name = f"{sweep.name}-{number:0{digits}}"
+        trial = SweepTrial(number, values, name, logs / "runs" / name)
+        own = check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
+        if own.best_by != config.best_by:
+            raise UserError(
+                f"--vary: {' '.join(trial.flags)} is judged by {own.best_by}, others by {config.best_by}: give all "
+                "trials the same --best-by."
+            )
+        if sweep.halving and own.epochs != config.epochs:
+            raise UserError("--vary epochs=... with --halving: the rungs are epochs of one number: leave one out.")
+        trials.append(trial)
+    line = json.loads(json.dumps(dataclasses.asdict(sweep)))
+    try:
+        if not (folder / LINE).exists():
+            if taken := next((trial for trial in trials if (trial.folder / METRICS).exists()), None):
+                raise UserError(
+                    f"sweep {sweep.name}: a run {shown(taken.run_name)} is there already: give another name."
+                )
+        elif json.loads((folder / LINE).read_text()) != line:
+            raise UserError(
+                f"sweep {sweep.name} was begun with another line ({shown_path(folder / LINE)}): give that, or another "
+                "name."
+            )
+        for trial in trials:
+            if (state := _state_file(folder, trial)).exists():
+                saved = json.loads(state.read_text())
+                trial.epochs, trial.score, trial.seconds = saved["epochs"], saved["score"], saved["seconds"]
+                trial.state = saved["state"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unusable(sweep, folder, error) from None
+    return RunningSweep(sweep, trials, folder, config.epochs, config.best_by, arguments.ranks_per_node)
+
+
+def _keep_line(folder: Path, sweep: Sweep) -> None:
+    """Let the sweep's name stand for this line from now on; done last, so that a mistake leaves the name free."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / LINE).exists():
+            with replacing(folder / LINE) as temporary:
+                write_json(temporary, dataclasses.asdict(sweep))
+    except OSError as error:
+        raise _unusable(sweep, folder, error) from None
+
+
+def _unusable(sweep: Sweep, folder: Path, error: Exception) -> UserError:
+    return UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).")
+
+
+def _combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
+    """Yield the values of each trial by flag."""
+    varied: dict[str, Any] = {}
+    for text in sweep.varied:
+        found = _VARIED.fullmatch(text)
+        if not found or found[1] in varied:
+            raise UserError(f"--vary {shown(text)}: expected FLAG=VALUE,VALUE or FLAG=LOW..HIGH[:log], each flag once.")
+        varied[found[1]] = _values(found[1], found[2])
+    if not varied:
+        raise UserError("--vary is needed, such as --vary learning-rate=0.001,0.003,0.01.")
+    ranges = [flag for flag, values in varied.items() if isinstance(values, tuple)]
+    if not sweep.trials:
+        if ranges:
+            raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, how many to draw.")
+        grid = list(itertools.islice(itertools.product(*varied.values()), MOST_TRIALS + 1))
+        if len(grid) > MOST_TRIALS:
+            raise UserError(f"more than {MOST_TRIALS} combinations: give --trials, how many to draw.")
+        yield from (dict(zip(varied, values, strict=True)) for values in grid)
+        return
+    draws = random.Random(sweep.seed)
+    for _ in range(sweep.trials):
+        yield {flag: _draw(draws, values) for flag, values in varied.items()}
+
+
+def _values(flag: str, text: str) -> list[str] | tuple[float, float, bool, bool]:
+    """Return the values of a list; of a range its ends, whether it is logarithmic, and whether of whole numbers."""
+    found = _RANGE.fullmatch(text)
+    if not found:
+        return text.split("|" if "|" in text else ",")
+    try:
+        low, high = float(found[1]), float(found[2])
+    except ValueError:
+        low, high = math.nan, math.nan
+    if not low < high or (found[3] and low <= 0) or math.isinf(high - low):
+        raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH, two numbers, above 0 with :log.")
+    return low, high, bool(found[3]), all(end.lstrip("-").isdecimal() for end in (found[1], found[2]))
+
+
+def _draw(draws: random.Random, values: list[str] | tuple[float, float, bool, bool]) -> str:
+    if isinstance(values, list):
+        return draws.choice(values)
+    low, high, is_log, is_whole = values
+    if is_whole and not is_log:
+        return str(draws.randint(int(low), int(high)))
+    value = math.exp(draws.uniform(math.log(low), math.log(high))) if is_log else draws.uniform(low, high)
+    return str(round(value)) if is_whole else f"{value:.{PLACES}g}"
+
+
+def _places(ranks: int, jobs: int) -> list[Place]:
+    """Return the places of `jobs` trials of so many ranks at a time on this machine.
+
+    Raises:
+        UserError: if there are too few GPUs.
+    """
+    gpus = visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus and ranks * jobs > len(gpus):
+        raise UserError(
+            f"--jobs {jobs}: {jobs} trials of {plural(ranks, 'GPU')} need {ranks * jobs}, {len(gpus)} present: "
+            f"give at most {len(gpus) // ranks}."
+        )
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // (ranks * jobs)))
+    return [
+        _on_gpus(gpus[job * ranks : (job + 1) * ranks]) if gpus else Place({"OMP_NUM_THREADS": threads})
+        for job in range(jobs)
+    ]
+
+
+def _places_on(ranks: int, hostfile: Path) -> list[Place]:
+    """Return as many places of so many ranks on each machine as its slots allow.
+
+    Raises:
+        UserError: for a hostfile that is none, or a machine with too few slots for a trial.
+    """
+    return [
+        _on_gpus(range(job * ranks, (job + 1) * ranks), host)
+        for host, count in read_hostfile(hostfile, nodes=0, slots=ranks).items()
+        for job in range(count // ranks)
+    ]
+
+
+def _on_gpus(gpus: Sequence[int | str], host: str = "") -> Place:
+    return Place({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}, host)
+
+
+def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]:
+    """Return how many epochs a run has trained and evaluated, up to one of them, and the score of the best."""
+    try:
+        lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"epoch"' in line]
+    except (OSError, ValueError):  # not there yet, or being written
+        return 0, None
+    epochs = [line for line in lines if line.get("kind") == "epoch" and line["epoch"] <= until]
+    best = best_epoch(epochs)
+    return max((line["epoch"] for line in epochs), default=0), score_in(best)[1] if best else None
+
+
+class _EpochCount:
+    """Counts the epochs of a run that trains: reads each line of its metrics.jsonl once."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._read_bytes, self._epochs = file, 0, 0
+
+    def look(self) -> int:
+        """Return how many epochs have been trained and evaluated so far."""
+        with contextlib.suppress(OSError), self._file.open("rb") as lines:  # not there yet
+            lines.seek(self._read_bytes)
+            for line in lines:
+                if not line.endswith(b"\n"):  # being written
+                    break
+                self._read_bytes += len(line)
+                if b'"epoch"' in line and (point := json.loads(line)).get("kind") == "epoch":
+                    self._epochs = max(self._epochs, point["epoch"])
+        return self._epochs
+
+
+def _last_error(output: Path) -> str:
+    lines = output.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if "error" in line.lower()] or lines or ["no output"]
+    return one_line(errors[-1])[:200]
+
+
+def _state_file(folder: Path, trial: SweepTrial) -> Path:
+    return folder / f"{trial.number:03}.json"
+
+
+def _save(folder: Path, trial: SweepTrial) -> None:
+    kept = ("values", "run_name", "epochs", "score", "state", "seconds")
+    with replacing(_state_file(folder, trial)) as temporary:
+        write_json(temporary, {name: getattr(trial, name) for name in kept})

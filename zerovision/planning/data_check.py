@@ -1,0 +1,156 @@
+"""Decodes a whole data set before it is trained on, and reports all that is wrong at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, Dataset
+
+from zerovision.planning.doctor.table import cell
+from zerovision.training.base.errors import FileServerError, printable
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.duplicates import find_duplicates
+from zerovision.training.data.loader import most_workers
+from zerovision.training.data.reading.image_notes import collected_notes
+from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.sources import UNKNOWN, Source
+from zerovision.training.data.thin_images import THINNEST_SIDES
+from zerovision.training.data.workers import end_with_parent, worker_context
+
+IMAGES_PER_MESSAGE = 64
+IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded before a worker has started
+TITLES = {"train": "train", "val": "validation", "test": "test"}
+Size = tuple[int, int]  # width, height in pixels
+
+
+@dataclass
+class DataReport:
+    """The result of `check_data`.
+
+    Attributes:
+        datasets: The loaded data set.
+        sizes: Width and height in pixels of the readable images with the fewest and the most pixels; empty if none is.
+        unreadable: Path and reason of each image that cannot be used.
+        image_notes: Path and note of each image that is odd but can be used.
+        digests: By the name of a part, int64 [N], of the files that were read.
+    """
+
+    datasets: DatasetPair
+    sizes: list[Size] = field(default_factory=list)
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
+    image_notes: list[tuple[str, str]] = field(default_factory=list)
+    digests: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def images(self) -> int:
+        """Images of all parts, readable or not."""
+        return sum(map(len, self.datasets.parts.values()))
+
+
+def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
+    """Load the data set and decode every image of it.
+
+    Args:
+        options: As for training.
+        workers: Processes that decode; None uses all cores but one, and none for small sets and images in memory.
+
+    Raises:
+        UserError: What keeps the data set from being loaded at all, see `load_data`.
+    """
+    decode = "exact" if options.decode == "cpu" else options.decode
+    report = DataReport(load_data(replace(options, decode=decode, cache="off")))  # every pixel, and each time anew
+    for name, part in report.datasets.parts.items():
+        is_worth_it = len(part) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
+        automatic = most_workers() if is_worth_it else 0
+        decode_part(name, automatic if workers is None else workers, report)
+    return report
+
+
+def print_report(data: str, report: DataReport) -> None:
+    """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
+    console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
+    parts, names, sets = datasets.parts, datasets.class_names, datasets.label_sets
+    table = Table("class", *(TITLES[name] for name in parts), title=cell(f"{data}: {len(names)} classes"))
+    every = [part.source.labels for part in parts.values()]
+    columns = [
+        sets.images_of_each(own) if sets else torch.bincount(own, minlength=len(names)).tolist() for own in every
+    ]
+    for name, *counts in sorted(zip(names, *columns, strict=True), key=lambda row: sum(row[1:])):
+        table.add_row(cell(name), *map(str, counts))
+    table.add_row("all", *(str(len(own)) for own in every))
+    console.print(table)
+    lines = [f"note: {printable(note)}" for note in datasets.notes]
+    lines += find_duplicates(datasets, report.digests).lines()
+    labels = torch.cat(every)
+    lines.append(f"labels {int(labels.min())} to {int(labels.max())}")
+    if report.sizes:
+        smallest, largest = (f"{width}x{height}" for width, height in report.sizes)
+        lines.append(f"smallest image {smallest}, largest {largest} pixels")
+    lines += [f"note on {path!r}: {printable(note)}" for path, note in report.image_notes]
+    lines += [f"unreadable: {path!r}: {printable(reason)}" for path, reason in report.unreadable]
+    lines.append(f"{len(report.unreadable)} of {report.images} images cannot be used")
+    for line in lines:
+        console.print(line, markup=False)
+
+
+# Of an image: its size, or path and reason if it is unreadable; the notes on it; its file's digest.
+Found = tuple[Size | None, tuple[str, str] | None, list[tuple[str, str]], int]
+
+
+class _SizeReader(Dataset):
+    """Decodes each image and returns its size and notes."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source.labels)
+
+    def __getitem__(self, index: int) -> Found | FileServerError:
+        try:
+            digests = self._source.digests = {}
+            with collected_notes() as notes:
+                _, height, width = self._source.read(index).shape
+        except ImageError as error:
+            return None, (error.path, error.reason), [], UNKNOWN
+        except FileServerError as error:  # DataLoader would add its traceback
+            return error
+        name, found = self._source.name(index), list(notes.items())
+        if THINNEST_SIDES * min(width, height) < max(width, height):
+            found.append((name, f"{width}x{height} pixels, thinner than 1:{THINNEST_SIDES}"))
+        return (width, height), None, found, digests.get(index, UNKNOWN)
+
+
+def decode_part(name: str, workers: int, report: DataReport) -> None:
+    """Decode all images of a part ("train", ...) in so many processes, and add what is found to the report.
+
+    Raises:
+        FileServerError: A file server does not answer.
+    """
+    images = _SizeReader(report.datasets.parts[name].source)
+    report.digests[name] = np.full(len(images), UNKNOWN, dtype=np.int64)
+    loader = DataLoader(
+        images,
+        batch_size=IMAGES_PER_MESSAGE,
+        num_workers=workers,
+        collate_fn=list,
+        worker_init_fn=end_with_parent,
+        multiprocessing_context=worker_context() if workers else None,
+    )
+    for index, found in enumerate(found for group in loader for found in group):
+        if isinstance(found, FileServerError):
+            raise found
+        size, problem, notes, digest = found
+        report.image_notes += notes
+        report.digests[name][index] = digest
+        if problem:
+            report.unreadable.append(problem)
+        if size:
+            sizes = [*report.sizes, size]
+            report.sizes = [min(sizes, key=math.prod), max(sizes, key=math.prod)]

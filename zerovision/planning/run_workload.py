@@ -1,0 +1,183 @@
+"""What a plan needs to know about a run: its network in numbers, counted without data and without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from zerovision.models.activations import Activations, activations
+from zerovision.models.dry_run import training_flops, without_data
+from zerovision.models.sides import ImageSize, sides
+from zerovision.models.tensor_plan import tensor_plan
+from zerovision.planning.memory import FLOAT32_BYTES, ModelSizes
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
+from zerovision.training.engines.model import new_model
+from zerovision.training.engines.tensor_parallel import split_model
+from zerovision.training.recipe.optimizer import build_optimizer, create_state
+from zerovision.training.recipe.tuning import tune
+from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network and what one rank does with it in a micro-step.
+
+    Attributes:
+        network: on the meta device; left as it is.
+        image_size: of the training images in pixels.
+        image_channels: of these.
+        sizes: of the network.
+        optimizer_values: that the update rule and averages keep per trained parameter.
+        flops_per_image: operations of forward and backward.
+        whole_bytes: of weights and buffers of the network that a rank has before its part is taken.
+        exchanged: elements for one image of each output that a tensor group adds up; none without one.
+    """
+
+    network: nn.Module
+    image_size: ImageSize
+    image_channels: int
+    sizes: ModelSizes
+    optimizer_values: float
+    flops_per_image: int
+    whole_bytes: int
+    exchanged: tuple[int, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of the weights in their file and of one checkpoint, without buffers."""
+        return FLOAT32_BYTES * (self.sizes.parameters + round(self.sizes.trained * (1 + self.optimizer_values)))
+
+    @property
+    def has_batchnorm(self) -> bool:
+        """Whether any of its layers normalizes over the images of a micro-batch."""
+        return any(isinstance(part, _BatchNorm) for part in self.network.modules())
+
+    @property
+    def image_bytes(self) -> int:
+        """Of an image in fp32."""
+        return FLOAT32_BYTES * self.image_channels * math.prod(sides(self.image_size))
+
+    @property
+    def layers(self) -> int:
+        """Modules with parameters of their own."""
+        return sum(any(True for _ in part.parameters(recurse=False)) for part in self.network.modules())
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
+    def activations(
+        self,
+        batch_size: int,
+        precision: str,
+        device: str,
+        checkpointing: bool,
+        channels_last: bool,
+        places: tuple[str, ...] = (),
+    ) -> Activations:
+        """Return the activations of a micro-batch of this rank, see `zerovision.models.activations.activations`."""
+        network, size = self.without_data(recomputes=checkpointing), self.image_size
+        settings = (batch_size, size, precision, device, self.image_channels)
+        return activations(network, *settings, channels_last=channels_last, places=places)
+
+    def without_data(self, *, recomputes: bool) -> nn.Module:
+        """Return a copy of the network without data, as it is trained with or without activation checkpointing."""
+        network = without_data(self.network)
+        if recomputes:
+            enable_activation_checkpointing(network)
+        return network
+
+
+def build_network(config: TrainConfig, classes: int, image_size: ImageSize) -> nn.Module:
+    """Build a run's network in training mode, with random weights on PyTorch's default device.
+
+    Args:
+        config: with model and channels of the images.
+        classes: of the data set.
+        image_size: of the training images in pixels.
+
+    Raises:
+        UserError: if it cannot be built for such images.
+    """
+    built = new_model(config, classes, image_size, config.image_channels or 3, loads_weights=False)
+    return tune(built, config.tune).module.train()
+
+
+def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Build a run's optimizer, with some learning rate if it is still to be found."""
+    if config.learning_rate == "auto":
+        config = dataclasses.replace(config, learning_rate=config.default_rate)
+    return build_optimizer(network, config, (), discriminative=False)
+
+
+def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Workload:
+    """Count a run's network, or the part of it that a rank of a tensor group has.
+
+    Args:
+        config: with model, channels of the images, optimizer, averages.
+        classes: of the data set.
+        image_size: of the training images in pixels.
+
+    Raises:
+        UserError: if the network cannot be built for such images, or not be run without data.
+    """
+    channels = config.image_channels or 3
+    with torch.device("meta"):
+        network = build_network(config, classes, image_size)
+    whole_bytes = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+    exchanged: tuple[int, ...] = ()
+    if (ranks := config.tensor_parallel) > 1:  # the last one has most, if they have not the same
+        last = World(ranks - 1, ranks - 1, ranks, ranks, torch.device("cpu"))
+        divided = tensor_plan(network, config.model_type, ranks)
+        split_model(network, divided, last)
+        exchanged = _output_elements(without_data(network), divided.regions, image_size, channels)
+    optimizer = optimizer_of(network, config)
+    create_state(optimizer, [parameter for parameter in network.parameters() if parameter.requires_grad])
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kept = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim > 0)
+    sizes = sizes_of(network)
+    of_islands = config.has_islands * (2 + (config.outer_precision != "fp32") + (config.outer_delay > 0))
+    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + of_islands
+    flops = training_flops(without_data(network), image_size, channels)
+    if flops is None:
+        raise UserError(f"model '{config.model_type}' computes with the values of its images: it cannot be planned.")
+    return Workload(network, image_size, channels, sizes, values, flops, whole_bytes, exchanged)
+
+
+def _output_elements(network: nn.Module, names: Iterable[str], image_size: ImageSize, channels: int) -> tuple[int, ...]:
+    """Return the elements of what each module of a network without data returns for one image."""
+    found: list[int] = []
+    for name in names:
+        network.get_submodule(name).register_forward_hook(lambda _module, _inputs, output: found.append(output.numel()))
+    with torch.no_grad():
+        network(torch.empty(1, channels, *sides(image_size), device="meta"))
+    return tuple(found)
+
+
+def sizes_of(network: nn.Module, names: Collection[str] | None = None) -> ModelSizes:
+    """Return the numbers of a network that memory depends on, or of its parameters and buffers of these names."""
+
+    def is_counted(name: str) -> bool:
+        return names is None or name in names
+
+    parameters = [parameter for name, parameter in network.named_parameters() if is_counted(name)]
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(network)]
+    total, largest = sum(count for count, _ in counts), max(blocks, default=0)
+    neighbours = (*itertools.pairwise(blocks), *itertools.pairwise(blocks[::-1]))
+    return ModelSizes(
+        parameters=total,
+        trained=sum(count for count, trained in counts if trained),
+        largest_parameter=max((count for count, _ in counts), default=0),
+        largest_block=largest,
+        next_block=max((other for one, other in neighbours if one == largest), default=0),
+        outside=total - sum(blocks),
+        buffer_bytes=sum(buffer.nbytes for name, buffer in network.named_buffers() if is_counted(name)),
+    )

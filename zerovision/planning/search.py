@@ -1,0 +1,371 @@
+"""Chooses how a training runs on given GPUs: the first rung of the ladder on which it fits.
+
+On each rung it is the default engine, or the first other one with which it fits. The rungs are those of
+`out_of_memory.next_rung`, the fastest settings first, which a run that is out of memory goes down too.
+docs/strategies.md draws them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from zerovision.models.activations import Activations
+from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.planning.machines import GPUS, Machine
+from zerovision.planning.memory import STATE_RULES, MemoryPlan, ModelSizes, plan_memory
+from zerovision.planning.run_workload import Workload, workload_of
+from zerovision.planning.stages import pipeline_of
+from zerovision.planning.step_time import StepTime, estimate_step
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.settings import FEWEST_IMAGES
+from zerovision.training.base.units import format_bytes, plural
+from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
+from zerovision.training.engines.build_engine import ENGINES, resolve_engine
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
+from zerovision.training.observe.memory_limit import FILL
+from zerovision.training.out_of_memory import Rung, next_rung
+from zerovision.training.recipe.rules import check_optimizer
+from zerovision.training.world.mesh_sizes import data_ranks
+
+FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
+NO_ACTIVATIONS = Activations(0, ((0, 0),))
+SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What is to be planned.
+
+    Attributes:
+        config: of the training; its strategy is where the search begins.
+        machine: one of those that the ranks fill.
+        ranks: of the run.
+        classes: of the data set.
+        image_size: of the training images in pixels.
+        images: of an epoch.
+        compute_scale: see `zerovision.planning.step_time.estimate_step`.
+    """
+
+    config: TrainConfig
+    machine: Machine
+    ranks: int
+    classes: int
+    image_size: ImageSize
+    images: int
+    compute_scale: float = 1.0
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The network, or a tensor group's part of it, counted when first asked for."""
+        return workload_of(self.config, self.classes, self.image_size)
+
+    @cached_property
+    def _divided(self) -> dict[int, Workload]:
+        """The parts of tensor groups that were counted, by their ranks: each takes seconds of a large network."""
+        return {}
+
+    def workload_for(self, config: TrainConfig) -> Workload:
+        """Return what a rank has under another configuration, whose network is the job's."""
+        ranks = config.tensor_parallel
+        if ranks == self.config.tensor_parallel:
+            return self.workload
+        if ranks not in self._divided:
+            config = dataclasses.replace(self.config, tensor_parallel=ranks)
+            self._divided[ranks] = workload_of(config, self.classes, self.image_size)
+        return self._divided[ranks]
+
+    def plan_for(self, config: TrainConfig, ranks: int = 0) -> ParallelPlan:
+        """Return how a configuration distributes the state over so many ranks; 0 for the job's.
+
+        Raises:
+            UserError: if they cannot form its mesh.
+        """
+        ranks, tensor = ranks or self.ranks, config.tensor_parallel
+        of_data = data_ranks(ranks, tensor, config.pipeline_parallel)
+        local = min(self.machine.ranks, ranks)
+        if local % tensor:
+            raise UserError(
+                f"--tensor-parallel {tensor}: its ranks must be on one machine, which has {local}: give "
+                f"--gpus-per-node a multiple of {tensor}."
+            )
+        shards = local // tensor if config.replicate_across == "nodes" else 0
+        return plan_of(config.strategy, of_data, config.offload, shards, tensor, config.pipeline_parallel)
+
+    @property
+    def device(self) -> str:
+        """The type of the devices that the ranks compute on, as PyTorch has it."""
+        return "cuda" if self.has_gpus else "cpu"
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the ranks compute on GPUs."""
+        return not self.machine.is_cpu
+
+    def host_bytes(self, option: Option) -> int:
+        """Return what the ranks of a machine offload to its own memory."""
+        return option.memory.offloaded * min(self.machine.ranks, self.ranks)
+
+    @property
+    def precision(self) -> str:
+        """The precision that `--precision` means on these devices, see `zerovision.training.engines.precision`.
+
+        Raises:
+            UserError: for one that they do not have.
+        """
+        wanted, peaks = self.config.precision, self.machine.gpu.peaks
+        if wanted == "auto":
+            return next(name for name in ("bf16", "fp16", "fp32") if name in peaks)
+        if wanted not in peaks and self.has_gpus:
+            raise UserError(f"--precision {wanted}: {self.machine.gpu.name} has none; use {' or '.join(peaks)}.")
+        return wanted
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a job, and what it needs."""
+
+    config: TrainConfig
+    engine: str
+    plan: ParallelPlan
+    memory: MemoryPlan
+    fits: bool
+    step: StepTime
+
+    @property
+    def images_per_update(self) -> int:
+        """Images of all ranks in an update."""
+        return self.config.micro_batch * self.config.gradient_accumulation_steps * self.plan.shards * self.plan.replicas
+
+    @property
+    def images_per_s(self) -> float:
+        """Images of all ranks."""
+        return self.images_per_update / self.step.step_s
+
+    def hours(self, images: int) -> float:
+        """Hours of training, without evaluation, with `images` in an epoch."""
+        return math.ceil(images / self.images_per_update) * self.config.epochs * self.step.step_s / 3600
+
+
+def memory_of(
+    job: PlannedJob, config: TrainConfig, *, counts_activations: bool = True
+) -> tuple[str, ParallelPlan, MemoryPlan]:
+    """Return the engine of one configuration of a job, what it shards, and the memory that a rank then needs.
+
+    Args:
+        job: that is planned.
+        config: of the same network.
+        counts_activations: which takes seconds for a large network; the memory without them is less than is needed.
+
+    Raises:
+        UserError: if the engine does not do what is asked for, or the update rule not that engine and strategy.
+    """
+    shards_parameters = STRATEGIES[config.strategy].zero_stage > 1
+    check_optimizer(
+        FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=shards_parameters
+    )
+    if config.ranks_per_replica > 1:
+        check_config(config, FLAG_OF)
+    plan, workload = job.plan_for(config), job.workload_for(config)
+    json = read_strategy_json(config.strategy, config.deepspeed_config)
+    name = resolve_engine(config.engine, plan, json, workload.network)
+    if config.pipeline_parallel > 1 and name != "torch":
+        raise UserError(f"--pipeline-parallel is for --engine torch, these settings take {name}.")
+    if not counts_activations:  # nor what a stage has, for which they are counted
+        parts = [(ModelSizes(0, 0, 0) if config.pipeline_parallel > 1 else workload.sizes, NO_ACTIVATIONS, 0)]
+    elif config.pipeline_parallel > 1:
+        shares = pipeline_of(workload, job.machine, config, job.precision, job.device)
+        parts = [(share.sizes, share.activations, share.tried_bytes) for share in shares]
+    else:
+        channels_last = job.has_gpus or STATE_RULES[name, plan.zero_stage].channels_last
+        settings = (config.micro_batch, job.precision, job.device, config.activation_checkpointing, channels_last)
+        parts = [(workload.sizes, workload.activations(*settings), 0)]
+    ranks = [
+        plan_memory(
+            sizes=sizes,
+            engine=name,
+            plan=plan,
+            optimizer_values=workload.optimizer_values,
+            activations=activations,
+            accumulation_steps=config.gradient_accumulation_steps,
+            device=job.device,
+            images_ahead=workload.image_bytes * config.micro_batch,
+            start=workload.whole_bytes + tried,
+        )
+        for sizes, activations, tried in parts
+    ]
+    return name, plan, max(ranks, key=lambda memory: memory.peak)
+
+
+def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
+    """Return whether a configuration fits into a share of a GPU; activations are counted only if the rest does.
+
+    Raises:
+        UserError: as `memory_of`.
+    """
+    most = share * job.machine.gpu.memory_bytes
+    return all(memory_of(job, config, counts_activations=each)[2].peak <= most for each in (False, True))
+
+
+def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
+    """Predict one configuration of a job, whose network and update rule are the job's.
+
+    Raises:
+        UserError: if the engine does not do what is asked for.
+    """
+    name, plan, memory = memory_of(job, config)
+    return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes, step_of(job, config, plan))
+
+
+def step_of(job: PlannedJob, config: TrainConfig, plan: ParallelPlan) -> StepTime:
+    """Estimate an update of a configuration, on as many ranks as the plan has."""
+    workload = job.workload_for(config)
+    kept = workload.activations(config.micro_batch, job.precision, job.device, False, True).saved
+    shares = pipeline_of(workload, job.machine, config, job.precision, job.device) if plan.pipeline_parallel > 1 else ()
+    return estimate_step(workload, job.machine, plan, config, job.precision, kept, job.compute_scale, shares)
+
+
+def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
+    """Return a configuration with the default engine, and with each other one that does it if none is asked for.
+
+    Raises:
+        UserError: if the default engine, or the one that is asked for, does not do this.
+    """
+    default, *_ = memory_of(job, config, counts_activations=False)
+    found = [config]
+    for name in ENGINES if config.engine == "auto" else ():
+        if name != default:
+            with contextlib.suppress(UserError):  # an engine that does not do this
+                engine: Any = name  # of the field's own values
+                other = dataclasses.replace(config, engine=engine)
+                memory_of(job, other, counts_activations=False)
+                found.append(other)
+    return found
+
+
+def options(job: PlannedJob) -> list[Option]:
+    """Return the job under every strategy that it may have, and every engine."""
+    found: list[Option] = []
+    possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
+    for name in possible:
+        with contextlib.suppress(UserError):  # an update rule that does not go with this strategy
+            configs = engines_of(job, dataclasses.replace(job.config, strategy=name))
+            found += [evaluate(job, config) for config in configs]
+    return found
+
+
+def descend(job: PlannedJob) -> tuple[Option, list[Rung]]:
+    """Return the first engine's option on the first rung that fits, and the rungs from the job's own to there.
+
+    If none fits, it is the last rung's.
+
+    Raises:
+        UserError: if the ranks or settings do not go together.
+    """
+    config, rungs = job.config, list[Rung]()
+    while (fitting := next((each for each in engines_of(job, config) if fits(job, each)), None)) is None:
+        rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
+        if rung is None:
+            return evaluate(job, config), rungs
+        config = dataclasses.replace(config, **rung.changes)
+        rungs.append(rung)
+    return evaluate(job, fitting), rungs
+
+
+def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
+    """Return in one sentence why this option is recommended."""
+    gpu = job.machine.gpu
+    need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
+    if chosen.memory.offloaded:
+        need += f" and {format_bytes(job.host_bytes(chosen))} of each machine's own memory for what is offloaded"
+    default = evaluate(job, dataclasses.replace(chosen.config, engine=job.config.engine))
+    if default.engine != chosen.engine:
+        need += f"; --engine {default.engine} would need {format_bytes(default.memory.peak)}"
+    if rungs:
+        last = {tuple(rung.changes): rung for rung in rungs}.values()  # of those that change the same
+        way = "; then ".join(rung.describe(has_batchnorm=job.workload.has_batchnorm) for rung in last)
+        asked = format_bytes(evaluate(job, job.config).memory.peak)
+        return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
+    return f"it needs {need}, so nothing has to be given up for memory"
+
+
+def _halved(size: ImageSize) -> ImageSize:
+    return size_of(*(side // 2 for side in sides(size)))
+
+
+def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
+    """Build the error for a job that does not fit: the least that it needs, and the nearest GPU or size that works."""
+    need, gpu = smallest.memory.peak, job.machine.gpu
+    enough = [
+        other.name
+        for other in sorted(GPUS.values(), key=lambda other: other.memory_bytes)
+        if other.memory_bytes >= need and job.precision in other.peaks
+    ]
+    works = [f"--gpu {enough[0]}"] if enough else []
+    size = _halved(job.image_size)
+    # Smaller images save activations alone.
+    is_too_large = memory_of(job, smallest.config, counts_activations=False)[2].peak > gpu.memory_bytes
+    while not is_too_large and min(sides(size)) >= SMALLEST_IMAGE:
+        config = dataclasses.replace(smallest.config, image_size=size)
+        try:
+            if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
+                works.append(f"--image-size {size}")
+                break
+        except UserError:  # a network that takes one size alone
+            break
+        size = _halved(size)
+    least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all else that saves memory"
+    return UserError(
+        f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
+        f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "
+        f"Nearest that works: {' or '.join(works) or 'a smaller model'}."
+    )
+
+
+def with_planned_batch(job: PlannedJob) -> PlannedJob:
+    """Return a job whose batch size is the largest that is predicted to fit, instead of `auto`; the smallest if none.
+
+    Raises:
+        UserError: if the ranks cannot share the global batch.
+    """
+    config = job.config
+    if config.batch_size != "auto":
+        return job
+    ranks = data_ranks(job.ranks, config.tensor_parallel)
+    global_batch = config.global_batch or usual_global_batch(ranks, job.images)
+    sizes = micro_batches(global_batch, ranks, 0 if job.has_gpus else MOST_IMAGES_ON_CPU)
+    configs = [dataclasses.replace(divided(config, size, global_batch, ranks), global_batch=0) for size in sizes]
+    fitting = [each for each in configs if fits(job, each, FILL)]
+    return dataclasses.replace(job, config=[configs[0], *fitting][-1])
+
+
+def filling_batch(job: PlannedJob, chosen: Option) -> Option:
+    """Return an option with as many images in a step, without accumulation, as are predicted to fit; at least its own.
+
+    What backward takes grows with the images about as a line: that through the latest two sizes says where it reaches
+    `FILL` of the GPU, and what that size needs says it better.
+    """
+
+    def with_images(count: int) -> tuple[Option, int]:
+        option = evaluate(job, dataclasses.replace(chosen.config, batch_size=count, gradient_accumulation_steps=1))
+        return option, dataclasses.replace(option.memory, start=0, step=0).peak
+
+    most, room = FIELDS["batch_size"].metadata["high"], FILL * job.machine.gpu.memory_bytes
+    own = chosen.config.micro_batch
+    found, needs = chosen, {own: with_images(own)[1]}
+    before, count = own, min(FIRST_PROBE * own, most)
+    while count > own and count not in needs and len(needs) <= MOST_PROBES:
+        option, needs[count] = with_images(count)
+        if option.memory.peak <= room and count > found.config.micro_batch:
+            found = option
+        each = (needs[count] - needs[before]) / (count - before)
+        reached = count + (room - needs[count]) / each if each > 0 else most
+        before, count = count, int(min(reached, most)) // FEWEST_IMAGES * FEWEST_IMAGES
+    return found

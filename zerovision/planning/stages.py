@@ -1,0 +1,145 @@
+"""What each rank of a pipeline has of a network, for the planner: cut as `engines.pipeline` cuts it.
+
+The trainer cuts where a forward that it measures is balanced, the planner where its estimate of time is. An ensemble's
+members are dealt out by the same times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+
+from zerovision.models.activations import Activations, Piece
+from zerovision.models.dry_run import forward_flops
+from zerovision.models.ensemble import Ensemble
+from zerovision.models.sides import sides
+from zerovision.planning.machines import Machine
+from zerovision.planning.memory import FLOAT32_BYTES, ModelSizes
+from zerovision.planning.run_workload import Workload, sizes_of
+from zerovision.planning.step_time import compute_s
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.pipeline.cuts import (
+    balanced_cuts,
+    check_places,
+    deal_members,
+    named_cuts,
+    names_of_stages,
+    places_to_cut,
+    trace,
+)
+from zerovision.training.engines.strategies import stages_per_rank
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank of a pipeline has.
+
+    Attributes:
+        sizes: of its stages.
+        activations: of all micro-batches that it has under way.
+        time: its share of the time that the whole network takes.
+        received_bytes: of the features of a micro-batch that its stages get from other ranks.
+        tried_bytes: of a micro-batch that goes through the whole network before it is cut.
+    """
+
+    sizes: ModelSizes
+    activations: Activations
+    time: float
+    received_bytes: int
+    tried_bytes: int
+
+
+@functools.lru_cache(maxsize=64)
+def pipeline_of(
+    workload: Workload, machine: Machine, config: TrainConfig, precision: str, device: str
+) -> tuple[RankShare, ...]:
+    """Cut a network; return what each rank has of it.
+
+    Args:
+        workload: the whole network.
+        machine: whose times balance the stages.
+        config: its micro-batch, accumulation, activation checkpointing, and how the network is cut.
+        precision: 'fp32', 'bf16' or 'fp16'.
+        device: 'cpu' or 'cuda'.
+
+    Raises:
+        UserError: if it cannot be cut so.
+    """
+    if isinstance(workload.network, Ensemble):
+        return _members_of(workload, workload.network, machine, config, precision, device)
+    ranks, size, recomputes = config.pipeline_parallel, workload.image_size, config.activation_checkpointing
+    count = ranks * stages_per_rank(config.pipeline_schedule)
+    network = workload.without_data(recomputes=recomputes)
+    traced = trace(network, (config.micro_batch, workload.image_channels, *sides(size)))
+    check_places(traced, count, f"--pipeline-parallel {ranks}")
+    places = places_to_cut(traced)
+    found = workload.activations(config.micro_batch, precision, device, recomputes, True, tuple(places))
+    flops = forward_flops(workload.without_data(recomputes=False), places, size, workload.image_channels)
+    works = zip(flops, found.pieces, strict=True)
+    costs = [compute_s(machine, precision, 3 * one * config.micro_batch, piece.saved) for one, piece in works]
+    if config.pipeline_split == "auto":
+        cuts = balanced_cuts(places, costs, count)
+    else:
+        cuts = named_cuts(traced, config.pipeline_split, count, "--pipeline-split")
+    before = [traced.calls[cut].operations for cut in cuts]
+    stage_of = [0, *(bisect_right(before, traced.calls[place].operations) for place in places)]
+    tensors = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
+    names, shares = names_of_stages(traced, tensors, cuts), []
+    for rank in range(ranks):
+        own = range(rank, count, ranks)
+        stages = [[piece for piece, at in zip(found.pieces, stage_of, strict=True) if at == stage] for stage in own]
+        held = _held(stages, _under_way(config, rank))
+        sizes = sizes_of(network, {name for stage in own for name in names[stage]})
+        share = sum(cost for cost, at in zip(costs, stage_of, strict=True) if at in own) / sum(costs)
+        tried = 0 if rank else found.saved + found.workspace
+        shares.append(RankShare(sizes, held, share, sum(stage[0].entered for stage in stages), tried))
+    return tuple(shares)
+
+
+def _members_of(
+    workload: Workload, ensemble: Ensemble, machine: Machine, config: TrainConfig, precision: str, device: str
+) -> tuple[RankShare, ...]:
+    """Deal the members of the workload's network out; other arguments as of `pipeline_of`."""
+    settings = (config.micro_batch, precision, device, config.activation_checkpointing, True)
+    shape = (workload.image_channels, *sides(workload.image_size))
+    costs = []
+    for member in ensemble.members:
+        alone = dataclasses.replace(workload, network=member)
+        flops = sum(forward_flops(alone.without_data(recomputes=False), (), workload.image_size, shape[0]))
+        saved = alone.activations(*settings).saved
+        costs.append(compute_s(machine, precision, 3 * flops * config.micro_batch, saved))
+    with torch.no_grad():
+        logits = workload.without_data(recomputes=False)(torch.empty(1, *shape, device="meta"))
+    received, shares = FLOAT32_BYTES * config.micro_batch * logits.numel(), []
+    for own in deal_members(costs, config.pipeline_parallel):
+        part = dataclasses.replace(workload, network=Ensemble(ensemble.members[number] for number in own))
+        time = sum(costs[number] for number in own) / sum(costs)
+        shares.append(RankShare(sizes_of(part.network), part.activations(*settings), time, received, 0))
+    return tuple(shares)
+
+
+def _under_way(config: TrainConfig, rank: int) -> int:
+    """Return of how many micro-batches a rank keeps activations at most, counted once for each of its stages.
+
+    Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+    """
+    steps, ranks = config.gradient_accumulation_steps, config.pipeline_parallel
+    if config.pipeline_schedule == "interleaved":
+        return min(2 * steps, 2 * (ranks - rank - 1) + ranks + 1)
+    return steps if config.pipeline_schedule == "gpipe" else min(steps, ranks - rank)
+
+
+def _held(stages: list[list[Piece]], under_way: int) -> Activations:
+    """Return the activations of a rank; a stage's input is there as it was received, and laid out again."""
+    kept = sum(sum(piece.saved for piece in stage) + 2 * stage[0].entered for stage in stages)
+    workspace = 0
+    for stage in stages:
+        later = 0
+        for piece in reversed(stage):
+            workspace = max(workspace, piece.workspace - later)
+            later += piece.saved
+    return Activations(round(under_way * kept / len(stages)), ((workspace, 0),))

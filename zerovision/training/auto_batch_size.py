@@ -1,0 +1,266 @@
+"""`--batch-size auto`: the largest micro-batch that fits on every rank, for a global batch that stays.
+
+It is a multiple of 8 that divides a rank's share of the global batch, and has trained on the run's own ranks in a
+trial. The smallest is tried first; what it takes, and how much more the planner expects of the others, says which one
+is next. The training is the one that begins with that number. A trial that runs out of memory on one of several ranks
+ends the start: it is noted in the run's folder, and the next start goes on with the search.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.errors import AgreedError, AnotherStartNeededError
+from zerovision.training.base.heartbeat import SLOW_PHASE
+from zerovision.training.base.run_folder import BATCH_SIZE, RunFolder
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.units import format_bytes, plural
+from zerovision.training.checkpoint.shards import Snapshot
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.global_batch import (
+    MOST_IMAGES_ON_CPU,
+    divided,
+    few_steps_note,
+    largest_divisor,
+    micro_batches,
+    usual_global_batch,
+)
+from zerovision.training.observe.environment import RunFacts
+from zerovision.training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
+from zerovision.training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
+from zerovision.training.prepare import Prepared, RunStart
+from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
+from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
+from zerovision.training.world.exchange import exactly, flag, list_of, optional, row_of, whole_number
+from zerovision.training.world.world import World
+
+STEPS = 2  # updates of a trial: the first one chooses kernels and fills caches
+TRIAL_FOLDER = "batch-size-trial"
+# What memory depends on beside the recipe.
+OF_MEMORY = (
+    *("strategy", "precision", "offload", "engine", "replicate_across", "deepspeed_config"),
+    *("activation_checkpointing", "compile", "tensor_parallel"),
+)
+
+
+class Trial(NamedTuple):
+    """What training with a micro-batch took, on the rank that came nearest to its limit."""
+
+    is_out_of_memory: bool
+    """On any rank."""
+    taken_bytes: int
+    """At most, beside what the process had before; of an attempt that failed, until then."""
+    room_bytes: int
+    """That it could take."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether enough is left."""
+        return not self.is_out_of_memory and self.taken_bytes <= FILL * self.room_bytes
+
+    def describe(self) -> str:
+        """Return the outcome in words."""
+        if self.is_out_of_memory:
+            return "out of memory"
+        if not self.fits:
+            room = f"{100 * FILL:.0f} % of {format_bytes(self.room_bytes)}"
+            return f"takes {format_bytes(self.taken_bytes)}, more than {room}"
+        return f"fits with {int(100 * (1 - self.taken_bytes / self.room_bytes))} % to spare"
+
+
+def choose_batch_size(prepared: Prepared, start: RunStart) -> Prepared:
+    """Return the run with a number for `--batch-size auto`, and a note for the log; a collective.
+
+    A run keeps what its first start has found, also on another number of ranks, as far as these can share it; one that
+    resumes has it from the checkpoint already.
+
+    Args:
+        prepared: the run.
+        start: which start of the run this is.
+
+    Raises:
+        UserError: on all ranks, if the ranks cannot share the global batch, or 8 images do not fit.
+        MemoryError: instead of the latter, if the launcher shall go on with smaller settings.
+    """
+    config, world = prepared.config, prepared.world
+    if config.batch_size != "auto":
+        return prepared
+    known = optional(row_of(whole_number, whole_number))
+    earlier = _earlier_result(config, prepared.folder) if world.is_main else None
+    size, global_batch = broadcast_object(earlier, known, world) or (0, 0)
+    if size and config.global_batch in (0, global_batch) and not global_batch % world.data.size:
+        size, how = largest_divisor(global_batch // world.data.size, size), "found at the run's first start"
+    else:
+        global_batch = config.global_batch or usual_global_batch(world.data.size, len(prepared.data.train))
+        try:
+            size, how = _search(prepared, global_batch, start)
+        except TrialStopped:  # as the run, which is about to end
+            size, how = micro_batches(global_batch, world.data.size)[0], "because the search was stopped"
+    config = divided(config, size, global_batch, world.data.size)
+    unit, units = world.units()
+    product = f"x {units} x {plural(config.gradient_accumulation_steps, 'accumulation step')}"
+    note = f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"
+    note += few_steps_note(global_batch, world.data.size, len(prepared.data.train))
+    return dataclasses.replace(prepared, config=config).decide(note)
+
+
+def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -> int | None:
+    """Return the place of the largest size that fits, None if the smallest does not.
+
+    Args:
+        planned: bytes that the planner expects of each size, ascending sizes; only their differences count.
+        measure: trains with the size at a place.
+    """
+    fitting, too_large, place = -1, len(planned), 0
+    while fitting < place < too_large:
+        found = measure(place)
+        if found.fits:
+            fitting = place
+        else:
+            too_large = place
+        left = FILL * found.room_bytes - found.taken_bytes
+        # The peak of an attempt that failed says too little.
+        expected: Sequence[int] = () if found.is_out_of_memory else range(fitting + 1, too_large)
+        places = [other for other in expected if planned[other] - planned[place] <= left]
+        place = max(places, default=fitting if found.fits else too_large - 1)
+    return fitting if fitting >= 0 else None
+
+
+def _search(prepared: Prepared, global_batch: int, start: RunStart) -> tuple[int, str]:
+    """Return the size, and what was tried in words, and write both into the run's folder; a collective."""
+    config, world, folder = prepared.config, prepared.world, prepared.folder
+    facts = prepared.memory_facts(config.engine)
+    most = 0 if facts.gpu_name else MOST_IMAGES_ON_CPU
+    sizes = agreed(lambda: micro_batches(global_batch, world.data.size, most), world)
+    configs = [divided(config, size, global_batch, world.data.size) for size in sizes]
+    planned = broadcast_object(_plan(facts, configs, start) if world.is_main else None, list_of(whole_number), world)
+    about = {"global_batch": global_batch, "ranks": world.size, "settings": trial_settings(config, *OF_MEMORY)}
+    tried = broadcast_object(
+        _earlier_trials(folder, about) if world.is_main else None,
+        list_of(row_of(whole_number, flag, whole_number, whole_number)),
+        world,
+    )
+    earlier, trials = {size: Trial(*found) for size, *found in tried}, dict[int, Trial]()
+
+    def measure(place: int) -> Trial:
+        size = sizes[place]
+        start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+        if size not in earlier:
+            attempt = dataclasses.replace(prepared, config=configs[place])
+            earlier[size] = _try(attempt, start, lambda failed: _record(folder, about, trials | {size: failed}))
+        trials[size] = earlier[size]
+        return trials[size]
+
+    place = largest_that_fits(planned, measure)
+    start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+    first_guess = [*trials][:2][-1]
+    how = f"planned {first_guess}; " + ", ".join(f"{size}: {found.describe()}" for size, found in trials.items())
+    if place is None:
+        raise _does_not_fit(configs[0], trials[sizes[0]], facts, start, world)
+    if world.is_main:
+        result = {"batch_size": sizes[place], "how": how, "possible": sizes, "planned": planned}
+        _record(folder, about | result, trials)
+    return sizes[place], how
+
+
+def _record(folder: RunFolder, about: dict[str, Any], trials: dict[int, Trial]) -> None:
+    """Write what was tried into the run's folder."""
+    tried = [{"batch_size": size} | found._asdict() for size, found in trials.items()]
+    with contextlib.suppress(OSError):  # a full disk: a start before the first checkpoint would search again
+        write_json(folder.path / BATCH_SIZE, about | {"tried": tried})
+
+
+def _earlier_trials(folder: RunFolder, about: dict[str, Any]) -> list[list[Any]]:
+    """Return batch size and outcome of each trial of an earlier start of this search; none if there is none."""
+    try:
+        content = json.loads((folder.path / BATCH_SIZE).read_text(encoding="utf-8"))
+        if any(content[key] != value for key, value in about.items()):
+            return []
+        return [[tried[key] for key in ("batch_size", *Trial._fields)] for tried in content["tried"]]
+    except (OSError, ValueError, TypeError, LookupError):
+        return []
+
+
+def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
+    """Return the batch size and the global batch that an earlier start with these settings has found, None if none."""
+    try:
+        content = json.loads((folder.path / BATCH_SIZE).read_text(encoding="utf-8"))
+        found = [content["batch_size"], content["global_batch"]]
+        holds = content["settings"] == trial_settings(config, *OF_MEMORY)
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return found if holds and all(type(number) is int and number > 0 for number in found) else None
+
+
+def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: RunStart) -> list[int]:
+    """Return the bytes that the planner expects of each configuration; zeros if it cannot say, or there is none."""
+    if start.plan_memory is not None:
+        with contextlib.suppress(Exception):  # a network that cannot be counted without data: the trials decide
+            return start.plan_memory(facts, configs)
+    return [0] * len(configs)
+
+
+def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -> Trial:
+    """Train `STEPS` updates in a trial; a collective.
+
+    Raises:
+        AnotherStartNeededError: on a rank of several that runs out of memory, after `record` has noted it.
+    """
+    if prepared.config.learning_rate == "auto":  # found after the batch size
+        prepared = prepared.changed(learning_rate=prepared.config.default_rate)
+    config, world, is_short = prepared.config, prepared.world, False
+    had, device = used_memory(world.device), world.device
+    # Gathered before any rank takes more, because ranks of a machine divide what is free.
+    rooms = gather_objects(memory_room(device, world.local_size), whole_number, world)
+    reset_peak_memory(device)
+    with trial(prepared, start, TRIAL_FOLDER) as context:
+        copy = Snapshot()  # of a checkpoint, which stays while it is written beside the steps
+        copy.take(context.state.engine.state(), context.state.sums.state())
+        plan, epochs = shortened(context.plan, STEPS)
+        last = config.epochs - 1  # with the largest images
+        try:
+            train_shortly(context, plan, [last] * epochs, context.schedule, Loggers([]), start)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            is_short = True
+            if world.size > 1:  # the others wait for this one
+                record(Trial(True, max(peak_memory(device) - had, 0), rooms[world.rank]))
+                raise AnotherStartNeededError(
+                    f"{describe_failure(error, world.rank)}: started again, as launchers do, --batch-size auto goes on "
+                    f"below {config.batch_size} images per rank"
+                ) from None
+        taken = gather_objects(max(peak_memory(device) - had, 0), whole_number, world)
+    del context, copy
+    free_memory(world)
+    reset_peak_memory(device)  # the run reports its own
+    worst = max(range(world.size), key=lambda rank: taken[rank] / max(rooms[rank], 1))
+    return Trial(is_short, taken[worst], rooms[worst])
+
+
+def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart, world: World) -> Exception:
+    """Return the error for a model that does not fit with the smallest micro-batch; a collective."""
+    text = f"--batch-size auto: {config.model_type} with {config.batch_size} images {found.describe()}"
+    if config.on_oom == "adapt":
+        return MemoryError(text)
+    cure = _nearest_that_fits(config, found, facts, start) if world.is_main else ""
+    return AgreedError(f"{text}. {broadcast_object(cure, exactly(str), world)}.")
+
+
+def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart) -> str:
+    """Return the first settings down the ladder that the planner expects to fit, in words."""
+    ladder, changes = [config], list[dict[str, Any]]([{}])
+    while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=bool(facts.gpu_name))) is not None:
+        ladder.append(dataclasses.replace(ladder[-1], **rung.changes))
+        changes.append(changes[-1] | rung.changes)
+    planned = _plan(facts, ladder, start)
+    needed = max(found.taken_bytes, found.room_bytes if found.is_out_of_memory else 0)
+    for change, bytes_planned in zip(changes[1:], planned[1:], strict=True):
+        if not planned[0] or needed + bytes_planned - planned[0] <= FILL * found.room_bytes:
+            return f"Nearest that is expected to fit: {' '.join(Rung(change, '').flags)}"
+    return "Nothing saves enough: use a smaller --image-size or model, or more ranks"

@@ -1,0 +1,243 @@
+"""`--learning-rate auto`: short trainings on the run's own ranks before the training, each with another rate.
+
+They differ in nothing but the rate, up or down from the default. The training is the one that begins with
+`--learning-rate` and the same number.
+
+Not a range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3), in which the rate grows with every step of
+one training: its loss says as much of how many steps there were as of the rates, and a network that has to be trained
+for a while before its loss falls gets a rate far too low.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.errors import AgreedError, shown
+from zerovision.training.base.heartbeat import SLOW_PHASE
+from zerovision.training.base.points import StepPoint
+from zerovision.training.base.run_folder import LEARNING_RATE, RunFolder
+from zerovision.training.base.run_logger import Loggers, RunLogger
+from zerovision.training.base.units import plural
+from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.config.values import is_allowed
+from zerovision.training.prepare import Prepared, RunStart
+from zerovision.training.recipe.loss import GUESSES
+from zerovision.training.setup import Run
+from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
+from zerovision.training.world.collectives import broadcast_object
+from zerovision.training.world.exchange import number, optional
+from zerovision.training.world.world import World
+
+TRIAL_STEPS = 300  # at most as many as the run has
+FAR = 5  # from the default, by which a rate is said to be below it
+TRIAL_FOLDER = "learning-rate-trial"
+
+
+LOWEST, HIGHEST = 1e-6, 1.0  # rates, unless others are asked for
+FACTOR = math.sqrt(10)  # between a rate and the next
+PATIENCE = 2  # rates one way that are not better, as long as none has lowered the loss below that of a guess
+FEWEST_STEPS = 20
+CLEARLY = 2.5  # standard errors
+BETTER = 0.02  # share of the loss that another rate must save
+
+Losses = Sequence[float | None]  # nats, of each step; None or NaN of one that had none
+
+
+def choose_learning_rate(prepared: Prepared, start: RunStart) -> Prepared:
+    """Return the run with a number for `--learning-rate auto`, and a note for the log; a collective.
+
+    A run keeps the rate that it began with: that of its checkpoint, or of the search with these settings that its
+    folder holds.
+
+    Args:
+        prepared: the run.
+        start: which start of the run this is.
+
+    Raises:
+        UserError: on all ranks, if no rate has clearly lowered the loss.
+    """
+    config, world, found = prepared.config, prepared.world, prepared.found
+    if config.learning_rate != "auto":
+        return prepared
+    if found is not None:
+        rate, source = found.manifest.config.get("learning_rate"), "that of the checkpoint"
+    else:
+        earlier = _earlier_result(_settings(config, world), prepared.folder) if world.is_main else None
+        rate = broadcast_object(earlier, optional(number), world)
+        source = "found at the run's first start"
+        if rate is None:
+            try:
+                rate, source = _search(prepared, start)
+            except TrialStopped:  # as the run, which is about to end
+                rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
+    if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
+        raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is no rate: give one.")
+    return prepared.decide(f"--learning-rate auto is {rate:g}: {source}", learning_rate=rate)
+
+
+def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
+    images_per_step = config.micro_batch * config.gradient_accumulation_steps * world.data.size
+    return trial_settings(config, "weights", "pretrained", images_per_step=images_per_step)
+
+
+def _earlier_result(settings: dict[str, Any], folder: RunFolder) -> float | None:
+    """Return the rate that an earlier start of this run has found, None if there was none with these settings."""
+    try:
+        content = json.loads((folder.path / LEARNING_RATE).read_text(encoding="utf-8"))
+        return float(content["suggested"]) if content["settings"] == settings else None
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
+def _search(prepared: Prepared, start: RunStart) -> tuple[float, str]:
+    """Return the best rate and what was tried in words, and write all losses into the run's folder; a collective."""
+    config, world, classes = prepared.config, prepared.world, len(prepared.data.class_names)
+
+    def say(text: str) -> None:
+        if world.is_main and config.progress != "off":
+            print(f"--learning-rate auto: {text}", flush=True)
+
+    def measure(rate: float) -> list[float | None]:
+        start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+        started = time.monotonic()
+        with trial(prepared.changed(learning_rate=rate, ema=0.0), start, TRIAL_FOLDER) as context:
+            losses = _train(context, start)
+        del context
+        free_memory(world)
+        steps, seconds = plural(len(losses), "step"), time.monotonic() - started
+        say(f"{rate:g} has a loss of {final_loss(losses):.3f} after {steps} ({seconds:.0f} s)")
+        return losses
+
+    say("short trainings find it, each with another rate; a line for each")
+
+    usual = config.default_rate
+    rate, tried = find_rate(usual, LOWEST, HIGHEST, GUESSES[config.loss](max(classes, 2)), measure)
+    if world.is_main:
+        with contextlib.suppress(OSError):  # a full disk: the losses alone are missing
+            result = describe_search(rate, tried) | {"settings": _settings(config, world)}
+            write_json(prepared.folder.path / LEARNING_RATE, result)
+    if rate is None:
+        raise AgreedError(
+            f"--learning-rate auto: no rate from {min(tried):g} to {max(tried):g} has clearly lowered the loss within "
+            f"{len(tried[usual])} steps: give a number (the default is {usual:g})."
+        )
+    far = f"far below the default, {usual:g}; " if rate < usual / FAR else ""
+    return rate, f"{far}final losses of short trainings: {in_words(tried)}"
+
+
+class _Losses(RunLogger):
+    """Keeps the loss of each step, on every rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[float | None] = []
+
+    def steps(self, point: StepPoint) -> None:
+        self.losses.append(point.loss)
+
+
+def _train(context: Run, start: RunStart) -> list[float | None]:
+    """Train the run in small, or until no step is applied any more; return the loss of each step; a collective."""
+    run = context.schedule
+    plan, epochs = shortened(context.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, run.total_steps)))
+    is_head_first, logged = context.head_epochs > 0, _Losses()
+    schedule = run.shortened(epochs * plan.steps_per_epoch, only_head=is_head_first)
+    # Over and over those before the run's last ones, in which nothing is mixed.
+    mixed = context.config.epochs - context.config.mixup_off_epochs if context.config.mixup_off_epochs else epochs
+    numbers = [number % max(mixed, 1) for number in range(epochs)]
+    train_shortly(context, plan, numbers, schedule, Loggers([logged]), start, only_head=is_head_first)
+    return logged.losses
+
+
+def find_rate(
+    first: float, lowest: float, highest: float, guess: float, measure: Callable[[float], Losses]
+) -> tuple[float | None, dict[float, Losses]]:
+    """Return the best rate, None if not even that lowers the loss, and the losses of each that was tried.
+
+    From the first rate it goes up as long as each is better than the one before, or else down.
+
+    Args:
+        first: a rate that is known to be usual.
+        lowest: no rate below this is tried.
+        highest: no rate above this is tried.
+        guess: loss (nats) of a uniform guess. A higher one says nothing: it is also that of a network that learns to
+            answer the same to every image.
+        measure: trains with a rate, from the same weights and with the same images each time.
+    """
+    best, tried = first, {first: measure(first)}
+    for factor in (FACTOR, 1 / FACTOR):
+        rate, in_vain = best, 0
+        while in_vain < (1 if final_loss(tried[best]) < guess else PATIENCE):
+            rate = float(f"{rate * factor:.2g}")
+            if not lowest <= rate <= highest or rate in tried:
+                break
+            tried[rate] = measure(rate)
+            if is_better(tried[rate], tried[best], guess):
+                best, in_vain = rate, 0
+            else:
+                in_vain += 1
+    return best if has_fallen(tried[best], [guess, *map(first_loss, tried.values())]) else None, tried
+
+
+def final_loss(losses: Losses) -> float:
+    """Return the mean of the last losses; infinity if half of them are missing, as of a rate that is too high."""
+    last = _finite(losses[-_few(losses) :])
+    return statistics.fmean(last) if 2 * len(last) > _few(losses) else math.inf
+
+
+def first_loss(losses: Losses) -> float:
+    """Return the mean of the first losses; infinity if there is none."""
+    first = _finite(losses[: _few(losses)])
+    return statistics.fmean(first) if first else math.inf
+
+
+def is_better(losses: Losses, others: Losses, guess: float) -> bool:
+    """Return whether the final loss is clearly lower, by the differences at the same steps, of the same images."""
+    ours, theirs = final_loss(losses), final_loss(others)
+    if math.isinf(ours) or math.isinf(theirs):
+        return ours < theirs
+    pairs = zip(losses[-_few(losses) :], others[-_few(others) :], strict=True)
+    saved = _finite([other - own for own, other in pairs if own is not None and other is not None])
+    error = statistics.stdev(saved) / math.sqrt(len(saved)) if len(saved) > 1 else 0.0
+    return min(theirs, guess) - ours > max(CLEARLY * error, BETTER * theirs)
+
+
+def has_fallen(losses: Losses, before: Iterable[float]) -> bool:
+    """Return whether the final loss is clearly below each of those before, as losses scatter from step to step.
+
+    Those before are of all rates: with one that is too high the first losses are higher than that of the weights.
+    """
+    steps = _finite(losses)
+    if math.isinf(final_loss(losses)) or len(steps) < FEWEST_STEPS // 2:
+        return False
+    variance = statistics.fmean((after - before) ** 2 for before, after in pairwise(steps)) / 2
+    return min(before) - final_loss(losses) > CLEARLY * math.sqrt(2 * variance / _few(losses))
+
+
+def _few(losses: Losses) -> int:
+    return max(len(losses) // 5, 1)
+
+
+def _finite(losses: Losses) -> list[float]:
+    return [loss for loss in losses if loss is not None and math.isfinite(loss)]
+
+
+def describe_search(rate: float | None, tried: Mapping[float, Losses]) -> dict[str, Any]:
+    """Return what was found, as `learning_rate.json` has it; the final loss of a rate that is too high is null."""
+    rows = []
+    for tried_rate, losses in sorted(tried.items()):
+        numbers = [loss if loss is not None and math.isfinite(loss) else None for loss in (final_loss(losses), *losses)]
+        rows.append([tried_rate, numbers[0], numbers[1:]])
+    return {"suggested": rate, "columns": ["learning_rate", "final_loss", "losses"], "tried": rows}
+
+
+def in_words(tried: Mapping[float, Losses]) -> str:
+    """Return the final loss of each rate, in ascending order."""
+    return ", ".join(f"{rate:g}: {final_loss(losses):.3f}" for rate, losses in sorted(tried.items()))

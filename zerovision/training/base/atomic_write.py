@@ -1,0 +1,255 @@
+"""Files and folders that appear under their names only when complete; what a kill left of one; what others see."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zerovision.training.base.errors import UserError
+
+# name, owner, kind: .model.safetensors.node01+4026531836+4711+99887766.tmp
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
+# What safetensors 0.8 writes beside the file that it was asked for, and renames; a killed program leaves it.
+_OF_SAFETENSORS = re.compile(r"\.tmp[A-Za-z0-9]{6}")
+SECONDS_OF_OTHERS = 86400.0  # another machine's files count as left behind after so long without a change
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # that of folders on CIFS, and of some FUSE servers
+LOOK_SECONDS = 0.1
+
+
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of entries, is on the disk; where a file system offers that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def errors_of_writing(place: Path) -> Iterator[None]:
+    """Raise a UserError in place of an OSError: that nothing can be written there, or which other file failed."""
+    try:
+        yield
+    except OSError as error:
+        reason, file = error.strerror or error, error.filename
+        if isinstance(file, str) and not _is_of(Path(os.path.realpath(place)), Path(os.path.realpath(file))):
+            raise UserError(f"cannot use '{file}': {reason}.") from error
+        raise UserError(f"cannot write into '{place}': {reason}.") from error
+
+
+def _is_of(place: Path, file: Path) -> bool:
+    """Return whether writing of `place` concerns a file: below it, above it, or unfinished beside it."""
+    if file in place.parents:
+        return True
+    below = file.relative_to(place.parent).parts if file.is_relative_to(place.parent) else ("",)
+    return below[0] == place.name or below[0].startswith(f".{place.name}.")
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> Iterator[Path]:
+    """Yield a name beside `path` to write to; the file replaces `path` if the block ends without error.
+
+    A failure leaves the old file, and nothing beside it.
+
+    Args:
+        path: the file.
+        durable: whether to wait until the new content, and then its name, are on the disk.
+        follows: whether a link stays, and the file that it leads to is replaced; what is no file, such as `/dev/null`,
+            is written to itself.
+    """
+    if follows:
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        path = Path(os.path.realpath(path))
+    temporary = unfinished(path, "tmp")
+    try:
+        yield temporary
+        if durable:
+            sync_to_disk(temporary)
+        os.replace(temporary, path)
+        if durable:
+            sync_to_disk(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder` to fill; it replaces `folder` if the block ends without error.
+
+    A link stays, and what it leads to is replaced.
+    """
+    folder = Path(os.path.realpath(folder))
+    remove_leftovers(folder.parent)
+    new, old = (unfinished(folder, kind) for kind in ("new", "old"))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(new, folder)
+    finally:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def replacing_by_library(path: Path) -> Iterator[Path]:
+    """Yield a name for a library to write to; the file replaces `path`, durably, if the block ends without error.
+
+    The name is in a folder of its own: whatever the library leaves there when it is killed is removed with the folder,
+    see `remove_leftovers`. Whatever rights it gives the file, it gets those of any other new file (umask, ACLs).
+    """
+    folder = unfinished(path, "tmp")
+    folder.mkdir(exist_ok=True)
+    try:
+        made, plain = folder / path.name, folder / "plain"
+        yield made
+        plain.touch()
+        if made.stat().st_mode != plain.stat().st_mode:
+            made.chmod(plain.stat().st_mode & 0o777)
+        sync_to_disk(made)
+        os.replace(made, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write an indented JSON file."""
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def unfinished(path: Path, kind: str) -> Path:
+    """Return the name beside `path` under which this process prepares it; `kind` is 'new', 'old' or 'tmp'."""
+    return path.with_name(f".{path.name[:100]}.{_host()}+{os.getpid()}+{process_start_ticks('self')}.{kind}")
+
+
+def check_renames(folder: Path) -> None:
+    """Rename a folder with a file in it, and a file over another, as every save does; leave nothing.
+
+    Raises:
+        OSError: if the file system cannot do that, as object stores that are mounted as folders.
+    """
+    place = unfinished(folder / "renames", "tmp")
+    try:
+        (place / "new").mkdir(parents=True)
+        for name in ("file", "other"):
+            (place / "new" / name).write_text(name)
+        (place / "new").rename(place / "old")
+        os.replace(place / "old" / "file", place / "old" / "other")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bool = False) -> None:
+    """Remove the unfinished files and folders of dead processes from a folder.
+
+    Whether a process lives is visible only from its own machine and container. A folder that was renamed to be
+    replaced, and was not replaced, gets its name back.
+
+    Args:
+        folder: the folder.
+        ours: names of files that no other process writes at this time.
+        of_library: whether to remove safetensors' own unfinished files, too. Their names do not say that they are, so
+            only from folders in which nothing else writes.
+    """
+    with contextlib.suppress(OSError):  # nothing depends on what cannot be listed or removed
+        for path in list(folder.iterdir()):
+            if of_library and _OF_SAFETENSORS.fullmatch(path.name) and path.is_file() and not _is_being_written(path):
+                path.unlink(missing_ok=True)
+            found = _UNFINISHED.fullmatch(path.name)
+            if not found or (found["name"] not in ours and _may_live(path, found)):
+                continue
+            if found["kind"] == "old" and not (folder / found["name"]).exists():
+                path.rename(folder / found["name"])
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _may_live(path: Path, found: re.Match[str]) -> bool:
+    if found["host"] == _host():
+        return found["owner"] == f"{_host()}+{found['pid']}+{process_start_ticks(found['pid'])}"
+    return _is_recent(path)
+
+
+def _is_recent(path: Path) -> bool:
+    return time.time() - path.lstat().st_mtime < SECONDS_OF_OTHERS
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether a process has the file open, as safetensors has to the end, or another user's may have it."""
+    facts = path.stat()
+    if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):
+        return True
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # closed by now, or of another user
+            if os.path.samestat(descriptor.stat(), facts):
+                return True
+    return False
+
+
+@functools.cache
+def _host() -> str:
+    """Return the machine, and the container on it, in which our process ids are valid."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:60] or "host"
+    return f"{host}+{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def process_start_ticks(pid: str) -> str:
+    """Return when a process started, in clock ticks since boot; '' if there is none with that id."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def existing_part(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.resolve().parents) if path.exists())
+
+
+def leave_mark(folder: Path) -> Path:
+    """Write a file into a folder, or into the nearest existing one above it; the caller removes it.
+
+    Raises:
+        OSError: if nothing can be written there.
+    """
+    handle, name = tempfile.mkstemp(dir=existing_part(folder), prefix=".zerovision-shared-")
+    os.close(handle)
+    return Path(name)
+
+
+def sees_mark(mark: Path, seconds: float) -> bool:
+    """Return whether another machine's mark is there, or appears within so many seconds.
+
+    A client of a network disk may cache for a while that there is no such name. It asks its server again when a folder
+    is opened (close-to-open consistency, nfs(5)), so the mark's folder and the one above are opened before each check.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        for folder in (mark.parent.parent, mark.parent):
+            with contextlib.suppress(OSError):
+                os.scandir(folder).close()
+        if os.path.exists(mark):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_SECONDS)

@@ -1,0 +1,153 @@
+"""Standard output and error that cannot be written, for now or any more: a training goes on, other scripts may end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, TextIO
+
+from zerovision.training.base.errors import UserError
+
+KEEP_UP_SECONDS = 0.5  # that a write may take; for a longer one nothing waits
+MOST_WAITING = 16 * 2**20  # bytes, of a process's standard output or error
+
+
+class ReaderGone(Exception):
+    """Nobody reads standard output any more, as in `predict.py ... | head`."""
+
+
+class _LastingFile(io.FileIO):
+    """A descriptor that leads nowhere from the first write that fails."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:  # the reader of a pipe or socket has gone, the terminal is closed, the disk is full
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            self.failed(error)
+            return super().write(data)
+
+    def failed(self, error: OSError) -> None:
+        """Go on in silence."""
+
+
+class _UnhurriedFile(_LastingFile):
+    """The same, but nobody waits for whoever reads it: a terminal may be paused (Ctrl-S), a pipe be full.
+
+    A thread writes. Each write waits for it as long as it keeps up, so that normally all is written in order at once;
+    once it does not, what is to be written waits in memory, the last `MOST_WAITING` bytes of it.
+    """
+
+    def __init__(self, descriptor: int, mode: str, *, closefd: bool) -> None:
+        super().__init__(descriptor, mode, closefd=closefd)
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes, self._left_out_bytes, self._keeps_up = 0, 0, True
+        self._changed = threading.Condition()
+        self._process = 0  # that has the thread: no fork does
+        with contextlib.suppress(RuntimeError):  # too many threads: all is written at once
+            threading.Thread(target=self._write_waiting, daemon=True).start()
+            self._process = os.getpid()
+
+    def write(self, data: Any, /) -> int:
+        if self._process != os.getpid():
+            return super().write(data)
+        content = bytes(data)
+        with self._changed:
+            self._waiting.append(content)
+            self._waiting_bytes += len(content)
+            while self._waiting_bytes > MOST_WAITING and len(self._waiting) > 1:
+                self._left_out_bytes += len(self._waiting[1])  # the first one is being written
+                self._waiting_bytes -= len(self._waiting[1])
+                del self._waiting[1]
+            self._changed.notify_all()
+            if self._keeps_up:
+                self._keeps_up = self._changed.wait_for(lambda: not self._waiting, KEEP_UP_SECONDS)
+        return len(content)
+
+    def finish(self, seconds: float | None) -> None:
+        """Wait until all is written, at most so long if not None; what comes after is written at once, or no more."""
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._waiting, seconds)
+            self._process = 0 if is_done else self._process
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                rest = memoryview(self._waiting[0])
+                self._waiting_bytes -= len(rest)
+            while rest:
+                written = super().write(rest)
+                if written is None:  # another process has let the terminal refuse what it cannot take at once
+                    time.sleep(KEEP_UP_SECONDS)
+                rest = rest[written or 0 :]
+            with self._changed:
+                self._waiting.popleft()
+                if self._left_out_bytes:
+                    note = f"\n... {self._left_out_bytes} bytes are left out: nobody read them ...\n".encode()
+                    self._waiting.appendleft(note)
+                    self._waiting_bytes, self._left_out_bytes = self._waiting_bytes + len(note), 0
+                self._keeps_up = self._keeps_up or not self._waiting
+                self._changed.notify_all()
+
+
+class _ReportingFile(_LastingFile):
+    """The same, but a full disk ends the script; a reader who has gone does not."""
+
+    def failed(self, error: OSError) -> None:
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"standard output cannot be written ({error.strerror}).") from None
+
+
+class _ProductFile(_ReportingFile):
+    """The same, of a script that does nothing but fill its standard output: it ends with the reader, too."""
+
+    def failed(self, error: OSError) -> None:
+        if isinstance(error, BrokenPipeError):
+            raise ReaderGone from None
+        super().failed(error)
+
+
+def outlast_readers() -> None:
+    """Let this process go on if its standard output or error cannot be written, and wait for no reader of them."""
+    sys.stdout = _replaced(sys.stdout, _UnhurriedFile)
+    sys.stderr = _replaced(sys.stderr, _UnhurriedFile)
+    atexit.register(_finish_at_exit)
+
+
+def _finish_at_exit() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # handled until now: they end the wait
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    finish_output(None)
+
+
+def finish_output(seconds: float | None) -> None:
+    """Wait, at most so long if not None, until standard output and error are written: before the end of a process."""
+    for stream in (sys.stdout, sys.stderr):
+        file = getattr(getattr(stream, "buffer", None), "raw", None)
+        if isinstance(file, _UnhurriedFile):
+            stream.flush()
+            file.finish(seconds)
+
+
+def report_failed_output(*, is_product: bool) -> None:
+    """Let standard output raise `UserError` if it cannot be written, `ReaderGone` if nobody reads the product in it."""
+    sys.stdout = _replaced(sys.stdout, _ProductFile if is_product else _ReportingFile)
+
+
+def _replaced(stream: TextIO, kind: type[_LastingFile]) -> TextIO:
+    if stream is None:  # it was closed before this process started
+        return stream
+    stream.flush()
+    file = io.BufferedWriter(kind(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True)

@@ -1,0 +1,214 @@
+"""What is logged: the numbers of a logging point, of an epoch and of a run, and their lines of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zerovision.training.base.errors import printable
+from zerovision.training.base.units import format_bytes, format_duration, percent
+
+if TYPE_CHECKING:
+    from zerovision.training.observe.scores import Scores
+
+
+# What --best-by may choose the best epoch by.
+SCORE_NAMES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "loss": "loss",
+    "macro_f1": "macro F1",
+    "balanced_accuracy": "balanced accuracy",
+    "auroc": "AUROC",
+    "map": "mAP",
+}
+IN_EVERY_LINE = ("top1", "top5", "loss")
+LONGEST_CLASS_NAME = 40
+
+
+def show_score(name: str, value: float) -> str:
+    """Format a score of `SCORE_NAMES`: the loss as a number, any other in percent."""
+    return f"{value:.4f}" if name == "loss" else percent(value)
+
+
+def merit(score: str, value: float | None) -> float:
+    """Return the value of a score as a number of which more is better, and such a number as the value.
+
+    No value, and one that is not a number, are worse than all others.
+    """
+    if value is None or math.isnan(value):
+        return -math.inf
+    return -value if score == "loss" else value
+
+
+def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the name and the value of the score in an epoch's line; older runs have chosen by top-1."""
+    return epoch.get("best_by", "top1"), float(epoch["score"] if "score" in epoch else epoch["val_top1"])
+
+
+def best_epoch(epochs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the line of the first epoch with the best score, None if none has converged to a number."""
+    ranked = ((merit(*score_in(line)), -line["epoch"], line) for line in epochs if not line.get("diverged"))
+    best = max(ranked, key=lambda one: one[:2], default=(-math.inf, 0, None))
+    return best[2] if best[0] > -math.inf else None
+
+
+class DeviceUse(NamedTuple):
+    """Memory of rank 0, and how hard the devices work; None for what is unknown.
+
+    Attributes:
+        memory_bytes: peak: of tensors on a GPU, resident on a CPU.
+        memory_allocated_bytes: taken by tensors on a GPU now, or resident on a CPU now.
+        memory_reserved_bytes: reserved by PyTorch on a GPU, None on a CPU.
+        tflops_per_second: 10**12 operations of the model per second and rank.
+        mfu: these as a share of the device's 16-bit peak: model FLOPs utilization as in PaLM (arXiv 2204.02311,
+            appendix B), whatever the precision trained in.
+        gpu_utilization: share of the latest moments in which any kernel ran, by NVML.
+        disk_free_bytes: where the run's folder is.
+    """
+
+    memory_bytes: int
+    memory_allocated_bytes: int
+    memory_reserved_bytes: int | None
+    tflops_per_second: float | None = None
+    mfu: float | None = None
+    gpu_utilization: float | None = None
+    disk_free_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """Numbers of a logging point, over all ranks and the steps since the last one.
+
+    Attributes:
+        time_shares: of each span, the mean over the ranks.
+        data_wait_share: that of the data.
+        cpu_utilization: by machine, the share of its cores that were busy, by this run or others.
+    """
+
+    epoch: int
+    step: int
+    steps_per_epoch: int
+    total_steps: int
+    loss: float
+    learning_rate: float
+    images_per_second: float
+    data_wait_share: float
+    seconds: float
+    seconds_left: float
+    gradient_norm: float
+    skipped_steps: int
+    time_shares: Mapping[str, float]
+    device: DeviceUse
+    cpu_utilization: Mapping[str, float]
+
+    @property
+    def step_of_epoch(self) -> int:
+        """The step within its epoch, from 1."""
+        return (self.step - 1) % self.steps_per_epoch + 1
+
+
+@dataclass(frozen=True)
+class EpochPoint:
+    """Numbers of an epoch.
+
+    Attributes:
+        train_loss: of the steps that were applied, None if there was none.
+        train_top1: of those, None if there was none.
+        data_wait_share: mean of its logging points'.
+        memory_bytes_per_rank: peak of every rank, as `DeviceUse.memory_bytes`.
+        diverged: why it counts as diverged, None if it does not.
+        best_by: the score that chooses the best epoch, of `SCORE_NAMES`.
+        score: its value.
+        lowest_recall: of the classes that have validation images.
+        lowest_recall_class: the first class that has it.
+    """
+
+    epoch: int
+    step: int
+    epochs: int
+    train_loss: float | None
+    train_top1: float | None
+    validation: Scores
+    images_per_second: float
+    data_wait_share: float
+    seconds: float
+    evaluation_seconds: float
+    memory_bytes_per_rank: Sequence[int]
+    is_best: bool
+    diverged: str | None
+    class_names: Sequence[str]
+    best_by: str
+    score: float
+    lowest_recall: float
+    lowest_recall_class: str
+
+
+@dataclass(frozen=True)
+class RunPoint:
+    """Numbers of a run, over all its steps since this process was started; fields as in the other points."""
+
+    step: int
+    seconds: float
+    evaluation_seconds: float
+    images_per_second: float
+    time_shares: Mapping[str, float]
+    device: DeviceUse
+    memory_bytes_per_rank: Sequence[int]
+
+
+def flatten(point: StepPoint | RunPoint) -> dict[str, Any]:
+    """Return a point's numbers by name, with those of its device among them."""
+    values = dict(vars(point))
+    device: DeviceUse = values.pop("device")
+    return values | device._asdict()
+
+
+def epoch_line(point: EpochPoint) -> str:
+    """Return the line of an epoch on the console and in the text log."""
+    scores = point.validation
+    mark = "  diverged" if point.diverged else "  best" if point.is_best else ""
+    chosen = ""
+    if point.best_by not in IN_EVERY_LINE:
+        lowest = f"{percent(point.lowest_recall)} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
+        chosen = f"  {SCORE_NAMES[point.best_by]} {show_score(point.best_by, point.score)}  lowest recall {lowest}"
+    loss = "" if point.train_loss is None else f"train loss {point.train_loss:.4f}  "
+    speed = f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s"
+    if not point.images_per_second:  # a head that was solved for: no step was trained
+        speed = ""
+    return (
+        f"epoch {point.epoch}/{point.epochs}  {loss}val loss {scores.loss:.4f}  "
+        f"top-1 {percent(scores.top1)}  top-5 {percent(scores.top5)}{chosen}{speed}{mark}"
+    )
+
+
+def step_line(point: StepPoint) -> str:
+    """Return the plain line of a logging point."""
+    return f"epoch {point.epoch}  step {point.step_of_epoch}/{point.steps_per_epoch}  {step_numbers(point)}"
+
+
+def step_numbers(point: StepPoint) -> str:
+    """Return a logging point's numbers, without its position."""
+    skipped = f"  skipped {point.skipped_steps}" if point.skipped_steps else ""
+    return (
+        f"loss {point.loss:.4f}  lr {point.learning_rate:.3g}  {point.images_per_second:.0f} images/s  "
+        f"data wait {point.data_wait_share:.1%}  left {format_duration(point.seconds_left)}{skipped}"
+    )
+
+
+def run_lines(point: RunPoint) -> list[str]:
+    """Return the lines of a run's end: its time, its speed and its memory."""
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in point.time_shares.items())
+    device = point.device
+    speed = f"{point.images_per_second:.0f} images/s in {format_duration(point.seconds)}"
+    speed += f", evaluation {format_duration(point.evaluation_seconds)} apart"
+    if device.tflops_per_second is not None:
+        speed += f", {device.tflops_per_second:.3g} TFLOP/s per rank"
+    if device.mfu is not None:
+        speed += f", MFU {100 * device.mfu:.1f} %"
+    memory = f"peak {format_bytes(device.memory_bytes)}, now {format_bytes(device.memory_allocated_bytes)}"
+    if device.memory_reserved_bytes is not None:
+        memory += f", reserved {format_bytes(device.memory_reserved_bytes)}"
+    return [f"time         {shares}", f"speed        {speed}; memory of rank 0: {memory}"]

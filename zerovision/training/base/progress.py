@@ -1,0 +1,44 @@
+"""How far a run has come."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        epoch: the epoch to go on with, from 0.
+        step: the optimizer step of that epoch to go on with, from 0; the number of steps of an epoch where only its
+            evaluation is left.
+        best_score: the best validation score so far, more being better: of `zerovision.training.base.points.merit`.
+        best_epoch: the epoch of it, from 1; 0 before the first evaluation.
+        epochs_without_better: evaluations since then, for early stopping.
+        skipped_steps: optimizer steps skipped so far because a gradient was not finite.
+        bad_steps_in_row: how many of them were the latest steps.
+        diverged_epochs_in_row: how many of the latest epochs had diverged, see `zerovision.training.epoch`.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    best_score: float = -1.0
+    best_epoch: int = 0
+    epochs_without_better: int = 0
+    skipped_steps: int = 0
+    bad_steps_in_row: int = 0
+    diverged_epochs_in_row: int = 0
+
+    def after_epoch(self, score: float, *, is_best: bool, has_diverged: bool) -> Progress:
+        """Return the position at the start of the next epoch, given the merit of this one's validation score."""
+        return dataclasses.replace(
+            self,
+            epoch=self.epoch + 1,
+            step=0,
+            best_score=score if is_best else self.best_score,
+            best_epoch=self.epoch + 1 if is_best else self.best_epoch,
+            epochs_without_better=0 if is_best else self.epochs_without_better + 1,
+            diverged_epochs_in_row=self.diverged_epochs_in_row + 1 if has_diverged else 0,
+        )

@@ -1,0 +1,87 @@
+"""Where a run's files are: logs/training.log, logs/tensorboard/<run>/ and logs/runs/<run>/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# In a run's own folder.
+CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+LEARNING_RATE = "learning_rate.json"  # of a search for one
+IMAGES = "images.csv.gz"  # what was trained on
+BATCH_SIZE = "batch_size.json"  # of a search for one
+PREDICTION = "prediction.json"  # written by zerovision.planning.run_memory
+WEIGHTS = "model.safetensors"
+EVALUATION, TEST_EVALUATION = "evaluation", "evaluation-test"
+EXPORT = "export"
+CHECKPOINTS = "checkpoints"
+TRACKERS = "trackers"  # folder: of each tracker, the run's name there and what its library says
+REPORT = "report.html"
+CARD = "README.md"
+# In its folder of checkpoints.
+LAST = "last"  # names the newest
+# In its evaluation folder.
+SCORES = "scores.json"
+TYPICAL = "typical"  # folder of one sample of each class, as `WORST`
+WHY = "-why"  # after the number of a sample: what counted in its picture
+WORST = "worst"  # folder of the worst samples, one picture each
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run; its other files are `path / CONFIG` and so on.
+
+    Attributes:
+        log_dir: of all runs.
+        name: of the run.
+        made: the folders among these that this start has created.
+    """
+
+    log_dir: Path
+    name: str
+    made: tuple[Path, ...] = field(default=(), compare=False)
+
+    @property
+    def path(self) -> Path:
+        """The run's own folder."""
+        return self.log_dir / "runs" / self.name
+
+    @property
+    def text_log(self) -> Path:
+        """The text log that all runs share."""
+        return self.log_dir / "training.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The run's TensorBoard event files."""
+        return self.log_dir / "tensorboard" / self.name
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logging point and epoch."""
+        return self.path / METRICS
+
+    @property
+    def weights(self) -> Path:
+        """The trained model: the best epoch's weights."""
+        return self.path / WEIGHTS
+
+    @property
+    def checkpoints(self) -> Path:
+        """What resume reads."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint of the run was saved."""
+        return (self.checkpoints / LAST).exists()
+
+
+def shown_path(path: Path) -> str:
+    """Return a path relative to the current folder if it is inside."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

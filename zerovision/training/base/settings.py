@@ -1,0 +1,125 @@
+"""The settings that every room may read: what is trained, on how many images at once, in which precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from zerovision.models import MODELS, MOST_MEMBERS, USUAL_RATE
+
+REPO_ROOT = Path(__file__).resolve().parents[3]
+PRESET_FOLDER = REPO_ROOT / "zerovision" / "presets"
+PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
+MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # that any command takes
+LARGEST_BATCH = 65_536  # images of one forward pass
+TUNE_USAGE = "full, head, layers:N, lora:R"
+RATES = ", ".join(f"{name} {spec.learning_rate:g}" for name, spec in MODELS.items() if spec.learning_rate != USUAL_RATE)
+FEWEST_IMAGES = 8  # of a micro-batch that is chosen for the user: BatchNorm's statistics of fewer are poor
+
+
+def option(
+    default: Any, help: str, *, low: float | None = None, high: float | None = 10**9, above: float | None = None
+) -> Any:
+    """Declare a field with its help text and its range.
+
+    Args:
+        default: the value if neither file nor command line gives one.
+        help: one sentence with the unit.
+        low: smallest allowed value, itself included.
+        high: largest allowed value, itself included.
+        above: lower bound, itself excluded.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "above": above})
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """What is trained, and what all of its parts have to know."""
+
+    preset: str = option("", f"Start from these values, which files and flags override: {', '.join(PRESETS)}.")
+
+    model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
+    epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
+    batch_size: int | Literal["auto"] = option(
+        16,
+        "Images per GPU (or CPU rank) and micro-step; auto: the most that fit, for the same --global-batch.",
+        low=1,
+        high=LARGEST_BATCH,
+    )
+    gradient_accumulation_steps: int = option(
+        1, "Micro-steps per optimizer step; BatchNorm still sees single micro-batches.", low=1, high=4096
+    )
+    global_batch: int = option(
+        0,
+        "Images per update over all ranks, which gives --gradient-accumulation-steps; 0: as these give it, with "
+        "--batch-size auto about 256.",
+        low=0,
+        high=10**7,
+    )
+    learning_rate: float | Literal["auto"] = option(
+        USUAL_RATE,
+        "Peak learning rate, before scaling by --base-batch-size; auto: the best in short trainings before; default "
+        f"with --optimizer adamw and random weights: that of the network, {RATES}.",
+        above=0,
+        high=100,
+    )
+
+    # Model.
+    pretrained: bool = option(False, "Start from the model's published weights (needs a network or a warm cache).")
+    weights: str = option("", "Start from this local file: safetensors, or a pickle of plain tensors.")
+    tune: str = option(
+        "full",
+        f"What is trained of a model with trained weights: {TUNE_USAGE} (the last N layers; adapters of rank R). "
+        "The head always is; all else keeps its weights.",
+    )
+    features: Literal["computed", "cached"] = option(
+        "computed",
+        "--tune head: what the head reads of an image; cached: computed once, before the first epoch: the same weights "
+        "sooner, with --augmentation none.",
+    )
+    solver: Literal["steps", "lbfgs"] = option(
+        "steps",
+        "--features cached: how the head is trained; lbfgs: to the minimum of cross-entropy and weight decay (as L2), "
+        "in place of epochs.",
+    )
+    ensemble_members: str = option(
+        "mobilenet,efficientnet,vgg", f"Members of --model-type ensemble, comma-separated; at most {MOST_MEMBERS}."
+    )
+    head_epochs: int = option(
+        2, "mobilenet_finetuned: epochs in which only the new head learns, before all layers do.", low=0, high=100_000
+    )
+    backbone_learning_rate_scale: float = option(
+        0.1, "mobilenet_finetuned: learning rate of the backbone as a share of the head's.", above=0, high=1
+    )
+    stem: Literal["auto", "keep"] = option(
+        "auto", "First layer's stride; auto: 1 instead of 2 for images below 64 pixels; keep: the network's own."
+    )
+    whitened_stem: bool = option(
+        False, "The first convolution whitens patches of the training images, and is not trained."
+    )
+    dropout: float | Literal["auto"] = option(
+        "auto",
+        "Dropout of what the classifier reads, and in cnn_lstm between the LSTM's layers; auto: 0.2 in basic_cnn and "
+        "cnn_lstm, timm's own in its models.",
+        low=0,
+        high=0.99,
+    )
+    drop_path: float | Literal["auto"] = option(
+        "auto",
+        "Probability that the last residual block of a timm model is skipped for an image; less before; auto: timm's "
+        "own, which is above 0 in some transformers.",
+        low=0,
+        high=0.99,
+    )
+    activation_checkpointing: bool = option(False, "Recompute activations in backward: less memory, more time.")
+    sync_batchnorm: bool = option(False, "BatchNorm statistics over all ranks' samples instead of each rank's own.")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
+        "auto", "Arithmetic; auto: bf16 on GPUs that have it, fp16 on older GPUs, fp32 on CPU."
+    )
+    seed: int = option(0, "Seed of weights, sample order, augmentation and dropout.", low=0, high=2**31 - 1)
+
+    @property
+    def micro_batch(self) -> int:
+        """`batch_size` as a number; `auto` becomes one before the run is built, and is the smallest until then."""
+        return FEWEST_IMAGES if isinstance(self.batch_size, str) else self.batch_size

@@ -1,0 +1,272 @@
+"""`--features cached`: what the head reads of each image, computed once by the network before it, which is frozen.
+
+Without augmentation an image is the same in every epoch, and so is what a frozen network makes of it. Each image goes
+through it once, in the batches of an evaluation; from then on batches have features in the place of images. They have
+the batch size of the training, on which the last bit of a kernel's sums may depend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zerovision.training.base.errors import AgreedError
+from zerovision.training.base.units import format_duration
+from zerovision.training.data.loader import Batch, Loader
+from zerovision.training.data.sampler import BatchKey
+from zerovision.training.data.transfer import to_device
+from zerovision.training.engines.parameter_shards import WEIGHTS, fill_shards
+from zerovision.training.loop import forward_all, seed_dropout
+from zerovision.training.world.collectives import copy_from_main, gather_rows, largest_over_ranks
+from zerovision.training.world.world import World
+
+if TYPE_CHECKING:
+    from zerovision.training.setup import Run
+    from zerovision.training.steps.context import TrainContext
+
+MOST_DIFFERENCE = 0.01  # as a share of the largest number: a wrong dropout makes more, another rounding less
+MOST_ITERATIONS, HISTORY = 5000, 100
+SMALLEST_GRADIENT, SMALLEST_CHANGE = 1e-9, 1e-12  # of L-BFGS, which ends there
+LARGEST_GRADIENT = 1e-5  # of what is called the optimum
+
+
+def cache_features(context: Run, loop: TrainContext) -> int:
+    """Let the loaders yield features in the place of images, and the model take either; a collective.
+
+    Returns:
+        The number of the signal that ended it, 0 for none.
+
+    Raises:
+        UserError: on all ranks, if the model has several heads, or one that does not read a vector; if what is before
+            it is not the same in training as in evaluation; if an image on any rank cannot be read.
+    """
+    config, engine, world, begin = context.config, context.state.engine, context.world.data, time.perf_counter()
+    heads = {name.rpartition(".")[0] for name in context.built.head_parameter_names}
+    if len(heads) != 1:
+        raise AgreedError("--features cached: this model has several heads: leave it out.")
+    head = engine.module.get_submodule(*heads)
+    read: list[torch.Tensor] = []
+    hook = head.register_forward_pre_hook(lambda _head, inputs: read.append(inputs[0]))
+    loaders = (context.train_loader, context.val_loader)
+    sets = [SampleRows(loader, world) for loader in loaders]
+    images = sum(len(loader.dataset) for loader in loaders)
+    context.loggers.message(f"features     {images} images go through the network once, before the first epoch")
+    engine.module.eval()
+    for loader, features in zip(loaders, sets, strict=True):
+        with loop.timing.clock.evaluation, torch.no_grad():
+            once, add = loader.each_once(), partial(_add, features, read)
+            stop_signal = forward_all(engine.outputs, once, add, context=loop, is_interruptible=True)
+        if stop_signal:
+            hook.remove()
+            return stop_signal
+    context.freezer.start_epoch(only_head=False)
+    difference = _take_either(context, head, sets[0], read)
+    hook.remove()
+    for loader, features in zip(loaders, sets, strict=True):
+        loader.read_from(features.batch)
+    if config.solver == "lbfgs":
+        own = context.data.train.source.loss_weights
+        weights = sets[0].weights if own is None else sets[0].weights * own
+        solve_head(context, head, sets[0].values, weights)
+    width, seconds = sets[0].values.shape[1], time.perf_counter() - begin
+    context.loggers.message(
+        f"features     {images} images went through the network once, in "
+        f"{format_duration(seconds)}: the head trains on {width} numbers of each"
+    )
+    if difference:
+        context.loggers.message(
+            f"note: here the last bits of a feature depend on its place in the batch (by {difference:.0e}): "
+            "--features computed may give other last bits of the weights"
+        )
+    return 0
+
+
+def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: torch.Tensor) -> None:
+    """Keep what the head has just read; a collective."""
+    own = read.pop()
+    if own.ndim != 2:
+        shape = " x ".join(map(str, own.shape[1:]))
+        raise AgreedError(f"--features cached: this head reads {shape} numbers, no vector: leave that out.")
+    features.add(batch, own)
+
+
+@torch.no_grad()
+def _take_either(context: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
+    """Let the model take features [B, D], too, in training after the dropout before its head; a collective.
+
+    The dropout is the one with which, of the same random numbers, features give what images give.
+
+    Returns:
+        By how much they differ, as a share of the largest number.
+    """
+    engine, device = context.state.engine, context.world.device
+    module, rate = engine.module, 0.0
+    compute = module.forward
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        return compute(inputs) if inputs.ndim > 2 else head(F.dropout(inputs, rate, module.training))
+
+    def results(inputs: torch.Tensor) -> list[torch.Tensor]:
+        seed_dropout(context.config.seed, 0, 0, device)
+        logits = engine.forward(inputs)
+        drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return [read.pop().double(), logits.double(), drawn.double()]
+
+    module.forward = forward
+    images, cached = (part.flip(0) for part in features.first)  # not where they were in the batch
+    wanted = results(images)
+    own = {child.p for child in module.modules() if isinstance(child, nn.Dropout)}
+    rates = sorted(own | {0.0, float(getattr(module, "drop_rate", 0.0))})
+    differences = []
+    for rate in rates:  # noqa: B007  # `forward` reads it
+        found = results(cached)
+        differences.append(max(_difference(*pair) for pair in zip(found, wanted, strict=True)))
+    largest = largest_over_ranks(torch.stack(differences).to(device), context.world.data)
+    rate = rates[int(largest.argmin())]
+    if not largest.min() <= MOST_DIFFERENCE:
+        raise AgreedError(
+            "--features cached: this model computes something after its head, or before it otherwise in training than "
+            "in evaluation: give --drop-path 0, and --dropout 0 if it is not just before the head, or leave it out."
+        )
+    return float(largest.min())
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
+
+
+class SampleRows:
+    """What a network makes of each image of a set, D numbers, on every rank.
+
+    Args:
+        loader: of the images.
+        world: the ranks that read different images.
+
+    Attributes:
+        values: [images, D] on the device.
+        weights: float32 [images], 0 for those that could not be read.
+        first: images and rows of this rank's first batch.
+    """
+
+    def __init__(self, loader: Loader, world: World) -> None:
+        self._source, self._world = loader.dataset.source, world
+        self.weights = torch.zeros(len(loader.dataset))
+        self.values = torch.empty(0)
+        self.first: tuple[torch.Tensor, ...] = ()
+
+    def add(self, batch: Batch, own: torch.Tensor) -> None:
+        """Keep the rows [B, D] of all ranks' batches; a collective."""
+        if not self.first:
+            self.first, self.values = (batch.images, own), own.new_zeros(len(self.weights), own.shape[1])
+        numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device), -1)
+        places = gather_rows(numbers, self._world).view(-1)
+        # as bytes: gloo knows no bf16
+        rows = gather_rows(own.contiguous().view(torch.uint8).view(-1), self._world).view(own.dtype)
+        is_read = places >= 0
+        self.values[places[is_read]] = rows.view(len(places), -1)[is_read]
+        self.weights[places[is_read].cpu()] = 1.0
+
+    def batch(self, key: BatchKey) -> Batch:
+        """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0."""
+        indices, own = torch.from_numpy(key.indices), self._source.loss_weights
+        return Batch(
+            self.values.index_select(0, to_device(indices, self.values.device)),
+            self._source.labels[indices],
+            torch.from_numpy(key.weights) * self.weights[indices],
+            indices,
+            epoch=key.epoch,
+            leaf=key.leaf,
+            is_transformed=True,
+            loss_weights=None if own is None else own[indices],
+        )
+
+
+def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:
+    """Put the optimum into the head, of which an evaluation is all that is left to do; a collective.
+
+    It minimizes the mean cross-entropy plus weight_decay / 2 times the sum of the squared weights, biases not counted:
+    scikit-learn's `LogisticRegression` with C = 1 / (weight_decay x images). That is convex, and has one minimum. It is
+    computed in float64 on rank 0: the features are the same on every rank, and so the result on any number of them.
+
+    Args:
+        context: the run.
+        head: a linear layer.
+        features: what it reads of each training image, [N, D].
+        weights: of the images' losses, float32 [N].
+
+    Raises:
+        UserError: on all ranks, if the head is no linear layer.
+    """
+    if not isinstance(head, nn.Linear):
+        raise AgreedError(f"--solver lbfgs: the head is a {type(head).__name__}, no linear layer: leave it out.")
+    config, world, state = context.config, context.world, context.state
+    if state.progress.epoch == config.epochs:
+        return
+    labels = context.data.train.source.labels
+    names = sorted(context.built.head_parameter_names, reverse=True)  # the weight comes first
+    shapes = [(head.out_features, head.in_features), (head.out_features,)][: len(names)]
+    solved = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    if world.is_main:
+        inputs = features.detach().cpu().double()
+        # Without their mean, which the bias takes on, features need a tenth of the iterations.
+        mean = inputs.mean(0) * (len(solved) > 1)
+        decay, smoothing = config.weight_decay, config.label_smoothing
+        loss, gradient = _minimize(solved, inputs - mean, labels, weights.double(), decay, smoothing)
+        if len(solved) > 1:
+            solved[1] = solved[1] - solved[0] @ mean
+        context.loggers.message(f"solver       lbfgs: the head's optimum over {len(inputs)} images, loss {loss:.6f}")
+        if not gradient <= LARGEST_GRADIENT:
+            context.loggers.message(
+                f"note: a gradient of {gradient:.0e} is left: --weight-decay above {decay:g} has an optimum that is "
+                "nearer"
+            )
+    found = [tensor.detach().float().to(world.device) for tensor in solved]
+    copy_from_main(found, world)
+    whole = dict(zip(names, found, strict=True))
+
+    def write(*_: object) -> None:
+        parts = [part for part in state.engine.state().shards if part.name in whole]
+        fill_shards(parts, {WEIGHTS: lambda name, box: whole[name][box]})
+
+    with torch.no_grad():
+        state.engine.change_weights(write)
+    last = {"epoch": config.epochs - 1, "step": context.plan.steps_per_epoch}
+    state.progress = dataclasses.replace(state.progress, **last)
+
+
+def _minimize(
+    solved: list[torch.Tensor],
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    decay: float,
+    smoothing: float,
+) -> tuple[float, float]:
+    """Minimize in place, in float64; return the minimum and the largest gradient that is left."""
+    optimizer = torch.optim.LBFGS(
+        solved,
+        max_iter=MOST_ITERATIONS,
+        max_eval=2 * MOST_ITERATIONS,
+        tolerance_grad=SMALLEST_GRADIENT,
+        tolerance_change=SMALLEST_CHANGE,
+        history_size=HISTORY,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses = F.cross_entropy(F.linear(inputs, *solved), labels, label_smoothing=smoothing, reduction="none")
+        loss = (losses * weights).sum() / weights.sum() + decay / 2 * solved[0].square().sum()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+        loss = closure().detach()
+    return float(loss), max(float(tensor.grad.abs().max()) for tensor in solved if tensor.grad is not None)

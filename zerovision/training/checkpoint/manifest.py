@@ -1,0 +1,177 @@
+"""The manifest of a checkpoint: position and configuration of the run, and a hash of every file.
+
+A folder without a manifest is no checkpoint, and a manifest counts only if its own sha256 matches. Everything read
+here may have been damaged or crafted: it is JSON, its size is bounded, and names of files are not taken from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerovision.training.base.atomic_write import sync_to_disk
+from zerovision.training.base.errors import one_line
+from zerovision.training.base.progress import Progress
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = "zerovision checkpoint 2"
+LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
+MOST_SHARDS = 100_000
+LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that cannot be used; the message is the reason in one line."""
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """Size in bytes and sha256 (hexadecimal) of one rank's file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a manifest.
+
+    Attributes:
+        progress: position of the run.
+        identity: what a run that resumes must share, by a readable name: model, classes, data, global batch.
+        config: the configuration of the run that saved it.
+        applied_steps: updates that the optimizer has applied, for Adam's bias correction.
+        loss_scale: state of the dynamic loss scale, None unless fp16.
+        parameters: shape of every parameter.
+        shards: one entry per rank.
+        frozen: of the file of weights that are not trained, None if they are in the shards.
+    """
+
+    progress: Progress
+    identity: dict[str, Any]
+    config: dict[str, Any]
+    applied_steps: int
+    loss_scale: dict[str, float] | None
+    parameters: dict[str, list[int]]
+    shards: tuple[ShardFacts, ...]
+    frozen: ShardFacts | None = None
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def frozen_name(facts: ShardFacts) -> str:
+    """Return the name of the file of frozen weights, which lies beside the checkpoints that need it."""
+    return f"frozen-{facts.sha256[:16]}.safetensors"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, and wait until it is on the disk."""
+    content = {"format": FORMAT, **vars(manifest)}
+    path = folder / MANIFEST_FILE
+    path.write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1, default=vars) + "\n", encoding="utf-8")
+    sync_to_disk(path)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a manifest; the shards are not looked at.
+
+    Raises:
+        DamagedCheckpoint: if it is missing, damaged or not ours.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        if file_size(path) > LARGEST_MANIFEST:
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} is larger than {LARGEST_MANIFEST >> 20} MiB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        is_ours = isinstance(content, dict) and content.get("format") == FORMAT
+        is_unchanged = is_ours and content.pop("sha256", None) == _digest(content)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read: {one_line(error)}") from None
+    if not is_ours:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} is not of the format '{FORMAT}'")
+    if not is_unchanged:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not match")
+    try:
+        return _parse(content)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} lacks a value or has a wrong one: {one_line(error)}") from None
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a regular file in bytes; reading a named pipe would block for ever.
+
+    Raises:
+        DamagedCheckpoint: if it is something else.
+        OSError: if it is missing.
+    """
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise DamagedCheckpoint(f"{path.name} is not a regular file")
+    return facts.st_size
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    progress = Progress(**content["progress"])
+    counts = dataclasses.asdict(progress)
+    best_score = counts.pop("best_score")
+    if not (math.isfinite(best_score) and best_score <= 1):
+        raise ValueError("best_score")
+    for name, value in counts.items():
+        _count(value, name)
+    shards = content["shards"]
+    if type(shards) is not list or not 0 < len(shards) <= MOST_SHARDS:
+        raise ValueError(f"shards: expected a list of 1 to {MOST_SHARDS}")
+    loss_scale = content["loss_scale"]
+    if loss_scale is not None:
+        loss_scale = {key: float(loss_scale[key]) for key in LOSS_SCALE_KEYS}
+        if not all(0 <= value < math.inf for value in loss_scale.values()):
+            raise ValueError("loss_scale")
+    return Manifest(
+        progress=progress,
+        identity=dict(content["identity"]),
+        config=dict(content["config"]),
+        applied_steps=_count(content["applied_steps"], "applied_steps"),
+        loss_scale=loss_scale,
+        parameters={
+            name: [_count(size, f"shape of {name}") for size in shape] for name, shape in content["parameters"].items()
+        },
+        shards=tuple(map(_shard_facts, shards)),
+        frozen=_frozen_facts(content.get("frozen")),
+    )
+
+
+def _shard_facts(shard: dict[str, Any]) -> ShardFacts:
+    return ShardFacts(_count(shard["bytes"], "bytes"), str(shard["sha256"]))
+
+
+def _frozen_facts(file: dict[str, Any] | None) -> ShardFacts | None:
+    """Return the facts of a file whose name is made from its hash, which therefore must be one."""
+    if file is None:
+        return None
+    if not re.fullmatch(r"[0-9a-f]{64}", file["sha256"]):
+        raise ValueError("sha256")
+    return _shard_facts(file)
+
+
+def _count(value: Any, name: str) -> int:
+    """Return a non-negative integer below 2**63, or raise ValueError."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(name)
+    return value
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Return the sha256 of the content, whatever the order and the layout in which it is written."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=vars).encode()).hexdigest()

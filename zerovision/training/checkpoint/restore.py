@@ -1,0 +1,95 @@
+"""What changes from step to step, and how a fresh one is filled from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+
+from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.manifest import DamagedCheckpoint, Manifest
+from zerovision.training.checkpoint.shards import CheckpointReader
+from zerovision.training.checkpoint.store import FoundCheckpoint
+from zerovision.training.engines.engine import Engine
+from zerovision.training.engines.islands import of_first_island
+from zerovision.training.engines.model_buffers import AVERAGE, buffers_elsewhere
+from zerovision.training.engines.parameter_shards import EngineState, frozen_parameters
+from zerovision.training.world.world import World
+
+if TYPE_CHECKING:
+    from zerovision.training.observe.scores import ScoreSums
+
+
+@dataclass
+class TrainState:
+    """Everything that changes from step to step.
+
+    Dropout, sample order and augmentation are functions of the seed and the position, so no generator is part of it.
+
+    Attributes:
+        engine: parameters, buffers, optimizer state, number of applied updates and fp16's loss scale.
+        sums: score sums of the running epoch.
+        progress: position of the run, best epoch and counts.
+    """
+
+    engine: Engine
+    sums: ScoreSums
+    progress: Progress
+
+
+def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
+    """Fill a fresh state from a verified checkpoint; a collective.
+
+    Raises:
+        UserError: if its content does not fit this model.
+    """
+    manifest, engine, sums = found.manifest, state.engine, state.sums
+    try:
+        reader, own = CheckpointReader(found.path, manifest), engine.state()
+        buffers = reader.buffers(own.leaves, len(own.leaves) * world.data.size)
+        for name in buffers_elsewhere(engine.module):
+            buffers.pop(name, None)
+            buffers.pop(AVERAGE + name, None)
+        epoch_sums = reader.epoch_sums(world.data.rank, world.data.size)
+        _check_content(own, manifest, reader, buffers)
+        if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
+            raise DamagedCheckpoint("other parameters are frozen in it than in this model")
+        _check_sums(epoch_sums, sums)
+        engine.load_state(reader.tensors, buffers, manifest.applied_steps)
+        sums.restore(epoch_sums)
+    except (DamagedCheckpoint, SafetensorError, RuntimeError, LookupError) as error:
+        raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
+    if engine.loss_scale is not None and manifest.loss_scale:
+        engine.loss_scale.restore(manifest.loss_scale)
+    state.progress = manifest.progress
+
+
+def _check_content(
+    own: EngineState, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, torch.Tensor]
+) -> None:
+    """Refuse other parameters, buffers or moments than the engine's."""
+    ours, theirs = of_first_island(own.shapes), of_first_island(manifest.parameters)
+    if ours != theirs:
+        other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
+    kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in own.buffers.items()}
+    if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
+        raise DamagedCheckpoint("its buffers differ from this model's")
+    moments, stored = sorted(own.moment_kinds), sorted(reader.moment_kinds)
+    if stored != moments:
+        names = one_line(", ".join(stored) or "none")
+        raise DamagedCheckpoint(f"its moments are {names}, the optimizer has {', '.join(moments) or 'none'}")
+
+
+def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
+    """Refuse sums that no epoch has: every later average would be wrong, or not a number."""
+    own = sums.state()
+    if (found.shape, found.dtype) != (own.shape, own.dtype):
+        raise DamagedCheckpoint("its sums of the epoch have another shape or dtype")
+    loss, top1, top5, samples = found.tolist()
+    if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # nan is in no range
+        raise DamagedCheckpoint("its sums of the epoch are not those of losses and images")

@@ -1,0 +1,361 @@
+"""Saving while training continues: the state is copied at once, and written by a thread beside the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from zerovision.training.base.errors import CANNOT_SAVE_EXIT_CODE, AgreedError, RunEnded, UserError, one_line
+from zerovision.training.base.heartbeat import HeartbeatWriter
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.units import format_bytes
+from zerovision.training.checkpoint.frozen import FrozenWeights
+from zerovision.training.checkpoint.manifest import Manifest, ShardFacts, shard_name
+from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.settings import CheckpointSettings
+from zerovision.training.checkpoint.shards import Snapshot, write_shard
+from zerovision.training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.recipe.schedule import stable_epochs
+from zerovision.training.world.collectives import broadcast_object, gather_objects
+from zerovision.training.world.exchange import flag, optional, row_of, text, whole_number
+from zerovision.training.world.signals import StopRequest
+from zerovision.training.world.world import World
+
+BYTES = 4  # of a weight in fp32
+SHORTEST_RETRY_SECONDS = 1.0
+LONGEST_RETRY_SECONDS = 120.0
+GIVE_UP_SECONDS = 600.0  # of failed saves: somebody makes room on a disk, or a file server starts again
+GIVE_UP_SECONDS_OF_STOP = 60.0  # whoever asked a run to stop, a person or a scheduler, waits for its end
+
+
+@dataclass
+class _Save:
+    """One save, running or done; `error` and `is_last_try` are the same on all ranks."""
+
+    name: str
+    position: int
+    is_best: bool
+    stall_seconds: float  # that training stood still: waiting for the save before, and copying
+    seconds: float = 0.0
+    error: str | None = None
+    is_last_try: bool = False  # saves have failed for so long that the run ends
+
+
+class Saver:
+    """Saves checkpoints of one run; every rank has one and calls it at the same steps.
+
+    Args:
+        folder: the run's checkpoints folder.
+        identity: see `Manifest.identity`.
+        config: the run's configuration.
+        plan: counts the run's steps.
+        state: what is saved.
+        world: the ranks.
+        loggers: of the run.
+        heartbeat: signs of life for the launcher.
+        patience_s: seconds that training may wait for a save before the rank counts as hung.
+        clock: returns seconds that never go back.
+        sleep: waits for so many seconds.
+        frozen: the file of weights that are not trained, None if the shards contain them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: dict[str, Any],
+        config: CheckpointSettings,
+        plan: BatchPlan,
+        state: TrainState,
+        world: World,
+        loggers: Loggers,
+        heartbeat: HeartbeatWriter,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        *,
+        frozen: FrozenWeights | None = None,
+    ) -> None:
+        self._folder, self._identity, self._config, self._plan = folder, identity, config, plan
+        self._state, self._world, self._loggers, self._heartbeat = state, world, loggers, heartbeat
+        self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
+        self._frozen = frozen
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._running: _Save | None = None
+        self._unsaved_best: Callable[[], None] | None = None
+        self._backoff = Backoff(clock)
+        self._has_given_up = False
+        self._failed_position = 0
+        self._last_start = clock()
+
+    def is_due_by_time(self) -> bool:
+        """Return True once if the minutes between two saves are over or a failed one is to be tried again.
+
+        By rank 0's clock; the other ranks always get False here and learn it from rank 0.
+        """
+        if not self._world.is_main:
+            return False
+        minutes, now = self._config.save_every_minutes, self._clock()
+        if minutes > 0 and now - self._last_start >= 60 * minutes:
+            self._last_start = now
+            return True
+        return self._backoff.take_retry()
+
+    def is_due_by_steps(self, position: int) -> bool:
+        """Return whether a save is due after `position` steps of the run; the same on all ranks."""
+        return self._config.save_every_steps > 0 and position % self._config.save_every_steps == 0
+
+    def check_room(self, *, is_new: bool) -> str:
+        """Return a note if the disk has no room for all checkpoints that are kept; a collective.
+
+        Args:
+            is_new: whether the run has no checkpoint yet, and was not started again by its launcher.
+
+        Raises:
+            UserError: on all ranks, if it has none for the weights and one checkpoint of a new run.
+        """
+        state, left_out = self._state.engine.state(), self._frozen.names if self._frozen else ()
+        shards = [shard for shard in state.shards if shard.name not in left_out]
+        own = [tensor.nbytes for shard in shards for tensor in shard.tensors.values()]
+        each = sum(gather_objects(sum(own), whole_number, self._world))
+        weights = BYTES * sum(map(math.prod, state.shapes.values()))
+        free = 0
+        if self._world.is_main:
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(self._folder).free
+        free = broadcast_object(free, whole_number, self._world)
+        sizes = f"the weights take {format_bytes(weights)}, a checkpoint {format_bytes(each)}"
+        cure = "free space there, or give another --log-dir"
+        if is_new and free < weights + each:
+            raise AgreedError(f"{self._folder.parent} has {format_bytes(free)} free: {sizes}: {cure}.")
+        kept = self._config.keep_last + 2  # while one is written all others stay, and the best epoch's besides
+        if free < weights + kept * each:
+            return f"{self._folder.parent} has {format_bytes(free)} free for up to {kept} checkpoints: {sizes}: {cure}"
+        return ""
+
+    def save(self, write_best: Callable[[], None] | None = None) -> None:
+        """Copy the current state and begin to write it; a collective.
+
+        Args:
+            write_best: given if this is the best epoch: writes its weights; called on rank 0 alone.
+
+        Raises:
+            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`.
+        """
+        start = self._last_start = self._clock()
+        self.wait()
+        if write_best is not None:
+            self._unsaved_best = write_best
+        engine, progress = self._state.engine, self._state.progress
+        state = engine.state()
+        facts = {
+            "progress": progress,
+            "identity": self._identity,
+            "config": dataclasses.asdict(self._config),
+            "applied_steps": state.applied_steps,
+            "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
+            "parameters": {name: list(shape) for name, shape in state.shapes.items()},
+            "frozen": self._frozen.facts if self._frozen else None,
+        }
+        # Of ranks with the same images one saves their sums, of ranks with the same layers one their buffers.
+        is_first = self._world.tensor.is_main
+        sums = self._state.sums.state() if is_first and self._world.pipeline.is_main else None
+        saved = state if is_first else dataclasses.replace(state, buffers={})
+        self._snapshot.take(saved, sums, self._frozen.names if self._frozen else ())
+        save = self._running = _Save(
+            checkpoint_name(progress),
+            position=self._plan.position(progress),
+            is_best=write_best is not None,
+            stall_seconds=self._clock() - start,
+        )
+        self._thread = threading.Thread(target=self._write, args=(save, facts), name="checkpoint", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no memory for its stack, or too many threads: training waits
+            self._thread = None
+            self._write(save, facts)
+
+    def note_outcome(self) -> None:
+        """Log a save that has ended since the last call; called at every step, free if none has."""
+        if self._running is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        save, self._thread, self._running = self._running, None, None
+        self._backoff.note(failed=save.error is not None)
+        self._has_given_up = save.is_last_try
+        values = {"step": save.position, "name": save.name}
+        if save.error is None:
+            self._unsaved_best = None
+            times = {"stall_seconds": round(save.stall_seconds, 4), "seconds": round(save.seconds, 3)}
+            self._loggers.event("checkpoint", values | times)
+            if self._world.is_main:
+                self._heartbeat.checkpoint_saved(save.position)
+            return
+        self._failed_position = save.position
+        self._loggers.event("checkpoint_failed", values | {"error": save.error})
+        self._loggers.message(
+            f"checkpoint {save.name} could not be saved ({save.error}): the one before it stays"
+            + ("" if save.is_last_try else f", the next try comes within {self._backoff.delay_s():.0f} s")
+        )
+
+    def finish(self, stop: StopRequest, *, is_stop: bool = False) -> None:
+        """Wait for the running save; while it fails, save the current state again. A collective.
+
+        A signal ends the waiting: one last try follows at once, and a second signal ends the process without it.
+
+        Args:
+            stop: the signals of this run.
+            is_stop: whether the run was asked to stop, and should not wait for long.
+
+        Raises:
+            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`, or `GIVE_UP_SECONDS_OF_STOP`, or in the
+                last try after a signal.
+        """
+        self.wait()
+        if is_stop:
+            self._backoff.give_up_s = GIVE_UP_SECONDS_OF_STOP
+        while self._backoff.is_failing:
+            self.save()
+            self.wait()
+            if self._backoff.is_failing:
+                delay_s = self._backoff.delay_s()
+                self._heartbeat.beat("save", self._failed_position, self._patience_s + delay_s)
+                if stop.wait(
+                    self._world,
+                    delay_s,
+                    self._failed_position,
+                    is_stopping=is_stop,
+                    clock=self._clock,
+                    sleep=self._sleep,
+                ):
+                    self._loggers.message("signal: the last try to save; a second signal ends without it")
+                    self._backoff.give_up_s = 0.0
+
+    def wait(self) -> None:
+        """Wait for the running save; raise `RunEnded` if saves have failed for too long."""
+        if self._thread is not None:
+            self._heartbeat.beat("save", self._running.position if self._running else -1, self._patience_s)
+            self._thread.join()
+        self.note_outcome()
+        if self._has_given_up:
+            raise RunEnded(
+                f"checkpoints could not be saved in {self._folder} for {self._backoff.failing_s():.0f} s "
+                "(the log says why); make room there and start again with --resume auto.",
+                CANNOT_SAVE_EXIT_CODE,
+                self._failed_position,
+            )
+
+    def _write(self, save: _Save, facts: dict[str, Any]) -> None:
+        """Write this rank's shard, agree with the other ranks, and commit; the thread's work, a collective of its own.
+
+        Its messages use `World.save_group`, so that they never mix with those of the training steps.
+        """
+        start = self._clock()
+        try:
+            save.error = self._write_and_commit(save, facts)
+            if save.error is not None:
+                self._agree(lambda: discard(self._folder, save.name), only_main=True)
+                verdicts = gather_objects(self._backoff.has_expired(), flag, self._world, self._world.save_group)
+                save.is_last_try = verdicts[0]  # by rank 0's clock
+        except Exception as error:  # a rank that died breaks the agreement; the steps will notice, too
+            save.error = one_line(f"{type(error).__name__}: {error}")
+        save.seconds = self._clock() - start
+
+    def _write_and_commit(self, save: _Save, facts: dict[str, Any]) -> str | None:
+        temporary = temporary_folder(self._folder, save.name)
+        own: list[ShardFacts] = []
+
+        def prepare() -> None:
+            discard(self._folder, save.name)
+            temporary.mkdir(parents=True)
+
+        def commit_all() -> None:
+            # Before the checkpoint: a run that resumes from it takes these weights for written.
+            if self._unsaved_best is not None:
+                self._unsaved_best()
+            manifest = Manifest(shards=tuple(ShardFacts(*row) for row in rows), **facts)
+            # What a run of more epochs goes on from, see `other_epochs.before_decay`.
+            kept = checkpoint_name(Progress(stable_epochs(self._config)))
+            keep_last = self._config.keep_last
+            commit(self._folder, save.name, manifest, is_best=save.is_best, keep_last=keep_last, kept=kept)
+
+        error = self._agree(prepare, only_main=True)
+        if error is None:
+            path = temporary / shard_name(self._world.rank)
+            error = self._agree(lambda: own.append(write_shard(path, self._snapshot)))
+        if error is None:
+            row = [own[0].bytes, own[0].sha256]
+            rows = gather_objects(row, row_of(whole_number, text), self._world, self._world.save_group)
+            error = self._agree(commit_all, only_main=True)
+        return error
+
+    def _agree(self, action: Callable[[], None], *, only_main: bool = False) -> str | None:
+        """Run `action`; return the first failing rank's reason on all ranks. A collective of the save group."""
+        error = None
+        try:
+            if self._world.is_main or not only_main:
+                action()
+        except (OSError, SafetensorError, UserError) as failure:
+            error = f"rank {self._world.rank}: {one_line(failure)}"
+        except Exception as failure:  # the others wait for the verdict, whatever it is
+            error = f"rank {self._world.rank}: {type(failure).__name__}: {one_line(failure)}"
+        errors = gather_objects(error, optional(text), self._world, self._world.save_group)
+        return next((message for message in errors if message is not None), None)
+
+
+class Backoff:
+    """Exponential backoff of failed saves, on one rank's clock.
+
+    The next try comes when the failures have lasted twice as long as at the last one.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since: float | None = None  # of the first failure since the last success
+        self._retry_at = math.inf
+        self.give_up_s = GIVE_UP_SECONDS
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last save failed."""
+        return self._since is not None
+
+    def note(self, *, failed: bool) -> None:
+        """Count a save."""
+        if not failed:
+            self._since, self._retry_at = None, math.inf
+            return
+        if self._since is None:
+            self._since = self._clock()
+        self._retry_at = self._clock() + self.delay_s()
+
+    def failing_s(self) -> float:
+        """Return for how many seconds saves have been failing."""
+        return 0.0 if self._since is None else self._clock() - self._since
+
+    def has_expired(self) -> bool:
+        """Return whether another try is not worth waiting for."""
+        return self.is_failing and self.failing_s() >= self.give_up_s
+
+    def delay_s(self) -> float:
+        """Return the seconds from a failure now to the next try."""
+        left_s = max(self.give_up_s - self.failing_s(), 0.0)
+        return min(max(self.failing_s(), SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS, left_s)
+
+    def take_retry(self) -> bool:
+        """Return True once after each failure if it is time for the next try."""
+        if self._clock() < self._retry_at:
+            return False
+        self._retry_at = math.inf
+        return True

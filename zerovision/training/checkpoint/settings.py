@@ -1,0 +1,33 @@
+"""The settings of checkpoints, of resuming, and of what ends a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from zerovision.training.base.settings import option
+from zerovision.training.recipe.settings import RecipeSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings(RecipeSettings):
+    """Checkpoints, resume, and what ends a run."""
+
+    resume: str = option(
+        "never", "never, auto (newest good checkpoint of --run-name, if any), must, or a checkpoint folder."
+    )
+    save_every_steps: int = option(0, "Optimizer steps between checkpoints within an epoch; 0: none by steps.", low=0)
+    save_every_minutes: float = option(5.0, "Minutes between checkpoints within an epoch; 0: none by time.", low=0)
+    keep_last: int = option(2, "Newest checkpoints to keep, beside the best epoch's.", low=1, high=100_000)
+    max_bad_steps: int = option(10, "Skipped steps in a row (gradient not finite) that end the run; 0: never.", low=0)
+    on_oom: Literal["stop", "adapt"] = option(
+        "stop",
+        "Out of memory: stop; adapt: the launcher starts again from the newest checkpoint with a smaller micro-batch "
+        "(the same global batch), recomputed activations, a higher ZeRO stage, offload, whichever is the first left.",
+    )
+    hang_timeout: float = option(
+        300.0,
+        "Seconds without a finished step after which a rank counts as hung (first step and saves: 5 times).",
+        above=0,
+        high=10**6,
+    )

@@ -1,0 +1,227 @@
+"""The checkpoints folder of a run: a checkpoint appears there complete or not at all; damaged ones are skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerovision.training.base.atomic_write import remove_leftovers, replacing, sync_to_disk
+from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_folder import LAST
+from zerovision.training.checkpoint.manifest import (
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    Manifest,
+    file_size,
+    frozen_name,
+    read_manifest,
+    shard_name,
+    write_manifest,
+)
+from zerovision.training.checkpoint.shards import verify_shard
+from zerovision.training.world.collectives import broadcast_object, error_on_any_rank
+from zerovision.training.world.exchange import list_of, text
+from zerovision.training.world.world import World
+
+BEST = "best"
+NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint whose files are verified."""
+
+    path: Path
+    manifest: Manifest
+
+
+def checkpoint_name(progress: Progress) -> str:
+    """Return the folder's name of a checkpoint, which sorts by the position in the run."""
+    return f"step-{progress.epoch:05d}-{progress.step:07d}"
+
+
+def temporary_folder(folder: Path, name: str) -> Path:
+    """Return the folder in which a checkpoint is written before it gets its name."""
+    return folder / f".{name}.tmp"
+
+
+def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_last: int, kept: str = "") -> None:
+    """Name a checkpoint whose shards are on the disk, then point at it, then remove old ones; on rank 0 alone.
+
+    A kill at any moment leaves the checkpoint before this one, or this one.
+
+    Args:
+        folder: the run's checkpoints folder.
+        name: of the checkpoint.
+        manifest: of the checkpoint.
+        is_best: whether it is the best epoch's.
+        keep_last: newest checkpoints that stay, beside the best epoch's.
+        kept: name of another one that stays.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    temporary, path = temporary_folder(folder, name), folder / name
+    write_manifest(temporary, manifest)
+    sync_to_disk(temporary)
+    if path.exists():  # of the same step, from before a resume; until the next line, `last` means the one set aside
+        _set_aside(path)
+    temporary.rename(path)
+    sync_to_disk(folder)
+    _point(folder / LAST, name)
+    if is_best:
+        _point(folder / BEST, name)
+    _remove_old(folder, name, keep_last, kept)
+
+
+def discard(folder: Path, name: str) -> None:
+    """Remove the files of a checkpoint that failed."""
+    shutil.rmtree(temporary_folder(folder, name), ignore_errors=True)
+
+
+def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[list[Path], list[str]]:
+    """Return the checkpoints that `--resume` means, the one to try first at the front, and notes for the log.
+
+    Args:
+        resume: 'never', 'auto', 'must' or a folder: a checkpoint, a run's folder or its checkpoints folder.
+        folder: this run's checkpoints folder.
+        is_restart: whether the launcher restarted this run: its own checkpoints then go before `resume`.
+
+    Raises:
+        UserError: for `must`, or a folder, without a checkpoint, or if a folder cannot be read.
+    """
+    try:
+        own, notes = _newest_first(folder)
+        if own and (is_restart or resume in ("auto", "must")):
+            return own, notes
+        if resume in ("never", "auto"):
+            return [], notes
+        if resume == "must":
+            raise UserError(f"--resume must: no checkpoint in {folder}. Give the --run-name of a run that has one.")
+        path = Path(resume).expanduser()
+        if (path / MANIFEST_FILE).is_file() or (NAME_PATTERN.fullmatch(path.name) and path.is_dir()):
+            return [path], []
+        for parent in (path / "checkpoints", path):
+            candidates, notes = _newest_first(parent)
+            if candidates:
+                return candidates, notes
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user who has no home
+        raise UserError(f"--resume {one_line(resume)}: cannot be read: {one_line(error)}.") from None
+    raise UserError(
+        f"--resume {one_line(resume)}: no checkpoint there (no {MANIFEST_FILE}). "
+        "Give never, auto, must or a checkpoint folder."
+    )
+
+
+def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None, dict[Path, str]]:
+    """Return the first checkpoint without damage, and the damage of those before it; a collective.
+
+    The ranks share the work of hashing; all must see the same folder.
+    """
+    paths = broadcast_object([str(path) for path in candidates], list_of(text), world)
+    refused: dict[Path, str] = {}
+    for path in map(Path, paths):
+        error, manifest = None, None
+        try:
+            manifest = read_manifest(path)
+            files = [(path / shard_name(rank), facts) for rank, facts in enumerate(manifest.shards)]
+            if manifest.frozen is not None:
+                files.append((path.parent / frozen_name(manifest.frozen), manifest.frozen))
+            for file, facts in files[world.rank :: world.size]:
+                verify_shard(file, facts)
+        except DamagedCheckpoint as damage:
+            error = str(damage)
+        error = error_on_any_rank(error, world)
+        if error is None and manifest is not None:
+            return FoundCheckpoint(path, manifest), refused
+        refused[path] = str(error)
+    return None, refused
+
+
+def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
+    """Rename a run's own damaged checkpoints, so that none of `--keep-last` is one; on rank 0 alone.
+
+    They stay hidden in the folder until the next checkpoint is complete.
+    """
+    for path in damaged:
+        if path.parent == folder:
+            with contextlib.suppress(OSError):  # those that cannot be renamed are merely found again
+                path.rename(path.with_name(f".{path.name}.damaged"))
+
+
+def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
+    """List the checkpoints from the one that `last` names backwards; all of them if that leaves none."""
+    if not folder.is_dir():
+        return [], []
+    names = _names(folder)
+    pointed, problem = _read_pointer(folder / LAST)
+    # Later ones are left from before a resume that went back, or were not pointed at yet.
+    kept = [name for name in names if not pointed or _position(name) <= _position(pointed)] or names
+    candidates = [folder / name for name in reversed(kept)]
+    if pointed and pointed not in names:
+        problem = f"names {pointed}, which is not there"
+        if _aside(folder / pointed).is_dir():
+            candidates.insert(0, _aside(folder / pointed))
+    if problem and candidates:
+        return candidates, [f"{folder / LAST} {problem}: {candidates[0].name} is tried first"]
+    return candidates, []
+
+
+def _read_pointer(pointer: Path) -> tuple[str, str]:
+    """Return the name in a pointer file and '', or '' and what is wrong with it."""
+    try:
+        file_size(pointer)
+        with pointer.open("rb") as file:
+            name = file.read(100).decode("ascii").strip()
+    except FileNotFoundError:
+        return "", "is missing"
+    except (OSError, UnicodeDecodeError, DamagedCheckpoint) as error:
+        return "", f"cannot be read ({one_line(error)})"
+    if not NAME_PATTERN.fullmatch(name):
+        return "", f"names no checkpoint ({json.dumps(name)})"
+    return name, ""
+
+
+def _position(name: str) -> tuple[int, int]:
+    match = NAME_PATTERN.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else (-1, -1)
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of a folder's checkpoints by position."""
+    return sorted((path.name for path in folder.iterdir() if NAME_PATTERN.fullmatch(path.name)), key=_position)
+
+
+def _point(pointer: Path, name: str) -> None:
+    with replacing(pointer, durable=True) as temporary:
+        temporary.write_text(name + "\n", encoding="utf-8")
+
+
+def _remove_old(folder: Path, current: str, keep_last: int, kept: str) -> None:
+    """Keep the best, and the newest up to the current one; later ones are from before a resume."""
+    names = _names(folder)
+    up_to_now = [name for name in names if _position(name) <= _position(current)]
+    stay = {*up_to_now[-keep_last:], _read_pointer(folder / BEST)[0], *({kept} & {*up_to_now})}
+    for name in names:
+        if name not in stay:
+            # Renamed first: a kill while files are removed leaves nothing that looks like a checkpoint.
+            shutil.rmtree(_set_aside(folder / name), ignore_errors=True)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    remove_leftovers(folder, ours=(LAST, BEST))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _set_aside(path: Path) -> Path:
+    aside = _aside(path)
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)

@@ -1,0 +1,195 @@
+"""The trained weights: one safetensors file that describes itself, and loads in plain PyTorch.
+
+The file's metadata (safetensors keeps text only) contains one JSON object with `description` (enough to rebuild the
+network), `class_names`, `preprocessing` and `extra`. Tensor names are the network's own, so that timm loads a
+`timm:` model too.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from zerovision.models.build import channels_of, rebuild_model, tensor_mismatch
+from zerovision.models.dry_run import forward_failure
+from zerovision.models.weights_file import check_finite
+from zerovision.models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
+from zerovision.training.base.atomic_write import replacing, replacing_by_library, sync_to_disk
+from zerovision.training.base.errors import UserError
+from zerovision.training.data.reading.model_input import ModelInput
+from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.world.preserved_process import preserved_generators
+
+CLASS_MAP = "class_map.txt"  # the classes in the order of the logits, a name a line, for timm's --class-map
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    state_dict: dict[str, torch.Tensor],
+    *,
+    description: dict[str, Any],
+    class_names: list[str],
+    preprocessing: dict[str, Any],
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write weights and what they are into one safetensors file; a crash leaves the old file or the new one.
+
+    Args:
+        path: the file; its folder must exist.
+        state_dict: the full tensors on any device; each keeps its dtype.
+        description: `BuiltModel.description`.
+        class_names: the class of each logit, in order.
+        preprocessing: image_size and resize_size (pixels; resize_size null for no crop), mean and std (a number
+            per channel, for pixels in 0..1), interpolation (bilinear, bicubic or nearest), decode (exact or numbers,
+            if files are not shrunk while they are decoded); see `preprocess`.
+        extra: anything else that JSON can contain.
+    """
+    values = (description, class_names, preprocessing, extra or {})
+    metadata = {METADATA_KEY: json.dumps(dict(zip(METADATA_KEYS, values, strict=True)))}
+    tensors = _unshared({name: tensor.detach().cpu() for name, tensor in state_dict.items()})
+    path = Path(path)
+    with replacing_by_library(path) as temporary:
+        save_file(tensors, temporary, metadata=metadata)
+    sync_to_disk(path.parent)
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return CPU tensors in the usual order of dimensions that share no memory, which safetensors refuses.
+
+    Copied are only those that share some, such as views into a flat buffer, or are in another order: a copy of a whole
+    network beside the training is memory that somebody may not have.
+    """
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+
+    def is_alone(tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and uses[storage.data_ptr()] == 1
+
+    return {
+        name: tensor if is_alone(tensor) else torch.clone(tensor, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a file's description, class_names, preprocessing and extra; the tensors are not read.
+
+    Raises:
+        UserError: for a file that is missing or that `save_weights` did not write.
+    """
+    if not os.path.isfile(path):
+        raise UserError(f"weights file '{path}' does not exist or is no file")
+    try:
+        with open_weights(path) as reader:
+            facts = read_facts(reader)
+    except WrongMetadata as error:
+        raise UserError(f"weights file '{path}' {error}") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"weights file '{path}' cannot be read as safetensors: {error}") from error
+    if not facts:
+        raise UserError(f"weights file '{path}' has no metadata: it is not the model.safetensors of a run")
+    return facts
+
+
+def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:
+    """Rebuild the network of a file and load its weights: float32, on the CPU, in evaluation mode.
+
+    Returns:
+        The network (images `[B, C, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
+
+    Raises:
+        UserError: for a file that is missing, broken or contradicts itself, has no classifier, or contains NaN or
+            infinity.
+    """
+    metadata = read_metadata(path)
+    if "embedding" in metadata["description"]:
+        raise UserError(
+            f"weights file '{path}' is of --loss supcon and tells no classes apart yet: train a head for it with "
+            f"--weights {path} --tune head."
+        )
+    try:
+        with preserved_generators():  # the initial weights are random
+            module = _empty_network(path, metadata)
+    except UserError as error:
+        raise UserError(f"weights file '{path}' does not fit its own description: {error}") from error
+    tensors = load_file(path)
+    check_finite(path, tensors)
+    module.load_state_dict(tensors)
+    return module.eval(), metadata
+
+
+def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn.Module:
+    """Build the network that a file's tensors fill, and check that it works with its images.
+
+    Raises:
+        UserError: if description, tensors and image size do not go together.
+    """
+    description, image_size = metadata["description"], metadata["preprocessing"]["image_size"]
+    with open_weights(path) as reader:
+        shapes = {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118 - no mapping
+    mismatch = tensor_mismatch(description, shapes)
+    if mismatch is None:
+        module = rebuild_model(description)
+        mismatch = forward_failure(module, image_size, 2, channels_of(description))
+    if mismatch is not None:
+        raise UserError(mismatch)
+    return module
+
+
+def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
+    """Return the function that turns a PIL image into the network's input, float32 `[1, 3 or 4, H, W]`, as `predict`.
+
+    The image is turned upright (EXIF), made grey, RGB or RGBA, resized (the shorter side to resize_size, then a center
+    crop of image_size; or straight to image_size if resize_size is null), and normalized with mean and std. What
+    `Image.open` returns has the pixels that `predict` reads from the file, as long as nothing was done with it before;
+    of a JPEG that is decoded already those at full size are averaged.
+
+    Args:
+        metadata: what `read_metadata` or `load_model` returned.
+
+    Raises:
+        UserError: if the network was trained on other numbers than bytes.
+    """
+    preprocessing = metadata["preprocessing"]
+    if values_of(preprocessing) != BYTES:
+        raise UserError(
+            f"the model was trained on arrays of {values_of(preprocessing)}, not on pictures: prepare such arrays "
+            "[C, H, W] with zerovision.training.data.augment.evaluation_transform."
+        )
+    return ModelInput(preprocessing).read_picture
+
+
+def class_map(class_names: Sequence[str]) -> bytes | None:
+    """Return the content of the file, None if timm would read other names: it strips lines, and takes UTF-8 alone."""
+    content = "".join(f"{name}\n" for name in class_names)
+    if [line.strip() for line in io.StringIO(content, newline=None)] != [*class_names]:
+        return None
+    try:
+        return content.encode()
+    except UnicodeEncodeError:  # bytes of a folder's name that are no text
+        return None
+
+
+def write_class_map(folder: Path, class_names: Sequence[str]) -> None:
+    """Write `CLASS_MAP` into a folder, or remove that of other classes if there can be none.
+
+    Without it timm numbers folders in natural order (1, 2, 10), and here they are numbered as text is sorted
+    (1, 10, 2).
+    """
+    content, path = class_map(class_names), folder / CLASS_MAP
+    if content is None:
+        path.unlink(missing_ok=True)
+        return
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

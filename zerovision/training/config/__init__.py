@@ -1,0 +1,41 @@
+"""The configuration of a run: one frozen dataclass that declares the command line, `--help` and the YAML file.
+
+This module imports neither torch nor deepspeed, so that `--help` and a launcher's check of the arguments cost a
+fraction of a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerovision.training.base.settings import REPO_ROOT
+from zerovision.training.observe.settings import ObserveSettings
+
+__all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "REPO_ROOT", "TrainConfig"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(ObserveSettings):
+    """All settings of a run: each room's contain those of the rooms below. Field `batch_size` is `--batch-size`."""
+
+
+# What a resumed run may change; everything else is part of the recipe and must match the checkpoint. Accumulation
+# follows from the global batch, the data set is identified by its fingerprint, the starting weights no longer matter.
+CHANGEABLE_ON_RESUME = frozenset(
+    {
+        *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
+        *("tensor_parallel", "islands"),
+        *("deepspeed_config", "pipeline_parallel", "pipeline_schedule", "pipeline_split"),
+        *("activation_checkpointing", "deterministic", "features"),
+        *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),
+        *("pretrained", "weights", "early_stopping_patience", "epochs"),
+        *("teacher", "teacher_classes"),  # which the teacher's hash identifies
+        *("data", "data_root", "path_column", "label_column", "label_separator", "links", "download"),
+        *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images", "max_megapixels"),
+        *("preset", "run_name", "log_dir", "log_every_steps", "log_hashes", "audit", "progress"),
+        *("loggers", "tensorboard", "report", "profile"),
+        *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "on_oom", "hang_timeout"),
+    }
+)
+FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+FLAG_OF = {name: "--" + name.replace("_", "-") for name in FIELDS}

@@ -1,0 +1,405 @@
+"""The check of a configuration: types, ranges, names, and values that exclude each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from zerovision.models import check_model_name, model_spec
+from zerovision.training.base.errors import UserError, shown, unknown_name
+from zerovision.training.base.units import plural
+from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config.global_batch import in_chunks
+from zerovision.training.config.values import allowed_values, is_allowed
+from zerovision.training.data import bad_image_share, find_dataset
+from zerovision.training.data.augmentations import augmentation_of
+from zerovision.training.data.image_sizes import size_ramp
+from zerovision.training.data.settings import MULTILABEL
+from zerovision.training.engines.strategies import STRATEGIES, check_micro_batches
+from zerovision.training.observe.new_run import run_folder
+from zerovision.training.observe.settings import TRACKERS
+from zerovision.training.recipe import read_distill, read_tune
+from zerovision.training.recipe.class_weights import given_weights
+from zerovision.training.recipe.rules import (
+    ELEMENT_WISE,
+    MATRIX_RULES,
+    SHIFTED_RATE,
+    SQUARED_DECAY,
+    check_optimizer,
+    read_options,
+)
+from zerovision.training.recipe.schedule import SCHEDULES, has_slow_backbone, head_epochs_of, schedule_names
+
+DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
+MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
+OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
+DESTINATIONS = ("tensorboard", *TRACKERS)
+RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+
+Values = dict[str, tuple[object, ...]]
+OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto"), ("off", "auto"), ("cross_entropy", "bce")
+
+
+def check_launched_strategy(name: str) -> None:
+    """Raise UserError for what is no strategy of a launcher."""
+    if name not in STRATEGIES and name not in OF_LAUNCHERS:
+        raise unknown_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
+
+
+def _only(value: object, *names: str) -> Values:
+    return dict.fromkeys(names, (value,))
+
+
+# By a setting in words, with {name} for flag and value: when it restricts others, and the values that these may have
+# then, the usual one first.
+GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
+    "{loss}": (
+        lambda config: config.is_contrastive,
+        _only(0, "mixup", "cutmix")
+        | {"distill": ("",), "class_weights": ("none",), "engine": OUR_ENGINE, "compile": NOT_COMPILED},
+    ),
+    "{features}": (
+        lambda config: config.features == "cached",
+        {"tune": ("head",)}
+        | {"augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
+        | _only(0, "mixup", "cutmix", "color_jitter", "random_erasing")
+        | _only("", "progressive_size", "distill")
+        | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED, "pipeline_parallel": (1,)},
+    ),
+    "{solver}": (
+        lambda config: config.solver == "lbfgs",
+        {"features": ("cached",), "loss": ("cross_entropy",), "class_weights": ("none",), "sampling": ("uniform",)}
+        | _only(0, "ema", "lookahead")
+        | {"local_steps": (1,), "replicate_across": ("none",)},  # whose other replicas have no parts to fill
+    ),
+    "{task}": (
+        lambda config: config.task == MULTILABEL,
+        {"loss": ("bce",), "bce_target_threshold": (0,), "class_weights": ("none",), "sampling": ("uniform",)}
+        | {"distill": ("",), "features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
+    ),
+    # Islands each have an engine, an optimizer and statistics of their own; fp16 would have another loss scale on each.
+    "{local_steps}": (
+        lambda config: config.has_islands,
+        {"strategy": ("ddp",), "engine": OUR_ENGINE, "precision": ("fp32", "auto", "bf16"), "loss": OF_CLASSES}
+        | {"sync_batchnorm": (False,)}
+        | _only(0, "ema", "lookahead"),  # the outer weights are such an average
+    ),
+    "{tensor_parallel}": (
+        lambda config: config.tensor_parallel > 1,
+        {"engine": OUR_ENGINE, "compile": NOT_COMPILED, "offload": ("none",), "tune": ("full",)}
+        | {"replicate_across": ("none",), "local_steps": (1,), "optimizer": ELEMENT_WISE},
+    ),
+    "{audit}": (
+        lambda config: config.audit > 0,
+        {"strategy": ("ddp",)}  # every rank has all weights
+        | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "sync_batchnorm": (False,), "features": ("computed",)}
+        | _only(1, "tensor_parallel", "pipeline_parallel", "local_steps"),
+    ),
+    "{pipeline_parallel}": (
+        lambda config: config.pipeline_parallel > 1,
+        {"strategy": ("ddp",), "engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED}
+        | {"sync_batchnorm": (False,), "local_steps": (1,)},
+    ),
+}
+
+
+def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
+    """Check what needs neither torch nor the data: types, ranges, names, and values that exclude each other.
+
+    Args:
+        config: the configuration.
+        label_of: the name of each field in a message: its flag, or file and key.
+
+    Returns:
+        The configuration, with the chunks of a gradient cache as its micro-batches.
+
+    Raises:
+        UserError: for the first value that is wrong.
+    """
+    if config.task == MULTILABEL:  # what one label has by default, and several do not
+        chosen = {"loss": "bce", "best_by": "map"}
+        usual = {name: value for name, value in chosen.items() if getattr(config, name) == FIELDS[name].default}
+        config = dataclasses.replace(config, **usual)  # type: ignore[arg-type]  # two of their values
+    for name, field in FIELDS.items():
+        value = getattr(config, name)
+        if not is_allowed(value, field):
+            raise UserError(f"{label_of[name]} {shown(value)}: expected {allowed_values(field)}.")
+    for mistakes in (_wrong_words, _contradictions):
+        for mistake in mistakes(config, label_of):
+            raise UserError(mistake)
+    if read_tune(config.tune)[0] != "full" and (
+        config.resume == "never" or (config.resume == "auto" and not run_folder(config).has_checkpoint)
+    ):
+        check_starting_weights(config, label_of)
+    return in_chunks(config)
+
+
+def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> None:
+    """Check that what is not trained comes from somewhere, for a run that does not go on from a checkpoint.
+
+    Raises:
+        UserError: if it would keep random weights.
+    """
+    if read_tune(config.tune)[0] != "full" and not _has_weights(config):
+        raise UserError(
+            f"{label_of['tune']} {config.tune}: what is not trained would keep random weights: "
+            f"add {label_of['pretrained']}, or {label_of['weights']} FILE."
+        )
+
+
+def _has_weights(config: TrainConfig) -> bool:
+    return bool(config.weights or config.pretrained or model_spec(config.model_type).always_pretrained)
+
+
+def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong about words and numbers by themselves, or raise the UserError of what reads them."""
+    check_model_name(config.model_type)
+    if config.batch_size == "auto" and config.gradient_accumulation_steps > 1:
+        yield (
+            f"{of['batch_size']} auto finds {of['gradient_accumulation_steps']}: leave that out, and give "
+            f"{of['global_batch']} N for more images per update."
+        )
+    if config.strategy in OF_LAUNCHERS:
+        yield (
+            f"{of['strategy']} {config.strategy} is for the launchers, which ask scripts/plan.py: type bash "
+            f"scripts/launch_distributed.sh {config.model_type} {config.strategy} <num_gpus> {config.batch_size} "
+            f"{config.epochs}."
+        )
+    if config.strategy not in STRATEGIES:
+        raise unknown_name("strategy", config.strategy, STRATEGIES)
+    augmentation_of(config, default="crop_flip")
+    find_dataset(config.data)
+    if "://" in config.log_dir:
+        yield f"{of['log_dir']} is a URL: give a folder, and copy the run afterwards."
+    bad_image_share(config.bad_images)
+    given_weights(config.class_weights)
+    size_ramp(config.progressive_size)
+    if config.compile == "on" and (config.progressive_size or config.eval_image_size):
+        yield (
+            f"{of['compile']} on: images of several sizes are not compiled, leave out {of['progressive_size']} and "
+            f"{of['eval_image_size']}."
+        )
+    if config.compile == "on" and config.activation_checkpointing:
+        yield f"{of['compile']} on and {of['activation_checkpointing']} exclude each other: give one."
+    if config.class_weights != "none" and config.sampling == "balanced":
+        yield f"{of['class_weights']} and {of['sampling']} balanced both make up for rare classes: give one of them."
+    if config.order == "shards" and config.sampling == "balanced":
+        yield (
+            f"{of['sampling']} balanced takes its images from everywhere, {of['order']} shards from a few shards at a "
+            f"time: give one of them, or {of['class_weights']} balanced."
+        )
+    if config.bce_target_threshold and config.loss != "bce":
+        yield f"{of['bce_target_threshold']} is of {of['loss']} bce only: give both, or none."
+    if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
+        yield f"{of['workers']} {config.workers!r}: expected a whole number from 0 to 999, or auto."
+    if config.run_name and not RUN_NAME_PATTERN.fullmatch(config.run_name):
+        yield (
+            f"{of['run_name']} {config.run_name!r}: use letters, digits, '.', '_' and '-', at most 120, beginning with "
+            "a letter or digit."
+        )
+    for name in config.destinations:
+        if name not in DESTINATIONS:
+            raise unknown_name("logger", name, DESTINATIONS)
+    plan = STRATEGIES[config.strategy]
+    if config.offload not in plan.offloadable:
+        yield f"{of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(plan.offloadable)}."
+    if config.replicate_across == "nodes" and (config.engine == "deepspeed" or plan.zero_stage == 1):
+        yield f"{of['replicate_across']} nodes: --engine torch does it, at fsdp_stage2 and fsdp_stage3."
+    shards = plan.zero_stage > 1
+    check_optimizer(of["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=shards)
+    yield from _wrong_rules(config, of)
+    yield from _wrong_schedule(config, of)
+
+
+def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
+    """Yield what does not go together."""
+    yield from _wrong_contrast(config, of)
+    given = {name: f"{of[name]} {getattr(config, name)}" for name in FIELDS}
+    for words, (is_chosen, allowed) in GOES_WITH.items():
+        if is_chosen(config):
+            yield from _wrong_values(config, of, words.format_map(given), allowed)
+    has_members = model_spec(config.model_type).takes_members
+    if config.is_contrastive and has_members:
+        yield (
+            f"{of['loss']} {config.loss}: the members of an ensemble have no features in common: train each by itself."
+        )
+    if config.distill:
+        read_distill(config.distill)
+    if bool(config.distill) != bool(config.teacher):
+        yield f"{of['distill']} learns from {of['teacher']}: give both, or none."
+    if config.solver == "lbfgs" and not config.weight_decay:
+        yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: else there may be no minimum."
+    if config.task == MULTILABEL and has_members:
+        yield f"{of['task']} {MULTILABEL}: the members of an ensemble choose one class: give another."
+    if config.pipeline_parallel > 1:
+        flag, members = f"{of['pipeline_parallel']} {config.pipeline_parallel}", config.ensemble_members.count(",") + 1
+        for name in ("batch_size", "learning_rate"):
+            if getattr(config, name) == "auto":
+                yield f"{flag} does not go with {of[name]} auto: give {of[name]} a number."
+        if config.has_stages:  # else the loss is computed where a member's images are
+            yield from _wrong_values(config, of, flag, {"distill": ("",)})
+        if not config.has_stages and members < config.pipeline_parallel:
+            yield (
+                f"{flag}: an ensemble of {plural(members, 'member')} fills {plural(members, 'rank')}: give "
+                f"{of['pipeline_parallel']} {members} or less, or more {of['ensemble_members']}."
+            )
+        if config.has_stages and not config.global_batch:
+            steps = config.gradient_accumulation_steps
+            check_micro_batches(config.pipeline_schedule, config.pipeline_parallel, steps)
+    if config.has_islands and config.outer_delay >= config.local_steps:
+        yield f"{given['outer_delay']}: expected less than {given['local_steps']}, when the next differences are sent."
+    if config.learning_rate == "auto" and config.base_batch_size:
+        yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto tries those of this batch."
+    if config.mixup_off_epochs > config.epochs:
+        yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {plural(config.epochs, 'epoch')} only."
+    if config.whitened_stem and _has_weights(config):
+        yield f"{of['whitened_stem']} would replace weights that are loaded: leave it out."
+    if config.weights and config.pretrained:
+        yield f"{of['weights']} and {of['pretrained']} exclude each other: give one of them."
+
+
+def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allowed_of: Values) -> Iterator[str]:
+    """Yield each value that does not go with a setting, which is given in words."""
+    for name, allowed in allowed_of.items():
+        if (value := getattr(config, name)) not in allowed:
+            is_left_out = value is True or allowed == ("",)
+            cure = f"leave {of[name]} out" if is_left_out else f"give {of[name]} {allowed[0]}"
+            yield f"{setting} does not go with {of[name]} {shown(value)}: {cure}."
+
+
+def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
+    """Yield values that the update rules do not go with."""
+    if config.fallback_optimizer not in ELEMENT_WISE:
+        raise unknown_name("fallback optimizer", config.fallback_optimizer, ELEMENT_WISE)
+    options = {
+        name: read_options(of[name], getattr(config, name)) for name in ("optimizer_options", "fallback_options")
+    }
+    has_fallback = config.optimizer in MATRIX_RULES
+    if has_fallback and options["optimizer_options"].get("momentum", config.momentum) == 0:
+        yield f"{of['optimizer']} {config.optimizer} needs a {of['momentum']} above 0, such as 0.95."
+    for name in ("optimizer", "fallback_optimizer")[: 1 + has_fallback]:
+        rule = getattr(config, name)
+        if rule in SQUARED_DECAY and config.base_batch_size:
+            yield (
+                f"{of[name]} {rule} and {of['base_batch_size']} exclude each other: its decay refers to "
+                "--learning-rate itself."
+            )
+        if rule in SHIFTED_RATE and head_epochs_of(config):
+            yield (
+                f"{of[name]} {rule} moves weights at a learning rate of 0, which the backbone has in the epochs of the "
+                f"head: give {of['head_epochs']} 0, or another rule such as adamw."
+            )
+
+
+def _wrong_contrast(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
+    """Yield what belongs to a loss that compares images, or does not go with it."""
+    cache, loss = (f"{of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
+    if config.gradient_cache and not config.is_contrastive:
+        yield (
+            f"{cache}: with {loss} each image has a loss of its own, and {of['gradient_accumulation_steps']} N gives "
+            "the same gradient in the same memory: use that."
+        )
+    if config.gradient_cache and config.batch_size == "auto":
+        yield f"{cache} is what goes through the network at a time: give {of['batch_size']} a number."
+    if config.is_contrastive and config.learning_rate == "auto":
+        yield f"{loss} does not go with {of['learning_rate']} auto, which knows other losses: give one."
+
+
+def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong about the schedule."""
+    decays: dict[str, None] = {}  # values that must leave room in the run
+    fallback = config.fallback_schedule or config.schedule
+    for kind, name in (("schedule", config.schedule), ("fallback schedule", fallback)):
+        if name not in SCHEDULES:
+            raise unknown_name(kind, name, SCHEDULES)
+    for name in schedule_names(config):
+        decays |= dict.fromkeys(DECAY_WITHIN_RUN.get(name, ()))
+    if decays and config.decay_epochs != "auto":
+        last = round(config.decay_epochs + config.cooldown_epochs, 6)
+        if last % 1:
+            yield (
+                f"{of['decay_epochs']} {config.decay_epochs}: the decay of wsd begins with an epoch, give "
+                f"{math.ceil(last) - config.cooldown_epochs:.9g}."
+            )
+    used = 0.0  # epochs of the run
+    for name in ("warmup_epochs", "cooldown_epochs", *decays):
+        used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
+        if used > config.epochs:
+            before = "" if used == getattr(config, name) else " with the epochs before it"
+            yield f"{of[name]} {getattr(config, name)}{before}: the run has {plural(config.epochs, 'epoch')} only."
+    if config.milestones and not MILESTONES_PATTERN.fullmatch(config.milestones):
+        yield f"{of['milestones']} {shown(config.milestones)}: expected epochs such as 30,60,80."
+
+
+def _has_schedule(*names: str) -> Callable[[TrainConfig], bool]:
+    return lambda config: not schedule_names(config).isdisjoint(names)
+
+
+def _mixes(config: TrainConfig) -> bool:
+    """Return whether images are mixed: those of a micro-batch, with each other."""
+    return config.batch_size != 1 and bool(config.mixup or config.cutmix)
+
+
+def _shifts(config: TrainConfig) -> bool:
+    if config.augmentation == "auto":
+        return config.shift_pixels != 0
+    return augmentation_of(config, config.augmentation).shift
+
+
+def _has_momentum(config: TrainConfig) -> bool:
+    from timm.optim import get_optimizer_info
+
+    rules = {config.optimizer: config.optimizer_options}
+    if config.optimizer in MATRIX_RULES:
+        rules[config.fallback_optimizer] = config.fallback_options
+    return any(
+        get_optimizer_info(rule).has_momentum and "momentum" not in read_options("", options)
+        for rule, options in rules.items()
+    )
+
+
+# When each flag has an effect.
+USED: dict[str, Callable[[TrainConfig], bool]] = {
+    "label_separator": lambda config: config.task == MULTILABEL,
+    "fold": lambda config: config.folds > 0,
+    "shuffle_window": lambda config: config.order == "shards",
+    "val_fraction": lambda config: not config.folds,
+    "eval_crop": lambda config: config.fit in ("auto", "crop"),
+    "momentum": _has_momentum,
+    **dict.fromkeys(("milestones", "decay_rate"), _has_schedule("step")),
+    "decay_epochs": lambda config: _has_schedule("wsd" if config.milestones else "step", "wsd")(config),
+    # A rate has a final value that it reaches by its schedule's shape.
+    **dict.fromkeys(
+        ("final_learning_rate_scale", "cooldown_epochs"),
+        lambda config: not schedule_names(config) <= {"step", "constant"},
+    ),
+    "decay_shape": _has_schedule("wsd"),
+    "decay_power": _has_schedule("polynomial"),
+    **dict.fromkeys(
+        ("fallback_optimizer", "fallback_options", "fallback_schedule", "fallback_learning_rate_scale"),
+        lambda config: config.optimizer in MATRIX_RULES,
+    ),
+    **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), has_slow_backbone),
+    "ensemble_members": lambda config: model_spec(config.model_type).takes_members,
+    **dict.fromkeys(("mixup", "cutmix", "mixup_probability", "mixup_off_epochs"), _mixes),
+    "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
+    "random_erasing_mode": lambda config: config.random_erasing > 0,
+    "shift_padding": _shifts,
+    **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.has_stages),
+    **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
+    "temperature": lambda config: config.is_contrastive,
+    "teacher_classes": lambda config: bool(config.teacher),
+    **dict.fromkeys(
+        ("islands", "outer_learning_rate", "outer_momentum", "outer_precision", "outer_delay"),
+        lambda config: config.has_islands,
+    ),
+}
+
+
+def note_unused_flags(config: TrainConfig) -> list[str]:
+    """Return a note for the log that names the flags whose values change nothing in this run."""
+    given = [name for name, field in FIELDS.items() if getattr(config, name) != field.default]
+    unused = [FLAG_OF[name] for name in given if name in USED and not USED[name](config)]
+    return [f"without effect in this run: {', '.join(unused)}"] if unused else []

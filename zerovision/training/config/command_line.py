@@ -1,0 +1,364 @@
+"""The command lines of all scripts: argparse, with each mistake in one line.
+
+The fields of `TrainConfig` declare the trainer's flags. Its values come from the defaults, then the preset, then the
+file, then the command line. Like `zerovision.training.config`, this module imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from zerovision.models import HUB_PREFIX, hub_name_of
+from zerovision.models.names_elsewhere import ours, plain
+from zerovision.models.sides import ImageSize
+from zerovision.training.base.errors import (
+    FILE_SERVER_EXIT_CODE,
+    RANK_0_MESSAGE_SECONDS,
+    USER_ERROR_EXIT_CODE,
+    FileServerError,
+    UserError,
+    nearest,
+    shown,
+)
+from zerovision.training.base.helper_processes import current_folder_kept_out
+from zerovision.training.base.lasting_output import ReaderGone, report_failed_output
+from zerovision.training.base.run_folder import CONFIG
+from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.config.values import (
+    allowed_names,
+    allowed_values,
+    field_types,
+    is_allowed,
+    number_type,
+    read_value,
+)
+from zerovision.training.observe.new_run import run_folder
+
+Parsed = TypeVar("Parsed")
+DATA_EXTENSIONS = (".csv", ".tsv", ".parquet", ".tar")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that raises a `UserError` with what was given, what is allowed and the nearest name, without usage."""
+
+    def __init__(self, name: str, description: str | None) -> None:
+        super().__init__(
+            f"{name}.py",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        self.expected: dict[str, str] = {}  # by flag: the allowed values, for messages
+        self.convert: dict[str, Callable[[str], Any]] = {}  # by flag
+
+    def add_value(
+        self, flag: str, read: Callable[[str], Any], expected: str, names: Sequence[str] = (), **options: Any
+    ) -> None:
+        """Add a flag that takes one value.
+
+        Args:
+            flag: with its dashes.
+            read: converts the word; raises ValueError for one that is not allowed.
+            expected: the allowed values, for the message.
+            names: allowed names; the nearest is suggested.
+            options: of `add_argument`.
+        """
+
+        def convert(word: str) -> Any:
+            try:
+                return read(word)
+            except ValueError:
+                raise wrong_value(flag, word, expected, names) from None
+
+        self.expected[flag], self.convert[flag] = expected, convert
+        self.add_argument(flag, type=convert, **options)
+
+    def add_number(self, flag: str, low: float, high: float, *, kind: str = "", **options: Any) -> None:
+        """Add a flag that takes a number (`kind` in messages) from `low` to `high`: a whole number if `low` is one."""
+        number = type(low)
+
+        def read(word: str) -> float:
+            value = number(word)
+            if not low <= value <= high:
+                raise ValueError
+            return value
+
+        kind = kind or ("a whole number" if number is int else "a number")
+        self.add_value(flag, read, f"{kind} from {low:.9g} to {high:.9g}", **options)
+
+    def add_choice(self, flag: str, names: Sequence[str], **options: Any) -> None:
+        """Add a flag that takes one of `names`."""
+        metavar = f"{{{','.join(names)}}}"
+        self.add_value(
+            flag, lambda word: names[names.index(word)], " | ".join(names), names, metavar=metavar, **options
+        )
+
+    def add_local_rank(self) -> None:
+        """Add what the deepspeed launcher adds to every rank's command line; the environment has the same number."""
+        self.add_value("--local_rank", int, "a whole number", help=argparse.SUPPRESS)
+
+    @property
+    def flags(self) -> list[str]:
+        """The names of all flags."""
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
+    def parse(self, words: Sequence[str], others: Iterable[str] = ()) -> argparse.Namespace:
+        """Return the parsed command line; a message may also name one of the `others`, flags of another parser.
+
+        Raises:
+            UserError: for whatever cannot be parsed.
+            SystemExit: after `--help`.
+        """
+        given, unknown = self.parse_known(words)
+        if unknown:
+            word, equals, _ = unknown[0].partition("=")
+            flags = [*self.flags, *others]
+            is_flag = word.startswith("-") or bool(equals)  # Ultralytics writes imgsz=224
+            hint = (
+                ours(word, [*flags, *self._words()]) or nearest(plain(word), flags)
+                if is_flag
+                else _as_data(word, flags)
+            )
+            self.error(f"unknown argument {shown(word)}.{hint}")
+        return given
+
+    def _words(self) -> list[str]:
+        """Return the names of the arguments that are no flags."""
+        return [str(action.metavar or action.dest) for action in self._get_positional_actions()]
+
+    def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return what this parser knows, and the other words; the errors are those of `parse`."""
+        for name, equals, value in (word.partition("=") for word in words):
+            action = self._option_string_actions.get(name)
+            if equals and value == "--" and action and action.nargs != 0:  # of which argparse makes an empty list
+                raise wrong_value(name, value, self.expected.get(name, "text"), ())
+        try:
+            return self.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            flag = error.argument_name
+            if flag not in self.expected:
+                self.error(str(error))
+            # `convert` raises an error of its own: argparse's can only be that there is no value.
+            following = words[words.index(flag) + 1 :][:1] if flag in words else ()
+            value = "".join(f" {shown(word)}" for word in following)
+            raise UserError(f"{flag}{value}: expected {self.expected[flag]}.") from None
+
+    def check(self, **values: object) -> None:
+        """Check values that a function was given, by the names of its arguments, as those of the flags.
+
+        Raises:
+            UserError: for the first value that is wrong.
+        """
+        for name, value in values.items():
+            flag = f"--{name.replace('_', '-')}"
+            with contextlib.suppress(UserError, ValueError):  # Python formats no whole number of more than 4300 digits
+                if self.convert[flag](str(value)) == value:
+                    continue
+            raise wrong_value(flag, value, self.expected[flag], ())
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the mistake, for `run_script` to print."""
+        raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help` lists all flags.")
+
+
+def _as_data(word: str, flags: Sequence[str]) -> str:
+    """Return a hint for a word that is the name of data and stands alone, '' for any other."""
+    path = os.path.expanduser(word)
+    is_data = os.path.isdir(path) or (os.path.isfile(path) and path.lower().endswith(DATA_EXTENSIONS))
+    flag = next((flag for flag in ("--check-data", "--data") if flag in flags), "")
+    return f" Did you mean {flag} {shlex.quote(word)}?" if is_data and flag else ""
+
+
+@current_folder_kept_out()
+def run_script(
+    name: str, parse: Callable[[list[str]], Parsed], action: Callable[[Parsed], int], *, writes_product: bool = False
+) -> int:
+    """Parse the command line, run the action, and return the exit code.
+
+    A user's mistake is one line and 2, a file server that does not answer one line and 75.
+
+    Args:
+        name: of the script, put before its messages.
+        parse: maps the words of the command line to their values; may raise SystemExit.
+        action: does the work and returns the exit code.
+        writes_product: whether standard output is all that the script gives, so that it ends with the last reader.
+    """
+    if sys.stdout is sys.__stdout__:  # the trainer's outlasts its reader
+        report_failed_output(is_product=writes_product)
+    try:
+        return action(parse(sys.argv[1:]))
+    except ReaderGone:
+        return 0
+    except UserError as error:
+        return print_user_error(name, error)
+    except FileServerError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return FILE_SERVER_EXIT_CODE
+    except ModuleNotFoundError as error:
+        cure = "type 'make setup', and .venv/bin/python instead of python"
+        print(f"{name}: {sys.executable} has no module {error.name!r}: {cure}.", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    except KeyboardInterrupt:
+        print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
+        return 130
+
+
+def print_user_error(name: str, error: UserError) -> int:
+    """Print a mistake that each rank finds by itself, on rank 0 alone; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK_0_MESSAGE_SECONDS)
+    return USER_ERROR_EXIT_CODE
+
+
+def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainConfig, bool]:
+    """Read the trainer's command line, and the file that it names, into a checked configuration.
+
+    Args:
+        argv: its words.
+        others: flags beside the trainer's that there are, for messages.
+
+    Returns:
+        The configuration, and whether only its check was asked for (`--check-config`).
+
+    Raises:
+        UserError: for anything unknown, of the wrong type or out of range, in one line.
+        SystemExit: after `--help`.
+    """
+    given = vars(training_parser().parse(argv, others))
+    flags = {name: value for name, value in given.items() if name in FIELDS}
+    if given["deepspeed"]:
+        flags.setdefault("deepspeed_config", given["deepspeed"])
+    values: dict[str, Any] = {}
+    preset: dict[str, Any] = {}
+    label_of = FLAG_OF
+    if given["config"] or "preset" in flags:
+        from zerovision.training.config.file import labels_of, read_config_file, read_preset  # need PyYAML
+
+        if given["config"]:
+            file = Path(given["config"])
+            values, labels = read_config_file(file), labels_of(f"--config {file}")
+            label_of = FLAG_OF | {name: labels[name] for name in values.keys() - flags}
+        preset = read_preset(flags.get("preset") or values.get("preset", ""))
+    values |= flags
+    try:
+        config = check_config(_named(preset | values), label_of)
+    except UserError as error:
+        of_preset = {name: value for name, value in preset.items() if name not in values}
+        raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None
+    if "learning_rate" not in preset | values:
+        rate: Any = _saved_config(config).get("learning_rate")
+        is_sound = is_allowed(rate, FIELDS["learning_rate"])
+        config = replace(config, learning_rate=rate if is_sound else config.default_rate)
+    return config, given["check_config"]
+
+
+def _saved_config(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that a run was begun with which goes on, {} of any other."""
+    folder = run_folder(config)
+    if config.resume == "auto" and folder.has_checkpoint:
+        with contextlib.suppress(OSError, ValueError):
+            saved = json.loads((folder.path / CONFIG).read_text(encoding="utf-8"))
+            return saved if isinstance(saved, dict) else {}
+    return {}
+
+
+def _named(values: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration in which a network of a hub's repository is one by name, with its weights.
+
+    A run that goes on has both already, whether or not the hub or its cache still do.
+    """
+    config = TrainConfig(**values)
+    if not config.model_type.startswith(HUB_PREFIX):
+        return config
+    saved = _saved_config(config)
+    with contextlib.suppress(KeyError, TypeError):
+        if hub_name_of(saved["weights"]).partition("@")[0] == config.model_type.partition("@")[0]:
+            return replace(config, model_type=saved["model_type"], weights=saved["weights"], pretrained=False)
+    from zerovision.models.hub_models import of_hub  # takes a second
+
+    name, weights = of_hub(config.model_type, config.weights, wants_weights=values.get("pretrained", True))
+    return replace(config, model_type=name, weights=weights, pretrained=False)
+
+
+def _override_hint(
+    message: str, values: Mapping[str, Any], of_preset: Mapping[str, Any], label_of: Mapping[str, str]
+) -> str:
+    """Return the flag that overrides the preset's value that a message is about, if that makes the message go away."""
+
+    def subject(text: str) -> str:
+        return max((label for label in label_of.values() if text.startswith(label)), key=len, default=text)
+
+    words = [word.rstrip(".,:;") for word in message.split()]
+    # The rates of a recipe are for its update rule: without that, it is another recipe.
+    for name in [name for name in of_preset if FLAG_OF[name] in words and name != "optimizer"]:
+        default = FIELDS[name].default
+        try:
+            check_config(TrainConfig(**{**of_preset, **values, name: default}), label_of)
+        except UserError as error:
+            if subject(str(error)) == subject(message):
+                continue
+        shown_default = str(default).lower() or "''"
+        return f" That is preset {values['preset']}'s: to override it, add {FLAG_OF[name]} {shown_default}."
+    return ""
+
+
+def training_parser() -> OneLineParser:
+    """Return the parser of the trainer's flags; a field of `TrainConfig` that is not given has no attribute."""
+    parser = OneLineParser("train_distributed", "Train an image classifier on any number of GPUs, or CPU ranks.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of the values below; flags win over it.")
+    parser.add_argument("--check-config", action="store_true", help="Check the configuration and stop.")
+    parser.add_local_rank()
+    parser.add_value(
+        "--deepspeed",
+        str,
+        "text",
+        nargs="?",
+        const="",
+        default="",
+        metavar="FILE",
+        help="As --deepspeed-config FILE, for scripts that were written for DeepSpeed; alone, it changes nothing.",
+    )
+    parser.add_value("--deepspeed_config", str, "text", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for name, field in FIELDS.items():
+        kind, names, help_text = field_types()[name], allowed_names(field), field.metadata["help"]
+        options: dict[str, Any] = {"metavar": "TEXT" if kind is str else f"{{{','.join(names)}}}"}
+        if kind is bool:
+            options = {"metavar": "{true,false}", "nargs": "?", "const": True}
+        elif number_type(field):
+            more = ["HxW"] if kind == ImageSize else names
+            options, help_text = {"metavar": "|".join(["N", *more])}, f"{help_text} Range: {allowed_values(field)}."
+        default = str(field.default).lower() if kind is bool else field.default
+        help_text += f" (default: {default})" if default != "" else ""
+        parser.add_value(
+            FLAG_OF[name],
+            partial(read_value, field),
+            allowed_values(field),
+            names,
+            default=argparse.SUPPRESS,
+            help=help_text.replace("%", "%%"),
+            **options,
+        )
+    return parser
+
+
+def wrong_value(label: str, value: object, allowed: str, names: Sequence[str]) -> UserError:
+    """Build the error for a value that a flag or a key of a file does not take."""
+    kind = plain(label.rpartition(" ")[2]).replace("-", "_")
+    word = value if isinstance(value, str) else shown(value)  # shown: Python formats no number of 5000 digits
+    hint = ours(word, names, kind) or (nearest(value, names) if isinstance(value, str) else "")
+    return UserError(f"{label} {shown(value)}: expected {allowed}.{hint}")

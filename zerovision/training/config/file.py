@@ -1,0 +1,125 @@
+"""The configuration file of `--config`: YAML or JSON, one value a line, each mistake one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.composer import ComposerError
+
+from zerovision.models.names_elsewhere import ours, plain
+from zerovision.training.base.errors import UserError, nearest, one_line, unknown_name
+from zerovision.training.base.settings import PRESET_FOLDER, PRESETS
+from zerovision.training.base.small_files import read_small_text
+from zerovision.training.config import FIELDS, FLAG_OF
+from zerovision.training.config.command_line import wrong_value
+from zerovision.training.config.values import allowed_names, allowed_values, is_allowed, read_value
+
+LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
+PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """Return the values of a preset, none for an empty name.
+
+    Raises:
+        UserError: if there is no preset of this name.
+    """
+    if not name:
+        return {}
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    return read_config_file(PRESET_FOLDER / f"{name}.yaml")
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read a YAML (or JSON) file of configuration values; keys as flags (`batch-size`) or as fields (`batch_size`).
+
+    Whether they go together is known with the flags that win over some of them: see `check_config`.
+
+    Raises:
+        UserError: if the file is missing or malformed, a key is unknown, or its value wrong.
+    """
+    where = f"--config {path}"
+    return read_values(_load_file(path, where), where)
+
+
+def labels_of(where: str) -> dict[str, str]:
+    """Return the name that each field of a file has in a message."""
+    return {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
+
+
+def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
+    """Return what a file contains, by field.
+
+    Args:
+        content: by key.
+        where: the file, for messages.
+
+    Raises:
+        UserError: if a key is unknown, or its value wrong.
+    """
+    label_of = labels_of(where)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in FIELDS:
+            hint = ours(str(key), FLAG_OF.values()) or nearest(plain(str(key)), [flag[2:] for flag in FLAG_OF.values()])
+            raise UserError(f"{where}: unknown key '{one_line(key, 60)}'.{hint} `--help` lists all.")
+        if name in values:
+            raise UserError(f"{where}: key '{key}' is given twice.")
+        allowed = allowed_values(FIELDS[name])
+        if value is None:
+            raise UserError(f"{label_of[name]}: has no value; expected {allowed}.")
+        try:
+            values[name] = read_value(FIELDS[name], value)
+        except ValueError:
+            raise wrong_value(label_of[name], value, allowed, allowed_names(FIELDS[name])) from None
+        if not is_allowed(values[name], FIELDS[name]):
+            raise wrong_value(label_of[name], values[name], allowed, ())
+    return values
+
+
+def _load_file(path: Path, where: str) -> dict[Any, Any]:
+    """Read a JSON or YAML file that may hold anything: it is read whole, at once, or refused in one line."""
+    try:
+        text = read_small_text(path, LARGEST_FILE)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    try:
+        content = _parse_json_or_yaml(text)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(
+            f"{where}{line}: {problem if problem == PLAIN_LINES else f'not valid YAML ({one_line(problem)})'}."
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where}: values are nested too deeply; {PLAIN_LINES}.") from None
+    except Exception as error:  # what YAML makes numbers, dates and bytes of raises nearly anything
+        raise UserError(f"{where}: a value cannot be read ({one_line(error)}).") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: {PLAIN_LINES}.")
+    return content
+
+
+def _parse_json_or_yaml(text: str) -> Any:
+    """Parse a configuration; what JSON can read is JSON, whose pairs of surrogates YAML takes for two characters."""
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+    return yaml.load(text, _PlainLoader)  # a safe loader
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads one mapping to plain values; what lies deeper, and aliases, can grow without end while they are read."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse whatever is no scalar, below the top."""
+        event = self.peek_event()
+        if parent is not None and not isinstance(event, yaml.ScalarEvent):
+            raise ComposerError(None, None, PLAIN_LINES, event.start_mark)
+        return super().compose_node(parent, index)

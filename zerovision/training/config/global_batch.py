@@ -1,0 +1,183 @@
+"""The images of an update over all ranks, and how they are divided: micro-batch x accumulation steps x ranks.
+
+This module imports no torch: launchers use it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.settings import FEWEST_IMAGES
+from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.world.mesh_sizes import data_ranks
+
+# The global batch of `--batch-size auto` without `--global-batch`: the same on any hardware, so that a learning rate
+# keeps its meaning, and about what the default rate is for.
+USUAL_GLOBAL_BATCH = 256
+FEWEST_STEPS = 20  # of an epoch: few images have a smaller global batch, about a power of two
+# Of CPU ranks: a core is full with it (benchmarks/results/scaling_2cpu_2026-11-21.md), more takes memory alone.
+MOST_IMAGES_ON_CPU = 64
+MOST_RANKS = 100_000  # that a message suggests
+
+
+def usual_global_batch(ranks: int, training_images: int = 0) -> int:
+    """Return the multiple of 8 images for each rank that is nearest to `USUAL_GLOBAL_BATCH`, less for few images.
+
+    Args:
+        ranks: that share it.
+        training_images: of which an epoch shall have `FEWEST_STEPS` batches, if 8 for each rank do; 0 for any number.
+    """
+    unit = FEWEST_IMAGES * ranks
+    most = (training_images - 1) // (FEWEST_STEPS - 1) if training_images else 2 * USUAL_GLOBAL_BATCH * ranks
+    wanted = min(USUAL_GLOBAL_BATCH, 2 ** (max(most, 1).bit_length() - 1))
+    nearest = max(1, round(wanted / unit)) * unit
+    return nearest if nearest <= most else max(1, most // unit) * unit
+
+
+def few_steps_note(global_batch: int, ranks: int, training_images: int) -> str:
+    """Return that an epoch has fewer than `FEWEST_STEPS` batches, and what to type; '' if it has as many."""
+    steps = -(-training_images // global_batch)
+    if steps >= FEWEST_STEPS:
+        return ""
+    better = usual_global_batch(ranks, training_images)
+    cure = f"--global-batch {better} makes them {-(-training_images // better)}"
+    if better >= global_batch:
+        cure = f"fewer ranks, or a number below {FEWEST_IMAGES} for --batch-size, make them more"
+    return f"; an epoch has only {steps} of these: {cure}"
+
+
+def micro_batches(global_batch: int, ranks: int, most: int = 0) -> list[int]:
+    """Return the multiples of 8 that divide a rank's share of the global batch, ascending.
+
+    Args:
+        global_batch: images of an update over all ranks.
+        ranks: that share it.
+        most: the largest that is wanted; 0 for no limit but that of `--batch-size`.
+
+    Raises:
+        UserError: if there is none, with the nearest global batches that have one.
+    """
+    share, rest = divmod(global_batch, ranks)
+    most_steps = FIELDS["gradient_accumulation_steps"].metadata["high"]
+    largest = min(share, FIELDS["batch_size"].metadata["high"])
+    if rest or share % FEWEST_IMAGES:
+        raise UserError(
+            f"--batch-size auto: {ranks} ranks cannot share a global batch of {global_batch} in multiples of "
+            f"{FEWEST_IMAGES} images: use --global-batch {nearest_multiples(global_batch, FEWEST_IMAGES * ranks)}."
+        )
+    found = [
+        size
+        for size in range(FEWEST_IMAGES, largest + 1, FEWEST_IMAGES)
+        if share % size == 0 and share // size <= most_steps
+    ]
+    if not found:
+        raise UserError(
+            f"--batch-size auto: a global batch of {global_batch} on {ranks} ranks takes more than {most_steps} "
+            f"accumulation steps: use --global-batch {nearest_multiples(global_batch, most_steps * ranks)}."
+        )
+    return [size for size in found if not most or size <= most] or found[:1]
+
+
+def largest_divisor(share: int, most: int) -> int:
+    """Return the largest number of images up to `most` that divides a rank's share, a multiple of 8 if there is one."""
+    divisors = [size for size in range(1, min(share, most) + 1) if share % size == 0]
+    return max((size for size in divisors if size % FEWEST_IMAGES == 0), default=divisors[-1])
+
+
+def divided(config: TrainConfig, batch_size: int, global_batch: int, ranks: int) -> TrainConfig:
+    """Return the configuration with a micro-batch, which divides a rank's share, and its accumulation steps."""
+    steps = global_batch // ranks // batch_size
+    return dataclasses.replace(config, batch_size=batch_size, gradient_accumulation_steps=steps)
+
+
+def in_chunks(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the chunks of `--gradient-cache` as micro-batches, if there are any.
+
+    Raises:
+        UserError: if they do not divide the images of a rank.
+    """
+    chunk, images = config.gradient_cache, config.micro_batch * config.gradient_accumulation_steps
+    if not chunk:
+        return config
+    if config.global_batch:  # which gives the number of them
+        return dataclasses.replace(config, batch_size=chunk, gradient_accumulation_steps=1)
+    if images % chunk:
+        raise UserError(
+            f"--gradient-cache {chunk} does not divide the {images} images of a rank: use "
+            f"{_divisors(images, FIELDS['gradient_cache'].metadata['high'])}."
+        )
+    return divided(config, chunk, images, 1)
+
+
+def check_division(config: TrainConfig, ranks: int) -> None:
+    """Raise a UserError if this many ranks cannot form the mesh of a new run, or share its global batch."""
+    ranks = data_ranks(ranks, config.tensor_parallel, config.pipeline_parallel)
+    if config.batch_size == "auto":
+        micro_batches(config.global_batch or usual_global_batch(ranks), ranks)
+    else:
+        divide_given(config, ranks)
+
+
+def divide_given(config: TrainConfig, ranks: int) -> TrainConfig:
+    """Return the configuration of a new run with the accumulation steps that `--global-batch` takes, if it is given.
+
+    Raises:
+        UserError: if the ranks and the batch size do not divide it, or other accumulation steps are given.
+    """
+    if not config.global_batch:
+        return config
+    whose = "--global-batch of"
+    nearest = f", or --global-batch {nearest_multiples(config.global_batch, config.micro_batch * ranks)}"
+    shared = divide(config, config.global_batch, ranks, whose, nearest)
+    if config.gradient_accumulation_steps not in (1, shared.gradient_accumulation_steps):
+        raise UserError(
+            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}: --batch-size {config.batch_size} x "
+            f"{ranks} ranks takes {shared.gradient_accumulation_steps} of them for {whose} {config.global_batch}: "
+            "leave it out."
+        )
+    return shared
+
+
+def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure: str = "") -> TrainConfig:
+    """Return the configuration, whose batch size is a number, with the accumulation steps that a global batch takes.
+
+    Args:
+        config: the configuration.
+        global_batch: images of an update over all ranks.
+        ranks: that share it.
+        whose: it is, for messages.
+        cure: of a global batch that the ranks do not divide, beside other numbers of ranks.
+
+    Raises:
+        UserError: if the ranks and the batch size do not divide it; the message has values that do.
+    """
+    if global_batch % ranks:
+        cures = f"use {_divisors(global_batch, MOST_RANKS)} ranks{cure}"
+        raise UserError(f"{ranks} ranks cannot share {whose} {global_batch} evenly: {cures}.")
+    per_rank, batch_size = global_batch // ranks, config.micro_batch
+    product = f"--batch-size {batch_size} x {ranks} ranks"
+    if per_rank % batch_size:
+        raise UserError(
+            f"{product} does not divide {whose} {global_batch}: "
+            f"use --batch-size {_divisors(per_rank, FIELDS['batch_size'].metadata['high'])}."
+        )
+    accumulation_steps, most = per_rank // batch_size, FIELDS["gradient_accumulation_steps"].metadata["high"]
+    if accumulation_steps > most:
+        raise UserError(
+            f"{product} takes {accumulation_steps} accumulation steps for {whose} {global_batch}, {most} are allowed: "
+            "use a larger --batch-size."
+        )
+    return divided(config, batch_size, global_batch, ranks)
+
+
+def _divisors(number: int, most: int) -> str:
+    """Return the divisors of a number up to `most`, in words."""
+    values = [str(divisor) for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+    return one_line(", ".join(values[:-1]) + f" or {values[-1]}" if len(values) > 1 else values[0])
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """Return the multiples of a number of images just below and above another, in words."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"

@@ -1,0 +1,219 @@
+"""Training data: `load_data`, and what it is given. Importing this module imports neither torch nor Pillow."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from zerovision.models import LARGEST_IMAGE_SIZE
+from zerovision.models.sides import sides
+from zerovision.training.base.errors import UserError, unknown_name
+from zerovision.training.data.image_sizes import MIN_IMAGE_SIZE
+from zerovision.training.data.reading.remote import check_url
+from zerovision.training.data.reading.retry import is_folder, patiently
+from zerovision.training.data.settings import BAD_IMAGES_USAGE, DATASETS, URL, DataFields, DatasetEntry
+
+if TYPE_CHECKING:
+    from zerovision.training.config import TrainConfig
+    from zerovision.training.data.datasets import DatasetPair
+    from zerovision.training.data.folder_parts import Layout
+
+TABLE_EXTENSIONS = (".csv", ".tsv")
+ARCHIVES = {".tar": "tar", ".parquet": "parquet"}  # the name in `DATASETS` by the suffix of the files
+FOLDERS_OF_ARCHIVES = ("train", "val", "valid", "validation", "test", "data")
+DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
+FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # what auto takes from the starting weights, if it can
+    "interpolation": ("bilinear", "bicubic").__contains__,
+    "eval_crop": lambda share: share is not None and 0.5 <= share <= 1,
+}
+
+
+@dataclass(frozen=True)
+class DataOptions(DataFields):
+    """What to load and how to prepare it: the flags of the data, and what it needs of others.
+
+    Attributes:
+        mean: Per channel, of pixels in 0..1; None for the data set's own (a pretrained backbone brings its own).
+        std: As `mean`.
+        seed: Of the run.
+        epochs: How often the images are read: `cache` "auto" and the end of mixing depend on it.
+        class_weights: As the flag, for the counts that they need.
+        cache: As the flag; none unless a run asks for it.
+        eval_crop: As the flag, or what stands for auto.
+        interpolation: As `eval_crop`.
+        made_for: How images were prepared for the starting weights, see `models.preparation`, but for what the user
+            chose.
+    """
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    seed: int = 0
+    epochs: int = 1
+    class_weights: str = "none"
+    cache: Literal["auto", "ram", "disk", "off"] = "off"
+    eval_crop: float = 0.875
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    made_for: tuple[Any, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        """The folder of downloaded data sets."""
+        return Path(os.path.expanduser(self.data_root))
+
+
+def data_options(config: TrainConfig) -> DataOptions:
+    """Return the options of the data set that a configuration names; starting weights bring how images are prepared."""
+    from zerovision.models.preparation import starting_preparations
+
+    made_for = starting_preparations(
+        config.model_type, config.ensemble_members.split(","), pretrained=config.pretrained, weights=config.weights
+    )
+    mean, std = made_for[0][:2] if made_for else (None, None)
+    shared = [field.name for field in fields(DataOptions) if hasattr(config, field.name)]
+    values: dict[str, Any] = {name: getattr(config, name) for name in shared}
+    own = {"interpolation": "interpolation", "eval_crop": "crop", "fit": "fit"}
+    for name in own | dict.fromkeys(("image_size", "eval_image_size")):
+        if values[name] not in ("auto", 0):
+            unasked: dict[str, Any] = {own.get(name, "image_size"): None}
+            made_for = [one._replace(**unasked) for one in made_for]
+    for name, is_allowed in FROM_WEIGHTS.items():
+        if values[name] == "auto":
+            found = {getattr(one, own[name]) for one in made_for}
+            agreed = found.pop() if len(found) == 1 else None
+            values[name] = agreed if is_allowed(agreed) else getattr(DataOptions, name)
+    return DataOptions(mean=mean, std=std, made_for=tuple(made_for), **values)
+
+
+def load_data(options: DataOptions) -> DatasetPair:
+    """Load the training and validation set that `options` names; the same on every rank.
+
+    Raises:
+        UserError: An option or the data is invalid; see the module of the data set.
+    """
+    _check_options(options)
+    was_on = gc.isenabled()
+    gc.disable()  # collections, which find no garbage in lists of millions of images, take half of the time
+    try:
+        found = _found(options)
+        if options.folds and not (find_dataset(options.data).has_parts and not found("layout_of").val):
+            raise UserError(
+                f"--folds {options.folds}: --data {options.data} has a validation part of its own: leave --folds out, "
+                "or give a folder, table, tar or Parquet files without one."
+            )
+        return found("load")
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def load_whole(options: DataOptions, part: str = "") -> DatasetPair:
+    """Load data of `DatasetEntry.has_parts` without dividing it: both sets of the pair are all images, uncached.
+
+    Args:
+        options: Of the data.
+        part: "val" or "test" for the images of that part alone, of data without training images.
+
+    Raises:
+        UserError: As `load_data`.
+    """
+    return _found(options)("load_whole", part)
+
+
+def layout_of(options: DataOptions) -> Layout | None:
+    """Return the parts of data of `DatasetEntry.has_parts`, None for any other.
+
+    Raises:
+        UserError: As `load_data`.
+    """
+    return _found(options)("layout_of") if find_dataset(options.data).has_parts else None
+
+
+def _found(options: DataOptions) -> Callable[..., Any]:
+    """Return what calls a function of a data set's module by name; of `records` if the module lists the images."""
+    module = importlib.import_module(find_dataset(options.data).module)
+    if not hasattr(module, "listing"):
+        return lambda name, *more: getattr(module, name)(options, *more)
+    records, listing = importlib.import_module("zerovision.training.data.records"), module.listing(options)
+    return lambda name, *more: getattr(records, name)(listing, options, *more)
+
+
+def bad_image_share(value: str) -> Fraction:
+    """Return the share of a set's images that may be unreadable: 0 for "error", 0.001 for "skip", S for "skip:S".
+
+    Raises:
+        UserError: Another value, or a share that is not a decimal number above 0 and below 1.
+    """
+    if value in ("error", "skip"):
+        return DEFAULT_BAD_IMAGE_SHARE if value == "skip" else Fraction(0)
+    mode, _, share = value.partition(":")
+    if mode != "skip" or not re.fullmatch(r"0?\.[0-9]{1,9}", share) or not Fraction(share):
+        raise UserError(
+            f"--bad-images {value!r}: expected {BAD_IMAGES_USAGE}, such as skip:0.01 for 1 % of the images; "
+            "the share is above 0 and below 1."
+        )
+    return Fraction(share)
+
+
+def find_dataset(data: str) -> DatasetEntry:
+    """Return the entry of a `--data` value: a name from the table, else what the path leads to."""
+    if check_url(data):
+        return DATASETS[URL]
+    name, colon, _ = data.partition(":")
+    entry = DATASETS.get(name)
+    if entry and not entry.is_path and entry.takes_name == bool(colon):
+        return entry
+    path = os.path.expanduser(data)
+    if is_folder(path):
+        suffix = next(
+            filter(None, map(_suffix_of_all, [path, *(f"{path}/{name}" for name in FOLDERS_OF_ARCHIVES)])), ""
+        )
+        return DATASETS[ARCHIVES.get(suffix, "folder")]
+    if data.lower().endswith(TABLE_EXTENSIONS):
+        return DATASETS["table"]
+    return DATASETS[ARCHIVES.get(os.path.splitext(data)[1], "folder")]
+
+
+def _suffix_of_all(folder: str) -> str:
+    """Return the suffix of the archives in a folder, '' if it has none, or folders: they are classes or parts."""
+
+    def looked() -> str:
+        found = ""
+        with os.scandir(folder) as scan:  # not all of it: a class may have a million
+            for entry in scan:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    return ""
+                suffix = os.path.splitext(entry.name)[1]
+                found = suffix if suffix in ARCHIVES else found
+        return found
+
+    with contextlib.suppress(OSError):
+        return patiently(looked, folder)
+    return ""
+
+
+def _check_options(options: DataOptions) -> None:
+    """Check what a caller from Python may get wrong; the command line is checked before."""
+    bad_image_share(options.bad_images)
+    for name, hint in get_type_hints(DataOptions).items():
+        given, allowed = getattr(options, name), get_args(hint)
+        if get_origin(hint) is Literal and given not in allowed:
+            raise unknown_name(name.replace("_", " "), given, allowed)
+    if not 0 < options.val_fraction < 1:
+        raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
+    if options.folds and not options.fold <= options.folds != 1:
+        raise UserError(f"--fold {options.fold} of --folds {options.folds}: give 2 folds or more, and one of them.")
+    if options.image_size and any(not MIN_IMAGE_SIZE <= n <= LARGEST_IMAGE_SIZE for n in sides(options.image_size)):
+        raise UserError(
+            f"the image size is {options.image_size}: give {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "
+            "or 0 for the data set's own."
+        )

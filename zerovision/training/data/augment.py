@@ -1,0 +1,143 @@
+"""What happens to an image before it is stacked into a batch: cropped and resized; `policies` may follow.
+
+Training and evaluation return uint8 [C, S, S]; shifting, mirroring and normalising follow on the device, a batch at a
+time (`batch_transforms`). `evaluation_transform` is all of it for one image, for users of a trained model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torchvision.transforms import InterpolationMode, v2
+
+from zerovision.models.sides import ImageSize, sides
+from zerovision.training.data.thin_images import resized_centre
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+TRIES = 10  # of random crops, as in torchvision's `RandomResizedCrop`
+CROP_DRAWS = 2 * TRIES + 2
+
+
+class Box(NamedTuple):
+    """A part of an image, in whole pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+BoxChooser = Callable[[int, int], Box]  # from height and width of an image to a part of it
+
+
+def random_box(
+    height: int,
+    width: int,
+    draws: Sequence[float],
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Box:
+    """Choose a part of 8 to 100 % of the area, of sides 3:4 to 4:3, anywhere in the image.
+
+    Area and shape (uniform in its logarithm) are drawn until they fit, at most 10 times; then the largest central part
+    of an allowed shape is taken. The same distribution as torchvision's `RandomResizedCrop.make_params`.
+
+    Args:
+        height: Height of the image in pixels.
+        width: Width of the image in pixels.
+        draws: `CROP_DRAWS` numbers, uniform in [0, 1).
+        scale: Smallest and largest share of the area.
+        ratio: Smallest and largest width, as a multiple of the height.
+    """
+    across, down = draws[0], draws[1]
+    log_ratio = (math.log(ratio[0]), math.log(ratio[1]))
+    for attempt in range(1, TRIES + 1):
+        area = height * width * _between(*scale, draws[2 * attempt])
+        shape = math.exp(_between(*log_ratio, draws[2 * attempt + 1]))
+        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < w <= width and 0 < h <= height:
+            return Box(int(down * (height - h + 1)), int(across * (width - w + 1)), h, w)
+    w = min(width, max(1, round(height * ratio[1])))
+    h = min(height, max(1, round(width / ratio[0])))
+    return Box((height - h) // 2, (width - w) // 2, h, w)
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share
+
+
+def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
+    """Build the transform that `DatasetPair.preprocessing` describes.
+
+    Args:
+        preprocessing: `image_size` in pixels; `resize_size`: the image is resized to cover it, a square one with its
+            shorter side, and the centre cropped, or None: the image is resized to `image_size`; `mean` and `std` per
+            channel of values in 0..1; `interpolation`, a name of torchvision's `InterpolationMode`; `fit` "pad" if the
+            image keeps its shape between bars of the mean's colour; `values`, the type of the pixels, if it is not
+            uint8.
+
+    Returns:
+        A function from uint8 [C, H, W], or what `values` names, to float32 [C, H, W] of that size.
+    """
+    steps = [evaluation_geometry(preprocessing), v2.ToDtype(torch.float32, scale=True)]
+    if "values" in preprocessing:  # bytes are resized as bytes, and rounded
+        steps.reverse()
+    return v2.Compose([*steps, v2.Normalize(preprocessing["mean"], preprocessing["std"])])
+
+
+def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
+    """Build the part of `evaluation_transform` before normalisation: from uint8 or float32 [C, H, W] to [C, S, S]."""
+    size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
+    filter_mode = InterpolationMode(preprocessing["interpolation"])
+    if preprocessing.get("fit") == "pad":
+        return partial(padded, size=size, mode=filter_mode, colour=preprocessing["mean"])
+    if resize_size is None:
+        return v2.Resize(sides(size), interpolation=filter_mode, antialias=True)
+    return partial(resized_centre, resize_size=resize_size, size=size, mode=filter_mode)
+
+
+def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour: Sequence[float]) -> torch.Tensor:
+    """Resize the side that is longer than the shape, with antialiasing, and fill up at both ends of the other one.
+
+    Args:
+        image: uint8 or float32 [1 or C, H, W].
+        size: In pixels.
+        mode: The filter.
+        colour: Of the bars, for C channels; 1 is 255 in bytes.
+
+    Returns:
+        As `image`, [C, H, W] of this size.
+    """
+    inside, outer = image.shape[-2:], sides(size)
+    fullest = 0 if outer[0] * inside[1] <= outer[1] * inside[0] else 1
+    height, width = (max(round(outer[fullest] * side / inside[fullest]), 1) for side in inside)
+    bars = torch.tensor(colour, dtype=torch.float64)
+    bars = bars if len(image) == len(bars) else bars.mean(0, keepdim=True)  # grey, which becomes C channels later
+    bars = bars if image.is_floating_point() else (255 * bars).round().clamp(0, 255)
+    whole = bars.to(image.dtype)[:, None, None].repeat(1, *outer)
+    top, left = (outer[0] - height) // 2, (outer[1] - width) // 2
+    whole[:, top : top + height, left : left + width] = v2.functional.resize(
+        image, [height, width], mode, antialias=True
+    )
+    return whole
+
+
+def viewable(images: torch.Tensor) -> torch.Tensor:
+    """Return the channels [..., 1 or 3, H, W] of images that are shown as grey or RGB: the first ones."""
+    return images[..., : 3 if images.shape[-3] >= 3 else 1, :, :]
+
+
+def resize(image: torch.Tensor, preprocessing: dict[str, Any]) -> torch.Tensor:
+    """Resize uint8 [C, h, w] to [C, S, S] with antialiasing: torchvision's `resize`, which would copy a cropped view.
+
+    The fastest if the channels are innermost in memory.
+    """
+    size, mode = preprocessing["image_size"], preprocessing["interpolation"]
+    # the new dimension is put before the height, else torch does not see that the channels are innermost
+    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return torch.nn.functional.interpolate(batch, sides(size), mode=mode, antialias=True)[0]

@@ -1,0 +1,144 @@
+"""The table of augmentations, and what flags change of its lines; imports neither torch nor Pillow."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from zerovision.training.base.errors import UserError, shown, unknown_name
+
+if TYPE_CHECKING:
+    from zerovision.training.data import DataOptions
+    from zerovision.training.data.settings import DataFields
+
+RANDAUGMENT = "rand-m9-mstd0.5"
+CROP_SCALE, CROP_RATIO = "0.08,1", "3/4,4/3"  # as in torchvision's `RandomResizedCrop`
+
+# timm reads magnitude, number of operations, probability, deviation of the magnitude, direction and set of operations
+_RANDAUGMENT_PATTERN = re.compile(
+    r"rand(-(m[0-9]{1,2}|n[1-9]|p(0\.[0-9]{1,6}|1)|mstd[0-9]{1,3}(\.[0-9]{1,6})?|inc[01]|t(weights|3aw|3a)))*"
+)
+_NUMBER = r"[0-9]{0,3}(?:\.[0-9]{1,6}|[0-9](?:/[1-9][0-9]{0,3})?)"
+_RANGE_PATTERN = re.compile(f"({_NUMBER}),({_NUMBER})")
+_LARGEST_RATIO = 100
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What happens to training images, in this order: a line of `AUGMENTATIONS`, or one that flags have changed.
+
+    Attributes:
+        crop: Whether a random part is resized, instead of the whole image.
+        crop_scale: Smallest and largest share of the area that a crop takes.
+        crop_ratio: Smallest and largest width of a crop, as a multiple of its height.
+        policy: A name of `policies.POLICIES`, '' for none.
+        randaugment: timm's string for the policy "randaugment".
+        color_jitter: Most by which brightness, contrast and saturation change, as a share; 0 for none.
+        shift: Whether the image is shifted.
+        shift_pixels: The farthest shift; None for 10 % of the size (3 pixels at 32).
+        shift_padding: What comes in at the edge: zeros, or the image's own mirror image ("reflect").
+        mirror: Left to right: "off", "random" (half of the time) or "alternate" (every other epoch).
+        erasing: Probability that a rectangle is erased.
+        erasing_mode: What fills it, see `erasing.RandomErasing`.
+    """
+
+    crop: bool = False
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    policy: str = ""
+    randaugment: str = RANDAUGMENT
+    color_jitter: float = 0.0
+    shift: bool = False
+    shift_pixels: int | None = None
+    shift_padding: str = "zeros"
+    mirror: str = "off"
+    erasing: float = 0.0
+    erasing_mode: str = "pixel"
+
+    @property
+    def uses_pillow(self) -> bool:
+        """Whether Pillow changes single images on the CPU, with random numbers of the global generators."""
+        return bool(self.policy or self.color_jitter)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether each image is the same in every epoch."""
+        changes = self.crop or self.shift or self.policy or self.color_jitter or self.erasing
+        return self.mirror == "off" and not changes
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether all of it can be done on whole batches of images of one size."""
+        return not (self.crop or self.uses_pillow)
+
+
+AUGMENTATIONS: dict[str, Augmentation] = {
+    "none": Augmentation(),
+    "shift": Augmentation(shift=True),
+    "shift_flip": Augmentation(shift=True, mirror="random"),
+    "crop_flip": Augmentation(crop=True, mirror="random"),
+    "randaugment": Augmentation(crop=True, policy="randaugment", mirror="random"),
+    "trivialaugment": Augmentation(crop=True, policy="trivialaugment", mirror="random"),
+    "autoaugment": Augmentation(crop=True, policy="autoaugment_imagenet", mirror="random"),
+    "autoaugment_cifar10": Augmentation(policy="autoaugment_cifar10", shift=True, mirror="random"),
+    "autoaugment_svhn": Augmentation(policy="autoaugment_svhn", shift=True),
+    "3augment": Augmentation(crop=True, policy="3augment", mirror="random"),
+}
+AUGMENTATION_NAMES = ("auto", *AUGMENTATIONS)  # auto: the data set's own
+
+
+def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentation:
+    """Return the line of `AUGMENTATIONS` that is named, changed by the other fields.
+
+    Args:
+        given: The user's choices.
+        default: The meaning of "auto".
+
+    Raises:
+        UserError: A name or a range is invalid, or the named augmentation has nothing that a field could change.
+    """
+    if given.augmentation not in AUGMENTATION_NAMES:
+        raise unknown_name("augmentation", given.augmentation, AUGMENTATION_NAMES)
+    name = default if given.augmentation == "auto" else given.augmentation
+    line = AUGMENTATIONS[name]
+    if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):
+        raise UserError(
+            f"--randaugment {shown(given.randaugment)}: expected timm's string, such as {RANDAUGMENT} or "
+            "rand-m7-n2-mstd0.5-inc1: m magnitude, n operations, p probability, mstd, inc1, t set of operations."
+        )
+    if given.randaugment != RANDAUGMENT and line.policy != "randaugment":
+        raise UserError(
+            f"--randaugment {given.randaugment}: it changes --augmentation randaugment alone, not {given.augmentation}."
+        )
+    scale = _read_range("--crop-scale", given.crop_scale, 1)
+    ratio = _read_range("--crop-ratio", given.crop_ratio, _LARGEST_RATIO)
+    if (given.crop_scale, given.crop_ratio) != (CROP_SCALE, CROP_RATIO) and not line.crop:
+        cropping = ", ".join(name for name, line in AUGMENTATIONS.items() if line.crop)
+        raise UserError(f"--crop-scale and --crop-ratio: the augmentation {name} does not crop, these do: {cropping}.")
+    is_own_shift = given.shift_pixels == "auto"
+    return replace(
+        line,
+        crop_scale=scale,
+        crop_ratio=ratio,
+        randaugment=given.randaugment,
+        color_jitter=given.color_jitter,
+        shift=line.shift if is_own_shift else given.shift_pixels != 0,
+        shift_pixels=None if is_own_shift else int(given.shift_pixels),
+        shift_padding=given.shift_padding,
+        mirror=line.mirror if given.mirror == "auto" else given.mirror,
+        erasing=given.random_erasing,
+        erasing_mode=given.random_erasing_mode,
+    )
+
+
+def _read_range(flag: str, text: str, most: int) -> tuple[float, float]:
+    """Read "LOW,HIGH"; a number may be a fraction, because no decimal number is 4/3."""
+    found = _RANGE_PATTERN.fullmatch(text)
+    low, high = (Fraction(number) for number in found.groups()) if found else (Fraction(0), Fraction(0))
+    if not 0 < low <= high <= most:
+        raise UserError(
+            f"{flag} {shown(text)}: expected LOW,HIGH, two numbers above 0 and up to {most}, such as 0.35,1 or 3/4,1."
+        )
+    return float(low), float(high)

@@ -1,0 +1,114 @@
+"""Unreadable images: how many a set may have, what replaces them in a batch, and the lines that list them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerovision.training.base.errors import AgreedError, UserError
+from zerovision.training.data.reading.images import ImageError
+from zerovision.training.world.collectives import gather_objects
+from zerovision.training.world.exchange import list_of, row_of, text, whole_number
+from zerovision.training.world.world import World
+
+if TYPE_CHECKING:
+    from zerovision.training.data.datasets import ImageDataset
+    from zerovision.training.data.loader import Loader
+
+PATHS_IN_ERROR = 3
+MAX_FILES_LISTED = 20
+FILES_PER_MESSAGE = 500  # paths may be of 4,096 bytes, and messages are bounded
+
+
+def bad_image_budget(share: Fraction, total: int) -> int:
+    """Return how many of `total` images may be unreadable: the share rounded down, at least 1; 0 if the share is 0."""
+    return max(1, int(share * total)) if share else 0
+
+
+def read_or_replace(
+    read: Callable[[int], torch.Tensor], index: int, dataset: ImageDataset
+) -> tuple[torch.Tensor, ImageError | None]:
+    """Read an image, or the next readable one of the set: the slot gets weight 0, but BatchNorm sees a real image.
+
+    Args:
+        read: From an index to an image.
+        index: Of the image.
+        dataset: The set.
+
+    Returns:
+        The image, and the error if the one at `index` could not be read.
+
+    Raises:
+        ImageError: The image cannot be read, and none may be unreadable.
+        UserError: More than `dataset.most_bad` consecutive images cannot be read.
+    """
+    try:
+        return read(index), None
+    except ImageError as error:
+        if not dataset.most_bad:
+            raise
+        problem = error
+    for distance in range(1, dataset.most_bad + 1):
+        with suppress(ImageError):
+            return read((index + distance) % len(dataset)), problem
+    raise _over_budget(dataset)
+
+
+def check_budget(bad_images: dict[str, str], dataset: ImageDataset) -> None:
+    """Raise UserError if these, by their paths, are more unreadable images than the set may have."""
+    if len(bad_images) > dataset.most_bad:
+        raise _over_budget(dataset, [f"{path} ({why})" for path, why in bad_images.items()])
+
+
+def _over_budget(dataset: ImageDataset, bad: Collection[str] = ()) -> UserError:
+    shown = ", ".join(list(bad)[:PATHS_IN_ERROR])
+    return UserError(
+        f"more than {dataset.most_bad} of {len(dataset)} images cannot be used, the limit of --bad-images"
+        f"{': ' + shown if shown else ''}. Repair or remove them (scripts/doctor.py --check-data lists all), or allow "
+        "a larger share, such as --bad-images skip:0.05."
+    )
+
+
+def check_bad_images(loader: Loader, world: World) -> None:
+    """End the run if all ranks together have found more unreadable images than allowed; a collective.
+
+    A loader checks its own rank's images as they are read. An image that several ranks, or several epochs, could not
+    read counts once.
+
+    Raises:
+        UserError: On all ranks.
+    """
+    if not loader.dataset.most_bad:  # the first one was an error
+        return
+    try:
+        check_budget(_merged(loader.bad_images, world), loader.dataset)
+    except UserError as error:
+        raise AgreedError(str(error)) from None
+
+
+def bad_image_lines(loaders: list[Loader], world: World) -> Iterator[str]:
+    """Yield a line on the images that were skipped, and one on those that are odd; a collective."""
+    yield from _line("unreadable image(s) skipped", [loader.bad_images for loader in loaders], world)
+    yield from _line("image(s) with a note", [loader.notes for loader in loaders], world)
+
+
+def _line(title: str, found: list[dict[str, str]], world: World) -> Iterator[str]:
+    merged = _merged({path: why for one in found for path, why in one.items()}, world)
+    if merged:
+        shown = [f"{path} ({why})" for path, why in sorted(merged.items())[:MAX_FILES_LISTED]]
+        yield f"{len(merged)} {title}: {', '.join(shown)}{' ...' if len(merged) > MAX_FILES_LISTED else ''}"
+
+
+def _merged(found: dict[str, str], world: World) -> dict[str, str]:
+    """Return the finds of all ranks, on every rank; a collective of as many messages as the longest list needs."""
+    rows = list(found.items())
+    merged: dict[str, str] = {}
+    most = max(gather_objects(len(rows), whole_number, world))
+    for start in range(0, most, FILES_PER_MESSAGE):
+        parts = gather_objects(rows[start : start + FILES_PER_MESSAGE], list_of(row_of(text, text)), world)
+        merged |= dict(row for part in parts for row in part)
+    return merged

@@ -1,0 +1,158 @@
+"""Class names: what counts as a label, whatever source it comes from, and the order of the classes.
+
+Text is a name as it was written; blanks at its ends are stripped, and its form is Unicode's NFC. A number is a number
+if a type says so, or if names are given that it counts.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from decimal import Decimal
+from functools import lru_cache
+
+from zerovision.training.base.errors import UserError, shown
+
+Label = str | int
+UNLABELLED = -1  # of integers: how test parts without labels are given
+MOST_DIGITS = 18  # of a number that counts names
+NAMED = 5
+_ENDS = re.compile("^[\\s\ufeff\u200b\u2060]+|[\\s\ufeff\u200b\u2060]+$")
+_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
+_NOTHING = frozenset({"nan", "none", "null", "nil", "n/a", "na", "<na>", "nat", "undefined", "-1"})
+
+
+@lru_cache(2**16)
+def clean(text: str) -> str:
+    """Return text in the form NFC, without blanks and byte-order marks at its ends."""
+    return _ENDS.sub("", unicodedata.normalize("NFC", text))
+
+
+def label_of(value: object) -> Label | None:
+    """Return the label that a cell, a JSON value, an array's element or a folder's name stands for.
+
+    Returns:
+        A name, or a whole number if the value has such a type; None for null and -1, which mean that there is no label.
+
+    Raises:
+        ValueError: It is no label; the text continues a sentence that begins with the place.
+    """
+    if hasattr(value, "item") and not getattr(value, "shape", ()):
+        value = value.item()  # a NumPy scalar
+    if isinstance(value, list | tuple | dict) or hasattr(value, "shape"):
+        raise ValueError("the label is a list or a struct; expected one name, or one whole number")
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "surrogateescape")
+    if isinstance(value, str):
+        return _name(value)
+    if value is None or value == UNLABELLED:
+        return None
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError(f"the label is {value}; expected a name, or a whole number from 0")
+        return value
+    if isinstance(value, float | Decimal):
+        raise ValueError(f"the label is {value}, a number with a fraction; expected a name, or a whole number")
+    return clean(str(value))  # a date
+
+
+@lru_cache(2**16)
+def _name(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that are no text, which Python keeps as surrogates
+        raise ValueError(f"the label {shown(text)} is not encoded as UTF-8") from None
+    if not (name := clean(text)):
+        raise ValueError("the label is empty")
+    return name
+
+
+def number_classes(labels: Collection[Label], given: Sequence[str], where: str) -> tuple[list[str], dict[Label, int]]:
+    """Return the names of the classes in the order of their numbers, and the number of each label.
+
+    Names that are given keep their order: numbers, also as text, count them from 0, and other labels are among them.
+    Without such names the classes are the labels that occur, in numeric order if all are numbers, else sorted as text.
+
+    Args:
+        labels: All that occur, see `label_of`.
+        given: Names that stand beside the labels, such as those of a ClassLabel.
+        where: Of the data, for messages.
+
+    Raises:
+        UserError: A label counts beyond the names, or is none of them.
+    """
+    if not given:
+        if all(isinstance(label, int) for label in labels):
+            ordered = sorted(labels)
+            return [str(label) for label in ordered], {label: number for number, label in enumerate(ordered)}
+        names = sorted({str(label) for label in labels})
+    else:
+        names = [clean(name) for name in given]
+        if all(map(_is_whole, labels)):
+            numbers = {label: int(label) for label in labels}
+            if (largest := max(numbers.values(), default=0)) >= len(names):
+                raise UserError(
+                    f"{where} has {len(names)} names of classes and the label {largest}; expected a number below "
+                    f"{len(names)}."
+                )
+            return names, numbers
+    order = {name: number for number, name in enumerate(names)}
+    if unknown := sorted({str(label) for label in labels} - order.keys()):
+        raise UserError(
+            f"{where} has the label {shown(unknown[0])}, which is none of the {len(names)} class names: "
+            f"{', '.join(map(shown, names[:NAMED]))}{', ...' if len(names) > NAMED else ''}."
+        )
+    return names, {label: order[str(label)] for label in labels}
+
+
+def read_class_names(content: bytes, file: str) -> list[str]:
+    """Return the names in a text file, one a line; lines end with LF, CR LF or CR, and with nothing else.
+
+    Raises:
+        UserError: The file is not encoded as UTF-8, or a line between two names is empty.
+    """
+    try:
+        lines = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    except UnicodeDecodeError:
+        raise UserError(
+            f"'{file}' is not encoded as UTF-8: save it so, with the name of a class in each line."
+        ) from None
+    names = [clean(line) for line in lines]
+    while names and not names[-1]:
+        names.pop()
+    if "" in names:
+        raise UserError(f"'{file}': line {names.index('') + 1} is empty; expected the name of class {names.index('')}.")
+    return names
+
+
+def notes_on_names(names: Sequence[str]) -> Iterator[str]:
+    """Yield one note that names the classes which hardly are what somebody meant; nothing if there are none."""
+    alike = defaultdict(list)
+    for name in names:
+        alike[_without_spelling(name)].append(name)
+    doubts = _doubts([group for group in alike.values() if len(group) > 1], "differ by case, blanks or digits only")
+    doubts += _doubts([[name] for name in names if name.casefold() in _NOTHING], "may stand for no label")
+    lists = [[name] for name in names if re.search(r"[;|]|^[\[{].*[\]}]$", name)]
+    doubts += _doubts(lists, "may be several labels: --task multilabel reads those")
+    if any("." in name for name in names) and all(map(_DECIMAL.fullmatch, names)):
+        doubts.append(f"all are numbers such as {names[0]}: --label-column names another column than a measurement")
+    if doubts:
+        yield f"look at these class names, each of which is a class of its own: {'; '.join(doubts)}"
+
+
+def _doubts(groups: Sequence[Sequence[str]], what: str) -> list[str]:
+    named = ", ".join(" and ".join(map(shown, group)) for group in groups[:NAMED])
+    return [f"{named}{f' and {len(groups) - NAMED} more' if len(groups) > NAMED else ''} {what}"] if groups else []
+
+
+def _is_whole(label: Label) -> bool:
+    return isinstance(label, int) or (label.isascii() and label.isdigit() and len(label) <= MOST_DIGITS)
+
+
+def _without_spelling(name: str) -> str:
+    plain = "".join(name.casefold().split())
+    return str(Decimal(plain).normalize()) if _DECIMAL.fullmatch(plain) and len(plain) < 25 else plain

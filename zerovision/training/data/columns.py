@@ -1,0 +1,101 @@
+"""The columns beside path and label of tables, Parquet files and JSON: found in any case, and named if not used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from zerovision.training.base.errors import UserError, shown
+from zerovision.training.data.class_names import clean
+
+FACTS = {"part": ("split", "subset", "is_valid"), "group": ("group",), "weight": ("weight",)}
+IS_VALID = {"true": "val", "1": "val", "1.0": "val", "false": "train", "0": "train", "0.0": "train"}
+NAMED = 5
+
+
+class Facts(NamedTuple):
+    """What is known of an image beside its label; see `Record`."""
+
+    part: str = ""
+    group: str = ""
+    weight: float = 1.0
+
+
+NO_FACTS = Facts()
+
+
+class FactColumns:
+    """The columns of a source that contain facts of an image.
+
+    Args:
+        names: Of all columns.
+        used: Those that are read for something else.
+
+    Attributes:
+        of_facts: Name of the column of each fact that there is.
+        unused: Names of the columns that are not read.
+    """
+
+    def __init__(self, names: Sequence[str], used: Iterable[str] = ()) -> None:
+        self.of_facts: dict[str, str] = {}
+        for fact, known in FACTS.items():
+            if found := [name for one in known if (name := find_column(names, one))]:
+                self.of_facts[fact] = found[0]
+        read = {*used, *self.of_facts.values()}
+        self.unused = [name for name in names if name and name not in read]
+
+    def facts(self, row: Mapping[str, object]) -> Facts:
+        """Return the facts of an image; raise ValueError, which names the column, if a value means nothing."""
+        if not self.of_facts:
+            return NO_FACTS
+        texts = {fact: _text(row.get(name)) for fact, name in self.of_facts.items()}
+        part, column = texts.get("part", ""), self.of_facts.get("part", "")
+        if part and column.casefold() == "is_valid":
+            if part.lower() not in IS_VALID:
+                raise ValueError(f"{column} is {shown(part)}; expected true or false")
+            part = IS_VALID[part.lower()]
+        weight = number_in(texts.get("weight") or "1", "weight")
+        if weight < 0:
+            raise ValueError(f"weight is {weight:g}; expected 0 or more")
+        return Facts(part, texts.get("group", ""), weight if weight != 1 else 1.0)  # one object for most of them
+
+    def notes(self) -> list[str]:
+        """Return a note that names the columns that are not read, none if there are none."""
+        return unused_notes(self.unused)
+
+
+def find_column(names: Sequence[str], wanted: str) -> str | None:
+    """Return the column of a name, or else the one that differs from it by case or blanks alone; None without.
+
+    Raises:
+        UserError: Several differ so.
+    """
+    if wanted in names:
+        return wanted
+    alike = [name for name in names if clean(name).casefold() == wanted.casefold()]
+    if len(alike) > 1:
+        raise UserError(f"there are the columns {', '.join(map(shown, alike))}: keep one of them.")
+    return alike[0] if alike else None
+
+
+def unused_notes(names: Iterable[str]) -> list[str]:
+    """Return a note that names the columns that are not used, none if there are none."""
+    listed = list(dict.fromkeys(names))
+    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
+    return [f"columns that are not used: {', '.join(map(shown, listed[:NAMED]))}{more}"] if listed else []
+
+
+def number_in(cell: str, name: str) -> float:
+    """Return the number in a cell; raise ValueError if there is none."""
+    try:
+        number = float(cell)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {shown(cell)}; expected a number")
+    return number
+
+
+def _text(value: object) -> str:
+    return "" if value is None or value != value else clean(str(value))  # NaN, as pandas writes an empty cell

@@ -1,0 +1,475 @@
+"""A loaded data set: the samples, and everything that a run records about them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from zerovision.models.preparation import Preparation, differences
+from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.training.base.errors import UserError, shown
+from zerovision.training.data import DataOptions, bad_image_share
+from zerovision.training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, random_box, resize
+from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation, augmentation_of
+from zerovision.training.data.bad_images import bad_image_budget
+from zerovision.training.data.batch_transforms import BatchTransforms
+from zerovision.training.data.class_names import notes_on_names
+from zerovision.training.data.image_sizes import SizeRamp, size_ramp
+from zerovision.training.data.label_sets import LabelSets
+from zerovision.training.data.mixing import Mixing
+from zerovision.training.data.policies import build_policy
+from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
+from zerovision.training.data.reading.image_numbers import note_unused_range
+from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.sources import Archive, ArraySource, FileSource, ImageFile, Source, open_files
+from zerovision.training.data.settings import MULTILABEL, NUMBERS
+from zerovision.training.data.values import BYTES, statistics
+from zerovision.training.world.preserved_process import preserved_generators
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NAMES_IN_MESSAGE = 5
+IMAGES_OF_STATISTICS, SIDE_OF_STATISTICS, VALUES_OF_STATISTICS = 64, 128, 2**26  # of files read as numbers
+IMBALANCE = 15  # from which on a run notes it
+
+
+class ImageDataset(Dataset):
+    """Samples by (epoch, draw key): `(image float32 [C, S, S] normalised, label)`.
+
+    Attributes:
+        source: The raw images.
+        preprocessing: As `DatasetPair.preprocessing`.
+        augmentation: The augmentation; by default none.
+        seed: Seed of the augmentation.
+        most_bad: Images that may be unreadable and get weight 0; with 0 the first is an error.
+        ramp: Size of the images by epoch; None if it is always `preprocessing`'s.
+        batch_transforms: Applied after `read`, on the device and to a whole batch.
+        mixing: Applied after that to a whole batch; None if nothing is mixed.
+        label_sets: Which classes each label stands for; None if it is one.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        preprocessing: dict[str, Any],
+        augmentation: Augmentation = AUGMENTATIONS["none"],
+        seed: int = 0,
+        most_bad: int = 0,
+        mixing: Mixing | None = None,
+        ramp: SizeRamp | None = None,
+        label_sets: LabelSets | None = None,
+    ) -> None:
+        self.source, self.preprocessing, self.augmentation, self.seed = source, preprocessing, augmentation, seed
+        self.most_bad, self.mixing, self.ramp, self.label_sets = most_bad, mixing, ramp, label_sets
+        self._smaller: ImageDataset | None = None
+        self.batch_transforms = BatchTransforms(preprocessing, augmentation, seed)
+        self._geometry = evaluation_geometry(preprocessing)
+        self._policy = build_policy(augmentation, preprocessing)
+
+    def __len__(self) -> int:
+        return len(self.source.labels)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+        """Return one sample of an epoch by its number in `BatchKey.draw_keys`, before mixing.
+
+        The global generators stay as they are.
+
+        Raises:
+            ImageError: The image cannot be read.
+        """
+        epoch, draw_key = key
+        if (sized := self.for_epoch(epoch)) is not self:
+            return sized[key]
+        index, draw_keys = draw_key % COPY, np.array([draw_key])
+        with preserved_generators():
+            image = self.read(epoch, index, self.draws(epoch, draw_keys)[0], draw_key - index)
+        return self.batch_transforms(image[None], epoch, draw_keys)[0], int(self.source.labels[index])
+
+    def for_epoch(self, epoch: int) -> ImageDataset:
+        """Return the set with the images of the size that they have in an epoch: itself, if that is the full size."""
+        full = self.preprocessing["image_size"]
+        size = full if self.ramp is None else self.ramp.size(epoch, full)
+        if size == full:
+            return self
+        if self._smaller is None or self._smaller.preprocessing["image_size"] != size:
+            preprocessing, mixing = at_size(self.preprocessing, size), self.mixing and self.mixing.at_size(size)
+            self._smaller = ImageDataset(
+                self.source, preprocessing, self.augmentation, self.seed, self.most_bad, mixing, None, self.label_sets
+            )
+        return self._smaller
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether a network is given the same image of a sample in every epoch."""
+        return self.augmentation.is_none and self.mixing is None and self.ramp is None
+
+    @property
+    def sizes(self) -> list[ImageSize]:
+        """The sizes in pixels that the images have in some epoch."""
+        full = self.preprocessing["image_size"]
+        return [full] if self.ramp is None else [*self.ramp.sizes(full)]
+
+    def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
+        """Return what `read` needs for each sample of `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
+        return uniform_draws(self.seed, epoch, indices, CROP_DRAWS, first=FIRST_CROP_DRAW).tolist()
+
+    def read(self, epoch: int, index: int, draws: list[float], offset: int = 0) -> torch.Tensor:
+        """Return the image, uint8 or float32 [C, S, S], before `batch_transforms`; may seed the global generators.
+
+        Args:
+            epoch: Decides the augmentation.
+            index: Position in the data set.
+            draws: Of this sample, from `draws`.
+            offset: From `index` to the sample's key in `BatchKey.draw_keys`.
+
+        Raises:
+            ImageError: The image cannot be read.
+        """
+        if self.augmentation.crop:
+            image = resize(self.source.read(index, self._crop(draws)), self.preprocessing)
+        else:
+            image = self._geometry(self.source.read(index))
+        if self._policy is None:
+            return image
+        seed_generators(self.seed, epoch, index + offset)
+        return self._policy(image)
+
+    def _crop(self, draws: list[float]) -> BoxChooser:
+        height, width = self.batch_transforms.sides
+        low, high = (bound * (width / height) for bound in self.augmentation.crop_ratio)  # 1: this shape
+        return partial(random_box, draws=draws, scale=self.augmentation.crop_scale, ratio=(low, high))
+
+
+@dataclass(frozen=True)
+class DatasetPair:
+    """The training and validation set that `load_data` returns; the same on every rank.
+
+    Attributes:
+        train: Training samples, augmented by (seed, epoch, index).
+        val: Validation samples, never augmented; the epoch of their key is ignored.
+        class_names: Name of each label; of `label_sets`, of each of their columns.
+        preprocessing: The evaluation transform as JSON values, see `augment.evaluation_transform`; that of the
+            training images, if it is of another size, is `train.preprocessing`.
+        augmentation: The augmentation in use, never "auto".
+        train_counts: Training images of each class.
+        val_counts: Validation images of each class.
+        fingerprint: sha256 that changes with the classes, the files (path, size, label) or the pixels in memory.
+        notes: One-line messages for the user.
+        test: Samples that are judged once, after the training; None without. `fingerprint` does not cover them.
+        label_sets: Which classes each label stands for; None if it is one.
+    """
+
+    train: ImageDataset
+    val: ImageDataset
+    class_names: list[str]
+    preprocessing: dict[str, Any]
+    augmentation: str
+    train_counts: list[int]
+    val_counts: list[int]
+    fingerprint: str
+    notes: list[str] = field(default_factory=list)
+    test: ImageDataset | None = None
+    label_sets: LabelSets | None = None
+
+    @property
+    def label_names(self) -> list[str]:
+        """Name of each label."""
+        return self.class_names if self.label_sets is None else self.label_sets.names
+
+    def label_targets(self, device: torch.device) -> torch.Tensor | None:
+        """Return the targets of each label of `label_sets`, float32 [S, K]."""
+        return None if self.label_sets is None else self.label_sets.targets.to(device)
+
+    @property
+    def parts(self) -> dict[str, ImageDataset]:
+        """The sets by name: train, val and, if there is one, test."""
+        return {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
+
+    @property
+    def image_channels(self) -> int:
+        """Channels C of the images."""
+        return len(self.preprocessing["mean"])
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the validation images."""
+        return self.image_channels, *sides(self.preprocessing["image_size"])
+
+
+@dataclass(frozen=True)
+class DatasetDefaults:
+    """Settings of a data set that apply if the user did not choose.
+
+    Attributes:
+        image_size: In pixels.
+        augmentation: The meaning of "auto".
+        centre_crop: Whether evaluation crops the centre (photographs) or resizes the whole image.
+        mean: Per channel, of values in 0..1.
+        std: As `mean`.
+    """
+
+    image_size: ImageSize
+    augmentation: str
+    centre_crop: bool
+    mean: Sequence[float]
+    std: Sequence[float]
+
+
+PHOTOGRAPHS = DatasetDefaults(224, "crop_flip", centre_crop=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+RGBA_PHOTOGRAPHS = replace(PHOTOGRAPHS, mean=(*IMAGENET_MEAN, 0.5), std=(*IMAGENET_STD, 0.5))  # alpha: -1 to 1
+
+
+def first_names(names: Collection[str]) -> str:
+    """Return names of classes for a message, the first of them if they are many."""
+    listed = [repr(name) for name in list(names)[:NAMES_IN_MESSAGE]]
+    more = len(names) - len(listed)
+    return ", ".join(listed) + (f" and {more} more" if more else "")
+
+
+def at_size(preprocessing: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return a `DatasetPair.preprocessing` for images of another size."""
+    resize_size = preprocessing["resize_size"] and size * preprocessing["resize_size"] // preprocessing["image_size"]
+    return preprocessing | {"image_size": size, "resize_size": resize_size}
+
+
+def _sides(size: ImageSize, options: DataOptions, defaults: DatasetDefaults) -> dict[str, ImageSize | None]:
+    is_cropped = defaults.centre_crop if options.fit == "auto" else options.fit == "crop"
+    resize_size = size_of(*(int(side / options.eval_crop) for side in sides(size)))  # as by timm
+    return {"image_size": size, "resize_size": resize_size if is_cropped else None}
+
+
+def make_dataset_pair(
+    train: Source,
+    val: Source,
+    class_names: list[str],
+    defaults: DatasetDefaults,
+    options: DataOptions,
+    fingerprint: str,
+    notes: Iterable[str] = (),
+    test: Source | None = None,
+    label_sets: LabelSets | None = None,
+) -> DatasetPair:
+    """Put the transforms around two or three sources and check their labels.
+
+    Raises:
+        UserError: A set is empty, there is only one class, two have one name, or a label is out of range; the
+            augmentation does not fit.
+    """
+    if options.task == MULTILABEL and label_sets is None:
+        raise UserError(
+            f"--task multilabel reads tables of paths, not --data {options.data}: give LIST.csv, .tsv or .parquet, and "
+            "--label-column NAME of lists such as cat;dog, or --label-column A,B,... of columns of 1 and 0."
+        )
+    repeated = [name for name, count in Counter(class_names).items() if count > 1]
+    if repeated:
+        raise UserError(f"--data {options.data}: {len(repeated)} class names occur twice, first {shown(repeated[0])}.")
+    if options.fit in ("pad", "squash") and AUGMENTATIONS[defaults.augmentation].crop:
+        defaults = replace(defaults, augmentation="shift_flip")
+    channels = train.channels
+    size = options.image_size or defaults.image_size
+    preprocessing = {
+        **_sides(size, options, defaults),
+        "mean": _for_channels(options.mean, channels) or _for_channels(defaults.mean, channels),
+        "std": _for_channels(options.std, channels) or _for_channels(defaults.std, channels),
+        "interpolation": options.interpolation,
+        **({"fit": options.fit} if options.fit == "pad" else {}),
+        **({} if train.values == BYTES else {"values": train.values}),
+        **({} if train.in_memory or options.decode == "cpu" else {"decode": options.decode}),
+    }
+    augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
+    if (channels, train.values) != (3, BYTES) and augmentation.uses_pillow:
+        flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
+        plain = ", ".join(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
+        raise UserError(
+            f"{flag} changes the colours of RGB images of bytes, these have {channels} channel(s) of {train.values}: "
+            f"give one of {plain} without --color-jitter."
+        )
+    if ramp and isinstance(size, str):
+        raise UserError(
+            f"--progressive-size {options.progressive_size}: square images grow, these are {size}: leave it out."
+        )
+    smallest, eval_size = ramp.low if ramp else min(sides(size)), options.eval_image_size or size
+    if smallest > min(sides(size)):
+        raise UserError(f"--progressive-size {options.progressive_size}: images grow, to {size} pixels: begin below.")
+    if any(there < here for there, here in zip(sides(eval_size), sides(size), strict=True)):
+        raise UserError(f"--eval-image-size {eval_size}: images are trained on at {size} pixels: give {size} or more.")
+    if (augmentation.shift_pixels or 0) >= smallest:
+        raise UserError(
+            f"--shift-pixels {augmentation.shift_pixels}: images of {smallest} pixels can be shifted by at most "
+            f"{smallest - 1}."
+        )
+    mixing = Mixing(options, size, len(class_names)) if options.mixup or options.cutmix else None
+    evaluation = preprocessing | _sides(eval_size, options, defaults)
+    share = bad_image_share(options.bad_images)
+    train_bad, val_bad, test_bad = (
+        bad_image_budget(share, len(set_.labels) if set_ else 0) for set_ in (train, val, test)
+    )
+    counts = {
+        what: _count_labels(set_.labels, class_names, what, label_sets)
+        for what, set_ in (("training", train), ("validation", val))
+    }
+    empty = {
+        what: [name for name, count in zip(class_names, counts[what], strict=True) if not count] for what in counts
+    }
+    without = [f"no {what} image for {first_names(names)}" for what, names in empty.items() if names]
+    return DatasetPair(
+        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing, ramp, label_sets),
+        val=ImageDataset(val, evaluation, most_bad=val_bad, label_sets=label_sets),
+        class_names=class_names,
+        preprocessing=evaluation,
+        augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
+        train_counts=counts["training"],
+        val_counts=counts["validation"],
+        fingerprint=fingerprint,
+        notes=[
+            *notes,
+            *notes_on_names(class_names),
+            *_preparation_notes(options, preprocessing, of_arrays=train.in_memory),
+            *_size_notes(size, eval_size, ramp),
+            *without,
+            *(_balance_notes(counts["training"], class_names, options) if label_sets is None else ()),
+        ],
+        test=ImageDataset(test, evaluation, most_bad=test_bad, label_sets=label_sets) if test else None,
+        label_sets=label_sets,
+    )
+
+
+def make_array_datasets(
+    train: ArraySource,
+    val: ArraySource,
+    class_names: list[str],
+    options: DataOptions,
+    *,
+    image_size: ImageSize,
+    augmentation: str = "shift",
+    notes: Iterable[str] = (),
+) -> DatasetPair:
+    """As `make_dataset_pair`, with mean and standard deviation of the training images as the defaults.
+
+    Those of trained weights are for bytes, whose range an image fills: other values have their own always.
+    """
+    train, val = (source.in_channels(options.image_channels) for source in (train, val))
+    mean, std = statistics(train.images)
+    if train.values != BYTES:
+        options = replace(options, mean=None, std=None)
+    defaults = DatasetDefaults(image_size, augmentation, centre_crop=False, mean=mean, std=std)
+    digest = hashlib.sha256("\0".join(class_names).encode())
+    for source in (train, val):
+        digest.update(source.images.contiguous().numpy().data)
+        digest.update(source.labels.numpy().data)
+    return make_dataset_pair(train, val, class_names, defaults, options, digest.hexdigest(), notes)
+
+
+def make_file_datasets(
+    root: PurePath,
+    parts: Sequence[list[ImageFile]],
+    class_names: list[str],
+    options: DataOptions,
+    notes: Iterable[str],
+    test: list[ImageFile] | None = None,
+    archive: Archive | None = None,
+    label_sets: LabelSets | None = None,
+) -> DatasetPair:
+    """As `make_dataset_pair`, of training and validation files below `root`; one list of files is used as both.
+
+    The fingerprint is that of the images' names, sizes and labels, whether they are files or in an archive.
+    """
+    longest = max(
+        side for size in (options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size) for side in sides(size)
+    )
+    sources, cache_notes = open_files(root, parts, longest, options, archive)
+    read_once = replace(options, cache="off")
+    tested = open_files(root, [test], longest, read_once, archive)[0][0] if test else None
+    known = "\0".join([*class_names, *(label_sets.names if label_sets else ())])
+    digest = hashlib.sha256(known.encode("utf-8", "surrogateescape"))
+    for part in parts:
+        digest.update(b"\n\n")
+        for file in sorted(part):
+            more = f"\0{file.box}\0{file.weight}" if file.box or file.weight != 1 else ""
+            digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}{more}\n"))
+    all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
+    if options.decode != NUMBERS and (options.cache != "off" or not hasattr(archive, "expect")):  # else nothing is read
+        all_notes += note_unused_range(sources[0], options.max_megapixels * 10**6)
+    if options.decode == NUMBERS and len(sources[0].labels):
+        if tested and tested.values != sources[0].values:
+            raise UserError(f"the test images are {tested.values}, the others {sources[0].values}: give all one type.")
+        mean, std = _statistics_of_some(sources[0])
+        defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
+        options = options if sources[0].values == BYTES else replace(options, mean=None, std=None)
+    return make_dataset_pair(
+        sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes, tested, label_sets
+    )
+
+
+def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation per channel of images evenly spaced over a set, each with the same weight."""
+    most = min(
+        len(source.labels), IMAGES_OF_STATISTICS, VALUES_OF_STATISTICS // (source.channels * SIDE_OF_STATISTICS**2)
+    )
+    chosen = np.linspace(0, len(source.labels) - 1, most).astype(int)
+    shrunk = []
+    for index in chosen.tolist():
+        with suppress(ImageError):  # the loader reports it
+            shrunk.append(v2.functional.resize(source.read(index), [SIDE_OF_STATISTICS] * 2, antialias=True))
+    return statistics(torch.stack(shrunk)) if shrunk else ([0.5], [0.5])
+
+
+def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: DataOptions) -> Iterator[str]:
+    low, high = min(counts), max(counts)
+    if 0 < low * IMBALANCE <= high and (options.sampling, options.class_weights) == ("uniform", "none"):
+        rarest, most = (shown(class_names[counts.index(count)]) for count in (low, high))
+        yield (
+            f"the classes are not balanced: {most} has {high} training images, {rarest} {low}; --sampling balanced or "
+            "--class-weights balanced gives the rare ones as much say"
+        )
+
+
+def _preparation_notes(options: DataOptions, preprocessing: dict[str, Any], *, of_arrays: bool) -> Iterator[str]:
+    """Yield how images are prepared otherwise than for the starting weights, where the user did not choose it."""
+    here = Preparation.of_run(preprocessing)
+    for made in map(Preparation._make, options.made_for):
+        if text := differences(made, here, of_arrays=of_arrays):
+            yield f"the starting weights were trained on images {text}"
+
+
+def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) -> Iterator[str]:
+    if ramp:
+        last = max(ramp.last, ramp.first + 1)
+        yield f"training images have {ramp.low} pixels up to epoch {ramp.first + 1}, {size} from epoch {last + 1} on"
+    if eval_size != size:
+        yield f"training images have {size} pixels, validation images {eval_size}, for which the model is made"
+
+
+def _for_channels(values: Sequence[float] | None, channels: int) -> list[float]:
+    """Return means or deviations for a number of channels; none if those given are for another one.
+
+    One for all, and the mean of all for grey images, because a first layer of 3 channels is summed for them.
+    """
+    if values is None or (len(values) not in (1, channels) and channels != 1):
+        return []
+    return [sum(values) / len(values)] if channels == 1 else list(values) * (channels // len(values))
+
+
+def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, label_sets: LabelSets | None) -> list[int]:
+    if len(labels) == 0:
+        raise UserError(f"the {what} set is empty: at least one image is needed.")
+    if len(class_names) < 2:
+        raise UserError(f"the {what} set has one class only ({''.join(class_names)!r}): at least two are needed.")
+    if label_sets is not None:
+        return label_sets.images_of_each(labels)
+    # a label out of range would end in an assertion on the GPU, long after the start
+    low, high, last = int(labels.min()), int(labels.max()), len(class_names) - 1
+    if low < 0 or high > last:
+        raise UserError(f"the {what} labels reach from {low} to {high}: {last + 1} classes need 0 to {last}.")
+    return torch.bincount(labels, minlength=len(class_names)).tolist()

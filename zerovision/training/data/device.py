@@ -1,0 +1,117 @@
+"""Brings batches to the device: on a GPU beside the computation; a small set is kept there as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from zerovision.models.sides import sides
+from zerovision.training.data.datasets import ImageDataset
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.reading.sources import ArraySource
+from zerovision.training.data.sampler import BatchKey
+from zerovision.training.data.transfer import to_device
+
+MAX_BYTES = 2 * 10**9
+MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is there
+
+
+def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: torch.device) -> Iterator[Batch]:
+    """Yield the batches with transformed images, labels, targets and weights on `device`; indices stay on the CPU.
+
+    On a GPU copies and transforms run on a stream of their own, one batch ahead of the computation.
+    """
+    if device.type != "cuda":
+        yield from (_transformed(batch, dataset, device) for batch in batches)
+        return
+    stream = _side_stream(device)
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    remaining = iter(batches)
+    while True:
+        with torch.cuda.stream(stream):
+            batch = next(remaining, None)
+            following = (_transformed(batch, dataset, device), stream.record_event()) if batch is not None else None
+        if ahead is not None:
+            yield _ready(*ahead, device)
+        if following is None:
+            return
+        ahead = following
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all loaders: what the allocator has given to one stream it gives to no other."""
+    return torch.cuda.Stream(device)
+
+
+def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
+    images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
+    dataset = dataset.for_epoch(batch.epoch)
+    targets = None if dataset.label_sets is None else to_device(dataset.label_sets.targets[batch.labels], device)
+    if not batch.is_transformed:
+        images = dataset.batch_transforms(images, batch.epoch, batch.draw_keys)
+    if dataset.mixing is not None:
+        images, targets = dataset.mixing(images, labels, batch.weights.numpy(), batch.epoch, batch.leaf, targets)
+    own = None if batch.loss_weights is None else to_device(batch.loss_weights, device)
+    return dataclasses.replace(batch, images=images, labels=labels, weights=weights, targets=targets, loss_weights=own)
+
+
+def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    for tensor in (batch.images, batch.labels, batch.weights, batch.targets, batch.loss_weights):
+        if tensor is not None:
+            tensor.record_stream(current)  # its memory must not be reused by the other stream while this one reads it
+    return batch
+
+
+class ImagesOnDevice:
+    """All images of a set in one tensor on the device, and its batches, transformed: a batch is an index into it.
+
+    Args:
+        dataset: A set of arrays with an augmentation that works on batches.
+        images: Its images, uint8 or float32 [N, 1 or C, H, W].
+        device: Where the images are kept.
+    """
+
+    def __init__(self, dataset: ImageDataset, images: torch.Tensor, device: torch.device) -> None:
+        self._dataset, self._images, self._device = dataset, images, device
+        self._fill(dataset.for_epoch(0))
+
+    def _fill(self, dataset: ImageDataset) -> None:
+        """Put the images on the device as `dataset` shows them."""
+        images = self._images
+        if images.shape[2:] != sides(
+            dataset.preprocessing["image_size"]
+        ):  # each resized as `ImageDataset.read` does it: not one bit may differ
+            images = torch.stack([dataset.read(0, index, [])[: images.shape[1]] for index in range(len(dataset))])
+        bordered = dataset.batch_transforms.with_border(images.permute(0, 2, 3, 1).contiguous())
+        self._filled_with, self._bordered = dataset, bordered.to(self._device)
+
+    def batch(self, key: BatchKey) -> Batch:
+        """Return the batch of a key: images float32 [B, C, S, S] on the device, the other tensors on the CPU."""
+        dataset = self._dataset.for_epoch(key.epoch)
+        if dataset is not self._filled_with:
+            self._fill(dataset)
+        images = dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.draw_keys)
+        indices = torch.from_numpy(key.indices)
+        labels = dataset.source.labels[indices]
+        weights = torch.from_numpy(key.weights)
+        return Batch(images, labels, weights, indices, epoch=key.epoch, leaf=key.leaf, is_transformed=True)
+
+
+def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDevice | None:
+    """Copy a set to `device`, if it is one of arrays, small enough, and augmented in batches."""
+    source = dataset.source
+    if not isinstance(source, ArraySource) or not dataset.augmentation.in_batches:
+        return None
+    shape = [side + 2 * dataset.batch_transforms.border for side in sides(dataset.preprocessing["image_size"])]
+    bound = MAX_BYTES
+    if device.type == "cuda":
+        bound = min(bound, int(MAX_SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]))
+    fits = int(np.prod([*source.images.shape[:2], *shape])) * source.images.element_size() <= bound
+    return ImagesOnDevice(dataset, source.images, device) if fits else None

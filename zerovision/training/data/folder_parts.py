@@ -1,0 +1,209 @@
+"""Which folders below a data folder are parts (training, validation, test), by their names, and which are classes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zerovision.training.base.errors import UserError, nearest
+from zerovision.training.data.folder_listing import FolderListing
+
+TRAIN, VAL, TEST = "train", "val", "test"
+KINDS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "eval", "evaluation"), VAL),
+    **dict.fromkeys(("test", "testing", "holdout", "heldout"), TEST),
+}
+FILLERS = frozenset({"set", "images", "image", "imgs", "img", "pics", "pictures", "photos", "data", "dataset", "split"})
+NO_PARTS = "none"  # a value of --val-part
+CLASSES_ANYWAY = f"if they are classes, give --val-part {NO_PARTS}"
+NAMES_SHOWN = 5
+
+
+class Layout(NamedTuple):
+    """The parts of a data folder; below each, one folder per class.
+
+    Attributes:
+        train: Folders of the training images; none of data that a model can be evaluated on alone.
+        val: Folder of the validation images; None if they are held out from the training images.
+        test: Folder of the images that are judged once after training; None without.
+        is_divided: Whether there are parts: without them the data folder itself is the training part.
+        notes: Lines for the user.
+    """
+
+    train: list[str]
+    val: str | None = None
+    test: str | None = None
+    is_divided: bool = True
+    notes: Sequence[str] = ()
+
+
+class _Folder(NamedTuple):
+    """A folder directly below the data folder.
+
+    Attributes:
+        name: Its name.
+        kind: `TRAIN`, `VAL` or `TEST` by its name, '' for any other.
+        path: The folder itself, or a folder of its own name in it that contains all of it.
+        subfolders: Names of the folders in `path`.
+    """
+
+    name: str
+    kind: str
+    path: str
+    subfolders: frozenset[str]
+
+
+def find_layout(listing: FolderListing, val_part: str = "") -> Layout:
+    """Find the parts of a data folder.
+
+    Args:
+        listing: Of the folder.
+        val_part: The folder to validate on; all others but those of a test are trained on, unless one is named as the
+            training part. '' goes by the names of the folders, "none" takes all of them for classes.
+
+    Raises:
+        UserError: Folders look like parts, but it is not clear which is which; there is no folder `val_part`.
+    """
+    root = str(listing.root)
+    if val_part == NO_PARTS:
+        return Layout([root], is_divided=False)
+    entries = listing.folders(root)
+    kinds = _kinds([entry.name for entry in entries])
+    folders = [_describe(listing, entry.name, entry.path, kinds[entry.name]) for entry in entries]
+    if val_part:
+        return _chosen(root, folders, val_part)
+    parts = [folder for folder in folders if folder.kind and folder.subfolders]
+    if parts:
+        return _named(listing, folders, parts)
+    flat = [folder for folder in folders if folder.kind]
+    if len({folder.kind for folder in flat}) > 1:
+        raise UserError(
+            f"{root!r} has the parts {_names(flat)}, but there are no class folders in them: expected "
+            f"{flat[0].name}/CLASS/IMAGE; {CLASSES_ANYWAY}."
+        )
+    _refuse_alike(root, folders)
+    notes = [f"{_names(flat)} is taken for a class, because no other folder has the name of a part"] if flat else []
+    return Layout([root], is_divided=False, notes=notes)
+
+
+def part_kind(name: str) -> tuple[str, str]:
+    """Return `TRAIN`, `VAL` or `TEST` for the name of a folder, '' if it names no part; and the rest of the name.
+
+    The rest is what is left without the word for the part and words such as "images": '' in "Training set".
+    """
+    words = [word for word in re.split(r"[\W_]+", name.casefold()) if word]
+    kinds, rest = [], []
+    for word in ["".join(words)] if "".join(words) in KINDS else words:  # "hold-out"
+        plain = word.rstrip("0123456789")
+        plain = plain if plain in KINDS else plain.removesuffix("set")
+        if plain in KINDS:
+            kinds.append(KINDS[plain])
+        elif word not in FILLERS:
+            rest.append(word)
+    return (kinds[0], " ".join(rest)) if len(kinds) == 1 else ("", " ".join(words))
+
+
+def _kinds(names: Sequence[str]) -> dict[str, str]:
+    """Return the kind of each name: where more is in it than the part, only beside other parts of the same thing."""
+    found = {name: part_kind(name) for name in names}
+    groups: dict[str, set[str]] = defaultdict(set)
+    for kind, rest in found.values():
+        groups[rest].add(kind)
+    return {
+        name: kind if not rest or (len(groups[rest] - {""}) > 1 and TRAIN in groups[rest]) else ""
+        for name, (kind, rest) in found.items()
+    }
+
+
+def _describe(listing: FolderListing, name: str, path: str, kind: str) -> _Folder:
+    """Look into a folder; into one that contains images only if its name is that of a part."""
+    if not kind and listing.starts_with_images(path):
+        return _Folder(name, kind, path, frozenset())
+    inside = listing.folders(path)
+    if len(inside) == 1 and kind and part_kind(inside[0].name)[0] == kind:  # "seg_train/seg_train"
+        path = inside[0].path
+        inside = listing.folders(path)
+    return _Folder(name, kind, path, frozenset(entry.name for entry in inside))
+
+
+def _chosen(root: str, folders: Sequence[_Folder], val_part: str) -> Layout:
+    by_name = {folder.name: folder for folder in folders}
+    val = by_name.get(val_part.strip("/"))
+    if val is None:
+        raise UserError(
+            f"--val-part {val_part}: {root!r} has no such folder.{nearest(val_part, by_name)} It has "
+            f"{_names(folders) or 'none'}."
+        )
+    others = [folder for folder in folders if folder is not val and folder.subfolders]
+    test = next((folder for folder in others if folder.kind == TEST), None)
+    train = [folder for folder in others if folder.kind == TRAIN] or [one for one in others if one is not test]
+    if not train:
+        raise UserError(f"--val-part {val_part}: {root!r} has no other folder with classes in it to train on.")
+    return Layout(
+        [one.path for one in train], val.path, test.path if test else None, notes=[_summary(train, val, test)]
+    )
+
+
+def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_Folder]) -> Layout:
+    """Return the layout of folders whose names are those of parts."""
+    root, by_kind = str(listing.root), defaultdict(list)
+    for part in parts:
+        by_kind[part.kind].append(part)
+    for kind, several in by_kind.items():
+        if len(several) > 1:
+            cure = "give --val-part NAME" if kind == VAL else "rename all but one"
+            raise UserError(f"{root!r} has more than one {kind} part, {_names(several)}: {cure}.")
+    others = [one for one in folders if one not in parts]
+    with_images = [one for one in others if one.subfolders or listing.starts_with_images(one.path)]
+    train, val, test = (next(iter(by_kind[kind]), None) for kind in (TRAIN, VAL, TEST))
+    if train is None and with_images:
+        raise UserError(
+            f"{root!r} has {_names(parts)}, but no train/ beside: put the class folders {_names(with_images)} into "
+            f"{root}/train; {CLASSES_ANYWAY}."
+        )
+    if train is None:
+        return Layout([], val.path if val else None, test.path if test else None)
+    flat = next((one for one in with_images if one.kind == VAL), None)
+    if flat is not None:
+        raise UserError(f"'{flat.path}' has no class folders: expected {flat.name}/CLASS/IMAGE.")
+    if with_images and not (val or test or all(one.kind for one in with_images)):
+        raise UserError(
+            f"{root!r} has {train.name}/ beside other folders, {_names(with_images)}: give --data {train.path} to "
+            f"train on that part alone; {CLASSES_ANYWAY}."
+        )
+    are_plain = not test and val is not None and (train.name, val.name) == (TRAIN, VAL)
+    notes = [] if are_plain else [_summary([train], val, test)]
+    if with_images:
+        notes.append(f"not used: {_names(with_images)}, which have no class folders or are no part by their names")
+    return Layout([train.path], val.path if val else None, test.path if test else None, notes=notes)
+
+
+def _summary(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None) -> str:
+    names = ", ".join(f"{one.name}/" for one in train[:NAMES_SHOWN])
+    validated = f"{val.name}/ is the validation part" if val else "--val-fraction of each class is held out"
+    judged = f"; {test.name}/ is judged once, after training" if test else ""
+    return f"training on {names}; {validated}{judged}"
+
+
+def _refuse_alike(root: str, folders: Sequence[_Folder]) -> None:
+    """Refuse folders without a known name whose subfolders have the same names: they are hardly classes."""
+    counts = Counter(name for folder in folders for name in folder.subfolders)
+    alike = [
+        folder
+        for folder in folders
+        if (shared := sum(counts[name] > 1 for name in folder.subfolders)) > 1 and 2 * shared >= len(folder.subfolders)
+    ]
+    if len(alike) > 1:
+        raise UserError(
+            f"{root!r}: the folders {_names(alike)} contain folders of the same names, so they look like parts, not "
+            f"classes: give --val-part {alike[-1].name} to validate on that one; {CLASSES_ANYWAY}."
+        )
+
+
+def _names(folders: Sequence[_Folder]) -> str:
+    more = f" and {len(folders) - NAMES_SHOWN} more" if len(folders) > NAMES_SHOWN else ""
+    return ", ".join(repr(os.fsdecode(one.name)) for one in folders[:NAMES_SHOWN]) + more

@@ -1,0 +1,170 @@
+"""Several labels of an image, or none: `--task multilabel`, of tables.
+
+Each different set of labels has a number, which is the image's label everywhere that an order, a split or a list of
+images is made; the table of the sets turns it into targets.
+"""
+
+from __future__ import annotations
+
+import re
+from ast import literal_eval
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.small_files import as_given
+from zerovision.training.data.class_names import clean, label_of
+
+SEPARATOR = ";"  # in the name of a set
+SEPARATORS = re.compile(r"[;|]")
+LISTS = re.compile(r"[;|,]|^[\[({]")  # of a cell that is not one plain label
+OF_COLUMNS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False, "": False}
+
+
+class LabelSets(NamedTuple):
+    """The different sets of labels of a data set.
+
+    Attributes:
+        names: of the S sets: of their classes, with a semicolon between.
+        targets: float32 [S, K], 1 for each class of a set, else 0.
+    """
+
+    names: list[str]
+    targets: torch.Tensor
+
+    def images_of_each(self, labels: torch.Tensor) -> list[int]:
+        """Return the images of each class: of sets int64 [N], K numbers."""
+        counts = torch.bincount(labels, minlength=len(self.names)).double() @ self.targets.double()
+        return [int(count) for count in counts]
+
+
+def columns_of(label_column: str) -> list[str]:
+    """Return the columns that `--label-column` names, one for each class; one alone contains lists of classes."""
+    return [clean(name) for name in label_column.split(",")]
+
+
+def set_name(cells: Sequence[str], columns: Sequence[str]) -> str:
+    """Return the name of the set of labels of a row.
+
+    Args:
+        cells: of the columns.
+        columns: their names; each is a class, with 1 or 0 in its cells.
+
+    Raises:
+        ValueError: A cell is neither 0 nor 1, or a column has a name that a list could not contain.
+    """
+    chosen = []
+    for cell, name in zip(cells, columns, strict=True):
+        if cell.strip().lower() not in OF_COLUMNS or SEPARATORS.search(name):
+            raise ValueError(f"{shown(name)} is {shown(cell)}; expected 1 or 0, and no ; or | in the column's name")
+        if OF_COLUMNS[cell.strip().lower()]:
+            chosen.append(name)
+    return SEPARATOR.join(sorted(chosen))
+
+
+Cell = str | tuple[str, ...]  # text, or the labels of a list
+
+
+def list_in(cell: object) -> Cell:
+    """Return the labels of a cell that is a list, or whose text is one of JSON or Python; of any other cell its text.
+
+    Raises:
+        ValueError: A label of the list is none.
+    """
+    listed = cell
+    if isinstance(cell, str) and re.fullmatch(r"\s*[\[({].*[\])}]\s*", cell, re.DOTALL):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            listed = literal_eval(cell.strip())
+    if not isinstance(listed, list | tuple | set):
+        return clean(str(cell))
+    return tuple(str(one) for one in map(label_of, listed) if one is not None)
+
+
+def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell, str]:
+    """Return the name of the set of labels in each cell of a column.
+
+    Labels stand apart by ; or |, or by what the user says. Without either, a comma or blanks divide a cell whose parts
+    are labels of other images, each alone in its cell; if one part is and another is not, nobody knows.
+
+    Args:
+        cells: All that occur, see `list_in`.
+        separator: What the user says that stands between labels, '' for nothing.
+        where: Of the column, for messages.
+
+    Raises:
+        UserError: Whether a cell has several labels cannot be told, or a label contains ; or |.
+    """
+    parts = {cell: _certain_parts(cell, separator) for cell in cells}
+    known = {part for found in parts.values() if found is not None for part in found}
+    known |= {cell for cell in cells if isinstance(cell, str) and not LISTS.search(cell)}
+    is_established = any(isinstance(cell, tuple) or SEPARATORS.search(cell) for cell in cells)
+    unclear = [cell for cell, found in parts.items() if found is None and isinstance(cell, str)]
+    for cell in sorted(unclear, key=lambda cell: "," not in cell):
+        inner = cell.strip("[](){} ")
+        divided = [clean(part).strip("'\"") for part in (inner.split(",") if "," in inner else inner.split())]
+        are_known = [part in known for part in divided if part]
+        if all(are_known):
+            parts[cell], is_established = divided, is_established or "," in cell
+        elif any(are_known) or not is_established:
+            missing = next(part for part in divided if part and part not in known)
+            raise UserError(
+                f"{where}: {shown(cell)} may be one label or several, and {shown(missing)} is the label of no other "
+                "image: give --label-separator ',' (or ' ', or ';' if it is one label)."
+            )
+        else:
+            parts[cell] = [cell]
+    found_labels = {part for found in parts.values() for part in found or ()}
+    if bad := sorted(label for label in found_labels if SEPARATORS.search(label)):
+        raise UserError(f"{where}: the label {shown(bad[0])} contains ; or |: rename it.")
+    return {cell: SEPARATOR.join(sorted({part for part in found or () if part})) for cell, found in parts.items()}
+
+
+def _certain_parts(cell: Cell, separator: str) -> list[str] | None:
+    """Return the labels of a cell, None if it has a comma or blanks and nothing says what they mean."""
+    if isinstance(cell, tuple):
+        return list(cell)
+    if separator:
+        found = cell.split(separator) if separator.strip() else cell.split()
+    elif SEPARATORS.search(cell):
+        found = SEPARATORS.split(cell)
+    else:
+        return None if LISTS.search(cell) or len(cell.split()) > 1 else [cell]
+    return [clean(as_given(clean(part))) for part in found]
+
+
+def classes_of(name: str) -> list[str]:
+    """Return the classes of a set."""
+    return name.split(SEPARATOR) if name else []
+
+
+def make_label_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSets, list[str]]:
+    """Return the sets of these names, and the names of the classes.
+
+    Args:
+        names: of the sets, each once.
+        class_names: in the order of their numbers; empty for those of the sets, sorted.
+    """
+    names = list(names)
+    classes = list(class_names) or sorted({one for name in names for one in classes_of(name)})
+    numbers = {name: number for number, name in enumerate(classes)}
+    targets = torch.zeros(len(names), len(classes))
+    for row, name in enumerate(names):
+        targets[row, [numbers[one] for one in classes_of(name)]] = 1
+    return LabelSets(names, targets), classes
+
+
+def rarest_class(names: Iterable[str]) -> dict[str, str]:
+    """Return the rarest class of each set, '' of none: by which images are held out, so that each class has some.
+
+    Args:
+        names: of the set of each image.
+    """
+    sets = Counter(names)
+    counts: Counter[str] = Counter()
+    for name, images in sets.items():
+        counts.update(dict.fromkeys(classes_of(name), images))
+    return {name: min(classes_of(name), key=lambda one: (counts[one], one), default="") for name in sets}

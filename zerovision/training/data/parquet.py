@@ -1,0 +1,271 @@
+"""Parquet files: with images in them, in the layout of Hugging Face's data sets, or tables of paths as of `table`.
+
+A column is a struct of bytes and path, and `label` a name, or a number whose name stands in the schema's metadata:
+https://huggingface.co/docs/datasets/image_dataset. They are read by pyarrow, which nothing else
+needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any
+
+from zerovision.training.base.errors import FileServerError, UserError, one_line
+from zerovision.training.data import DataOptions, archives
+from zerovision.training.data.archives import Entry, Index, Kind
+from zerovision.training.data.class_names import clean, label_of
+from zerovision.training.data.columns import FactColumns, find_column
+from zerovision.training.data.reading.remote_files import RemoteFiles
+from zerovision.training.data.reading.retry import is_file, patiently
+from zerovision.training.data.reading.sources import ROW_BITS
+from zerovision.training.data.records import Listing
+from zerovision.training.data.table import Row, listing_of
+
+SUFFIX = ".parquet"
+IMAGE_COLUMN = "image"
+METADATA = b"huggingface"
+CACHE_BYTES = 256 * 2**20  # of row groups that a process keeps
+MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
+
+
+def listing(options: DataOptions) -> Listing:
+    """Return the images of Parquet files; see `archives.read`, and `table.listing` for files without images."""
+    path = Path(os.path.expanduser(options.data))
+    if is_file(path) and not _image_columns(schema := _opened(path).schema_arrow, options.label_column):
+        return listing_of(schema.names, _rows(path), options)
+    return archives.read(kind_of(options), options)
+
+
+def kind_of(options: DataOptions) -> Kind:
+    """Return the kind of Parquet files whose columns are those of the options."""
+    columns = options.path_column or IMAGE_COLUMN, options.label_column
+    return Kind(
+        SUFFIX, partial(scan, columns), partial(ParquetArchive, columns), columns, partial(RemoteParquet, columns)
+    )
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a table of paths."""
+    number = 0
+    for batch in _opened(path).iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+
+
+def _opened(path: PurePath, stream: Any = None) -> Any:
+    """Return pyarrow's `ParquetFile` of a path, or of a stream.
+
+    Raises:
+        UserError: pyarrow is not installed, or this is no Parquet file.
+    """
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"'{path}': Parquet files are read by pyarrow: pip install pyarrow.") from None
+    try:
+        return patiently(lambda: parquet.ParquetFile(stream or path), path)
+    except (FileServerError, UserError):
+        raise
+    except Exception as error:  # a damaged file may end in anything
+        raise UserError(f"'{path}' is no readable Parquet file ({one_line(error)}).") from None
+
+
+def _image_columns(schema: Any, label_column: str) -> list[str]:
+    """Return the columns of encoded images: structs with bytes, or bytes that are no labels."""
+    from pyarrow import types
+
+    def is_bytes(kind: Any) -> bool:
+        return types.is_binary(kind) or types.is_large_binary(kind)
+
+    def has_bytes(kind: Any) -> bool:
+        return types.is_struct(kind) and any(field.name == "bytes" and is_bytes(field.type) for field in kind)
+
+    label = find_column(schema.names, label_column)
+    return [f.name for f in schema if has_bytes(f.type) or (is_bytes(f.type) and f.name != label)]
+
+
+def _chosen(schema: Any, columns: tuple[str, str]) -> str:
+    """Return the column of images that is wanted, or else the only one; '' if there is none, or several."""
+    found = _image_columns(schema, columns[1])
+    return find_column(found, columns[0]) or (found[0] if len(found) == 1 else "")
+
+
+def _group(file: PurePath, opened: Any, group: int, columns: Sequence[str]) -> list[Any]:
+    """Return columns of a row group, as arrays of Arrow; raise UserError if it is damaged."""
+    try:
+        table = opened.read_row_group(group, columns=[*columns], use_threads=False)
+        return [table.column(column).combine_chunks() for column in columns]
+    except (FileServerError, UserError):
+        raise
+    except Exception as error:  # a damaged file may end in anything
+        raise UserError(f"'{file}' is damaged in row group {group} ({one_line(error)}).") from None
+
+
+def _field(images: Any, name: str) -> Any:
+    """Return a field of structs, nulls if they have none of that name; of bytes without structs, these."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    if not types.is_struct(images.type):
+        return images if name == "bytes" else pyarrow.nulls(len(images))
+    has_field = any(field.name == name for field in images.type)
+    return compute.struct_field(images, name) if has_field else pyarrow.nulls(len(images))
+
+
+def scan(columns: tuple[str, str], file: Path) -> Index:
+    """Return what a Parquet file contains; reads all of it once.
+
+    Args:
+        columns: That of the images and that of the labels, as they are wanted.
+        file: The file.
+
+    Raises:
+        UserError: It cannot be read, or has no such columns; a label is empty or none, or another cell means nothing.
+    """
+    opened = _opened(file)
+    schema = opened.schema_arrow
+    images, labels = _chosen(schema, columns), find_column(schema.names, columns[1])
+    if not images or not labels:
+        raise UserError(
+            f"'{file}' has the columns {one_line(', '.join(schema.names))}: give --label-column NAME, and as "
+            "--path-column the one with the images."
+        )
+    if str(schema.field(labels).type) in ("halffloat", "float", "double"):
+        raise UserError(f"'{file}': column {labels} has numbers with a fraction: give --label-column NAME.")
+    facts = FactColumns(schema.names, [images, labels])
+    entries, left_out, first = list[Entry](), 0, 0
+    for group in range(opened.num_row_groups):
+        size = opened.metadata.row_group(group).total_byte_size
+        if size > MOST_GROUP_BYTES:
+            raise UserError(
+                f"'{file}' has a row group of {size / 1e9:.1f} GB, which is read as a whole: write it in smaller ones."
+            )
+        read = _group(file, opened, group, (images, labels, *facts.of_facts.values()))
+        for row, found in enumerate(_rows_of_images(read, facts)):
+            try:
+                entry = _entry(found, group << ROW_BITS | row, facts, f"{file.stem}-{first + row:09}")
+            except ValueError as error:
+                raise UserError(f"'{file}', row {first + row + 1}: {error}: give --label-column NAME.") from None
+            left_out += entry is None
+            entries += [entry] if entry else []
+        first += opened.metadata.row_group(group).num_rows
+    return Index(entries, _label_names(schema, labels), left_out, unused=tuple(facts.unused))
+
+
+def _rows_of_images(read: Sequence[Any], facts: FactColumns) -> Iterator[tuple[int | None, Any, Any, tuple[Any, ...]]]:
+    """Yield of each row the bytes of its image, its path, its label, and the cells of the columns of facts."""
+    cells = zip(*(column.to_pylist() for column in read[2:]), strict=True) if facts.of_facts else itertools.repeat(())
+    paths, labels = _field(read[0], "path").to_pylist(), read[1].to_pylist()
+    return zip(_lengths(_field(read[0], "bytes")), paths, labels, cells, strict=False)
+
+
+def _entry(
+    found: tuple[int | None, Any, Any, tuple[Any, ...]], place: int, facts: FactColumns, name: str
+) -> Entry | None:
+    """Return the entry of a row, None without an image or a label; `name` is that of an image without a path."""
+    size, path, value, cells = found
+    label = label_of(value)
+    if size is None or label is None:
+        return None
+    known = facts.facts(dict(zip(facts.of_facts.values(), cells, strict=True)))
+    return Entry(clean(str(path or "")) or name, label, place, size, (), known.weight, known.group, known.part)
+
+
+def _lengths(contents: Any) -> list[int | None]:
+    from pyarrow import compute
+
+    return compute.binary_length(contents).to_pylist()
+
+
+def _label_names(schema: Any, column: str) -> list[str]:
+    """Return the names of a ClassLabel, none if the column is none."""
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        names = json.loads((schema.metadata or {})[METADATA])["info"]["features"][column]["names"]
+        return [name for name in names if type(name) is str]
+    return []
+
+
+class ParquetArchive:
+    """Reads images of Parquet files, and keeps the row groups that were read last.
+
+    Args:
+        columns: As of `scan`.
+        files: The files.
+        states: Of each, its size in bytes and the time of its last change in ns.
+    """
+
+    def __init__(self, columns: tuple[str, str], files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
+        self.files, self._columns, self._states = files, columns, states
+        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+
+    def read(self, archive: int, place: int, size: int) -> bytes:
+        """See `Archive`."""
+        key, row = (archive, place >> ROW_BITS), place & ((1 << ROW_BITS) - 1)
+        if key in self._groups:
+            self._groups.move_to_end(key)
+        else:
+            self._groups[key] = self._group(*key)
+            while len(self._groups) > 1 and sum(group.nbytes for group in self._groups.values()) > CACHE_BYTES:
+                self._groups.popitem(last=False)
+        group = self._groups[key]
+        content = group[row].as_py() if row < len(group) else None
+        if content is None or len(content) != size:
+            raise UserError(f"'{self.files[archive]}' has changed since the run began: start again.")
+        return content
+
+    def _group(self, archive: int, group: int) -> Any:
+        file, opened = self.files[archive], self._open(archive)
+        (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._columns)])
+        return _field(images, "bytes")
+
+    def _open(self, archive: int) -> Any:
+        file = self.files[archive]
+        opened = _opened(file)
+        status = os.stat(file)
+        if (status.st_size, status.st_mtime_ns) != self._states[archive]:
+            raise UserError(f"'{file}' has changed since the run began: start again.")
+        return opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_groups": OrderedDict()}
+
+
+class RemoteParquet(ParquetArchive):
+    """The same of files behind URLs."""
+
+    def __init__(self, columns: tuple[str, str], remote: RemoteFiles) -> None:
+        super().__init__(columns, remote.files, ())
+        self._remote = remote
+        self._bounds: dict[int, list[tuple[int, int]]] = {}
+
+    def expect(self, images: Iterable[tuple[int, int, int]]) -> None:
+        """Begin to fetch the row groups of images that will be read, each given as to `read`."""
+        wanted = dict.fromkeys((archive, place >> ROW_BITS) for archive, place, _ in images)
+        for archive, group in (key for key in wanted if key not in self._groups):
+            if archive not in self._bounds:
+                self._bounds[archive] = self._bounds_of(archive)
+            self._remote.expect([(archive, *self._bounds[archive][group])])
+
+    def _bounds_of(self, archive: int) -> list[tuple[int, int]]:
+        """Return where each row group's images begin in a file, and their bytes."""
+        opened, bounds = self._open(archive), []
+        column = _chosen(opened.schema_arrow, self._columns)
+        for number in range(opened.num_row_groups):
+            group = opened.metadata.row_group(number)
+            parts = [group.column(place) for place in range(group.num_columns)]
+            own = [part for part in parts if part.path_in_schema.split(".")[0] == column]
+            starts = [part.dictionary_page_offset or part.data_page_offset for part in own]
+            end = max(start + part.total_compressed_size for start, part in zip(starts, own, strict=True))
+            bounds.append((min(starts), end - min(starts)))
+        return bounds
+
+    def _open(self, archive: int) -> Any:
+        return _opened(self.files[archive], self._remote.stream(archive))

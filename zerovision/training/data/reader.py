@@ -1,0 +1,111 @@
+"""Makes one batch from its key: the part of loading that runs in the worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.data.bad_images import read_or_replace
+from zerovision.training.data.datasets import ImageDataset
+from zerovision.training.data.reading.image_notes import collected_notes
+from zerovision.training.data.reading.sources import UNKNOWN, FileSource
+from zerovision.training.data.sampler import BatchKey
+from zerovision.training.world.preserved_process import preserved_generators
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank.
+
+    Attributes:
+        images: uint8 or float32 [B, C, S, S] as read; float32, normalised, as the loaders yield them.
+        labels: int64 [B].
+        weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
+        indices: int64 [B], positions in the data set.
+        bad_images: Path and reason of the images of this batch that could not be read; others fill their slots.
+        notes: Path and note of the images that are odd, see `image_notes`.
+        epoch: Decides the rest of the augmentation.
+        draw_keys: int64 [B], as in `BatchKey`: decides it too.
+        leaf: As in `BatchKey`.
+        targets: float32 [B, classes], if they are not just the labels, see `mixing` and `label_sets`.
+        is_transformed: Whether `images` are normalised already.
+        digests: int64 [B], of the images' files, see `reading.sources.digest_of`; empty unless the key wants them.
+        loss_weights: float32 [B], of the losses in training; None if all are 1.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    indices: torch.Tensor
+    bad_images: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    epoch: int = 0
+    draw_keys: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    leaf: int = 0
+    targets: torch.Tensor | None = None
+    is_transformed: bool = False
+    digests: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    loss_weights: torch.Tensor | None = None
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        pinned = {name: getattr(self, name).pin_memory() for name in ("images", "labels", "weights")}
+        return dataclasses.replace(self, **pinned)
+
+
+def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | FileServerError:
+    """Read the batch of a key; return an error of one line, to which DataLoader would add its traceback."""
+    try:
+        with preserved_generators() if dataset.augmentation.uses_pillow else nullcontext():
+            return _read(dataset.for_epoch(key.epoch), key)
+    except UserError as error:
+        return UserError(str(error))  # those of other arguments cannot be sent between processes
+    except FileServerError as error:
+        return error
+
+
+def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
+    source, weights = dataset.source, torch.from_numpy(key.weights)
+    source.digests = {} if key.wants_digests else None
+    if isinstance(source, FileSource):
+        source.expect(key.indices.tolist())
+    draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
+    bad_images: dict[str, str] = {}
+    images: list[torch.Tensor] = []
+    with collected_notes() as notes:
+        for slot, index in enumerate(key.indices.tolist()):
+            read = partial(dataset.read, key.epoch, draws=draws[slot], offset=offsets[slot])
+            image, error = read_or_replace(read, index, dataset)
+            if error is not None:
+                bad_images[error.path] = error.reason
+                weights[slot] = 0
+            images.append(image)
+    indices = torch.from_numpy(key.indices)
+    digests = [] if source.digests is None else [source.digests.get(int(index), UNKNOWN) for index in indices]
+    return Batch(
+        _stack(images),
+        source.labels[indices],
+        weights,
+        indices,
+        bad_images,
+        notes,
+        epoch=key.epoch,
+        draw_keys=key.draw_keys,
+        leaf=key.leaf,
+        digests=np.array(digests, dtype=np.int64),
+        loss_weights=None if source.loss_weights is None else source.loss_weights[indices],
+    )
+
+
+def _stack(images: list[torch.Tensor]) -> torch.Tensor:
+    """Stack images [C, S, S] into [B, C, S, S], channels innermost."""
+    batch = torch.empty((len(images), *images[0].shape), dtype=images[0].dtype, memory_format=torch.channels_last)
+    for slot, image in enumerate(images):
+        batch[slot] = image
+    return batch

@@ -1,0 +1,129 @@
+"""Files behind URLs: what fsspec gives of them, within a time limit, and tried again as files of a file server are.
+
+Credentials are those that fsspec's packages find themselves, such as `~/.aws`, `~/.netrc` or `hf auth login`. A URL
+with some is refused, because logs and the run's folder contain it, and no message has what a server redirects to.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import os
+import re
+from pathlib import PurePath, PurePosixPath
+from typing import Any
+
+from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.data.reading.retry import patiently
+
+PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
+REQUEST_SECONDS = 30.0
+# What changes with the content, by the names that servers and fsspec's packages have for it.
+MARKS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "md5Hash", "generation", "blob_id", "lfs")
+UNMARKED = 0
+_MAY_PASS = (408, 429)  # of the codes of HTTP below 500
+_SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#][^\s'\"]+")
+
+State = tuple[int, int]  # size in bytes, and what changes with the content: of a local file the time of its change
+
+
+class RemotePath(PurePosixPath):
+    """A URL, whose parts are those of a path."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+
+def redacted(text: str) -> str:
+    """Return a text without the users, passwords and queries of the URLs in it."""
+    return _SECRETS.sub("***", text)
+
+
+def check_url(text: str) -> bool:
+    """Return whether this is a URL; raise a UserError if it cannot be read, or has what logs must not show."""
+    scheme, separator, rest = text.partition("://")
+    given = f"--data {redacted(text)}"
+    if separator and (scheme not in PACKAGES or not rest.strip("/")):
+        raise UserError(f"{given}: expected a path, or a URL that begins with {'://, '.join(PACKAGES)}://.")
+    if separator and ("@" in rest.partition("/")[0] or "?" in rest or "#" in rest):
+        raise UserError(
+            f"{given}: a user, password or query would stand in logs: give the URL without, and credentials where "
+            f"{PACKAGES[scheme]} finds them (such as ~/.netrc, ~/.aws, hf auth login)."
+        )
+    return bool(separator)
+
+
+@functools.cache
+def _file_system(scheme: str, process: int) -> Any:
+    """Return fsspec's file system for a process; another one needs its own."""
+    options: dict[str, Any] = {} if scheme == "hf" else {"use_listings_cache": False}
+    if scheme in ("http", "https"):
+        options["client_kwargs"] = {"trust_env": True}  # ~/.netrc, and proxies
+    try:
+        import fsspec
+
+        return fsspec.filesystem(scheme, skip_instance_cache=True, **options)
+    except ImportError:
+        package = PACKAGES[scheme]
+        raise UserError(f"{scheme}:// is read by fsspec with {package}: pip install fsspec {package}.") from None
+
+
+def ask_once(file: PurePath, method: str, **options: Any) -> Any:
+    """Return what a method of fsspec's file system gives for a file; raise OSError if it fails."""
+    system = _file_system(str(file).partition("://")[0], os.getpid())
+    try:
+        if not system.async_impl:
+            return getattr(system, method)(str(file), **options)
+        from fsspec.asyn import sync
+
+        return sync(system.loop, getattr(system, f"_{method}"), str(file), timeout=REQUEST_SECONDS, **options)
+    except Exception as error:  # each package has its own
+        raise _as_os_error(error) from None
+
+
+def ask(file: PurePath, method: str, **options: Any) -> Any:
+    """As `ask_once`, tried again, see `patiently`; raise OSError for what does not pass."""
+    return patiently(functools.partial(ask_once, file, method, **options), file)
+
+
+def _as_os_error(error: BaseException) -> OSError:
+    """Return an error with a number that says whether it may pass, and a reason without secrets."""
+    if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, for whatever happens at HTTP
+        error = error.__cause__
+    holders = (error, getattr(error, "response", None))
+    codes = (getattr(holder, name, None) for holder in holders for name in ("status", "status_code", "code"))
+    status = next((code for code in codes if type(code) is int), 0)
+    text = f"HTTP {status}" if status else redacted(one_line(error)) or type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        text = "there is no such file"
+    if isinstance(error, TimeoutError):
+        text = f"no answer within {REQUEST_SECONDS:g} s"
+    is_final = isinstance(error, (FileNotFoundError, PermissionError, ValueError)) or "Credentials" in repr(type(error))
+    is_final |= 400 <= status < 500 and status not in _MAY_PASS
+    return OSError(errno.EINVAL if is_final else errno.EIO, text)
+
+
+def state_of(file: PurePath) -> State:
+    """Return the state of a file, `UNMARKED` if its server tells no change; raise OSError if it has none."""
+    facts = ask(file, "info")
+    if type(facts.get("size")) is not int:
+        raise OSError(errno.EINVAL, "its size is not known")
+    marks = [(name, facts[name]) for name in MARKS if facts.get(name)]
+    number = int.from_bytes(hashlib.sha256(repr(marks).encode()).digest()[:6], "big")
+    return facts["size"], number if marks else UNMARKED
+
+
+def files_below(folder: RemotePath) -> list[RemotePath]:
+    """Return the files in a folder and its folders, sorted; raise OSError as `ask`."""
+    own = _entries(folder)
+    inner = [_entries(path) for path, is_folder in own.items() if is_folder]
+    return sorted(path for entries in (own, *inner) for path, is_folder in entries.items() if not is_folder)
+
+
+def _entries(folder: RemotePath) -> dict[RemotePath, bool]:
+    """Return what is in a folder, and whether it is a folder; a page of links may lead anywhere."""
+    names = {entry["name"]: entry["type"] == "directory" for entry in ask(folder, "ls", detail=True)}
+    scheme = str(folder).partition("://")[0]
+    found = {RemotePath(n if "://" in n else f"{scheme}://{n}"): is_folder for n, is_folder in names.items()}
+    return {path: is_folder for path, is_folder in found.items() if path.parent == folder and path.name[0] not in ".?"}

@@ -1,0 +1,282 @@
+"""The flags of the data: data set, sizes, augmentation, reading; and the tables of data sets and decoders.
+
+Importing this module imports neither torch nor Pillow, so that `--help` prints the tables at once; the module of a data
+set is imported on demand. A new data set is one module with `load(options)` or `listing(options)`, and one line in
+`DATASETS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS
+from zerovision.training.base.settings import RunSettings, option
+from zerovision.training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT
+from zerovision.training.data.image_sizes import USAGE as SIZE_USAGE
+
+BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
+DATA_ROOT = "~/.cache/zerovision"
+URL = "://"
+MULTILABEL: Literal["multilabel"] = "multilabel"  # of --task
+MAX_MEGAPIXELS, MOST_MEGAPIXELS = 179, 10_000  # of an image: by default, as Pillow; at all
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetEntry:
+    """One line of `DATASETS`.
+
+    Attributes:
+        usage: The value of `--data`.
+        summary: One sentence for `--help`.
+        module: The module whose `load(options)` returns the `DatasetPair`, or `listing(options)` a `Listing`.
+        takes_name: Whether a colon and a name follow.
+        has_parts: Whether its images may be divided into parts, as those of all paths: a module without
+            `listing` then has `load_whole(options)` and `layout_of(options)`, too.
+    """
+
+    usage: str
+    summary: str
+    module: str
+    takes_name: bool = False
+    has_parts: bool = False
+
+    @property
+    def is_path(self) -> bool:
+        """Whether it is a path on this machine."""
+        return self.has_parts and not self.takes_name
+
+
+DATASETS: dict[str, DatasetEntry] = {
+    "digits": DatasetEntry(
+        "digits",
+        "scikit-learn's 1,797 handwritten digits, embedded: 1,437 to train, 360 held out",
+        "zerovision.training.data.digits",
+    ),
+    "fake": DatasetEntry(
+        "fake",
+        "random patterns with a learnable class, made in memory: for tests and benchmarks",
+        "zerovision.training.data.fake",
+    ),
+    "torchvision": DatasetEntry(
+        "torchvision:NAME",
+        "a data set of torchvision, such as torchvision:CIFAR10 (--download fetches it)",
+        "zerovision.training.data.torchvision_sets",
+        takes_name=True,
+    ),
+    "npz": DatasetEntry(
+        "npz:FILE",
+        "arrays x_train, y_train, x_test, y_test in a NumPy file, as Keras stores its data sets",
+        "zerovision.training.data.npz",
+        takes_name=True,
+    ),
+    "folder": DatasetEntry(
+        "DIR",
+        "a folder with train/, val/ and test/, or one folder that is split; below each, one folder of images per class",
+        "zerovision.training.data.folder",
+        has_parts=True,
+    ),
+    "tar": DatasetEntry(
+        "DIR/*.tar",
+        "a folder of tar files in WebDataset's layout, train-000000.tar, val-000000.tar, ...: 01.jpg, 01.cls or .json",
+        "zerovision.training.data.tar_shards",
+        has_parts=True,
+    ),
+    "parquet": DatasetEntry(
+        "DIR/*.parquet",
+        "a folder of Parquet files as Hugging Face's data sets have them, with images inside; or one, also of paths",
+        "zerovision.training.data.parquet",
+        has_parts=True,
+    ),
+    "table": DatasetEntry(
+        "LIST.csv",
+        "a table of images, also .tsv: columns path and label, if wanted also split, weight, group, x0, y0, x1, y1",
+        "zerovision.training.data.table",
+        has_parts=True,
+    ),
+    "hf": DatasetEntry(
+        "hf:ORG/NAME[:SPLIT]",
+        "a data set of Hugging Face's hub with Parquet files, in the hub's cache (--download fetches it)",
+        "zerovision.training.data.hub",
+        takes_name=True,
+        has_parts=True,
+    ),
+    URL: DatasetEntry(
+        "URL",
+        "tar files, Parquet files or a table behind http://, https://, s3://, gs:// or hf://, kept on disk as read",
+        "zerovision.training.data.urls",
+        takes_name=True,
+        has_parts=True,
+    ),
+}
+
+NUMBERS = "numbers"
+DECODERS: dict[str, str] = {
+    "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
+    "exact": "every pixel decoded at full size",
+    NUMBERS: "the numbers of .npy files and of grey ones of 16 bits as they are, in any channels; folders and tables",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFields:
+    """Data."""
+
+    data: str = option(
+        "digits",
+        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: classes, or train/ and val/).",
+    )
+    data_root: str = option(
+        DATA_ROOT, "Folder of torchvision's data sets and of caches; another one also of the paths of a table."
+    )
+    path_column: str = option(
+        "",
+        "Column of a table with the images' paths; none: path, or image as predict has it. Of Parquet files the column "
+        "with the images, of tar files their extension, such as jpg, if a sample has several.",
+    )
+    label_column: str = option(
+        "label",
+        "Column of a table with the names of the classes. --task multilabel: with lists of them, such as cat;dog, or "
+        "A,B,...: columns of 1 and 0, one for each class.",
+    )
+    label_separator: str = option(
+        "",
+        "--task multilabel: what stands between the labels of a cell, such as ','; none: ; or |, and a comma or blanks "
+        "if each part is the label of another image.",
+    )
+    task: Literal["multiclass", "multilabel"] = option(
+        "multiclass", "multilabel: an image of a table has any number of classes, each a yes or no of its own."
+    )
+    download: bool = option(False, "Allow data sets of torchvision and of the hub to be downloaded.")
+    remote_cache_gb: float = option(
+        20.0, "Most gigabytes of data behind URLs that are kept in remote/ below --data-root.", low=0.1, high=10**6
+    )
+    val_fraction: float = option(
+        0.2, "Share held out for validation where the data has no part for it.", above=0, high=0.9
+    )
+    split_seed: int = option(0, "Another one holds out other images.", low=0, high=2**31)
+    folds: int = option(
+        0,
+        "K-fold cross-validation in place of --val-fraction: each image is held out in one of K runs.",
+        low=0,
+        high=1000,
+    )
+    fold: int = option(1, "--folds K: which one is held out, 1 to K.", low=1, high=1000)
+    val_part: str = option(
+        "",
+        "Folder of DIR, or split of a table, to validate on, such as Testing; train, val and test are known by many "
+        "names; none: the folders are classes whatever their names.",
+    )
+    links: Literal["follow", "refuse"] = option(
+        "follow", "Symbolic links, and paths of a table, that lead out of DIR; those inside are always followed."
+    )
+    image_size: int | str = option(  # an `ImageSize`, as the next
+        0,
+        "Side of square images in pixels, or height x width, such as 224x448; 0: the data set's own.",
+        low=0,
+        high=LARGEST_IMAGE_SIZE,
+    )
+    eval_image_size: int | str = option(
+        0, "Size of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
+    )
+    eval_crop: float | Literal["auto"] = option(
+        "auto",
+        "Share of a photograph's shorter side that validation sees, in the middle; auto: as for the starting weights, "
+        "else 0.875.",
+        low=0.5,
+        high=1,
+    )
+    fit: Literal["auto", "crop", "pad", "squash"] = option(
+        "auto",
+        "How a whole image gets the shape: its centre (crop), grey bars beside it (pad), or distorted (squash); "
+        "auto: crop for photographs, squash for arrays. With pad and squash --augmentation auto crops nothing.",
+    )
+    interpolation: Literal["auto", "bilinear", "bicubic"] = option(
+        "auto", "Filter of every resize, with antialiasing; auto: as for the starting weights, else bilinear."
+    )
+    image_channels: int = option(
+        0,
+        "Channels of the images: 1 grey, 3 RGB, 4 RGBA, others of arrays only; 0: 3, or as many as arrays of 2, 4 or "
+        "more have.",
+        low=0,
+        high=MOST_IMAGE_CHANNELS,
+    )
+    progressive_size: str = option(
+        "",
+        f"{SIZE_USAGE}: training images of LOW pixels up to epoch FIRST (from 0) that grow to --image-size until LAST.",
+    )
+    augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATION_NAMES)}.")
+    randaugment: str = option(
+        RANDAUGMENT, "timm's string for --augmentation randaugment: m magnitude, n operations, mstd, inc1, ..."
+    )
+    crop_scale: str = option(CROP_SCALE, "Smallest and largest share of the image's area that a crop takes.")
+    crop_ratio: str = option(
+        CROP_RATIO,
+        "Smallest and largest width of a crop, as a multiple of its height; with --image-size HxW, of W/H times that.",
+    )
+    mirror: Literal["auto", "off", "random", "alternate"] = option(
+        "auto", "Left to right: half of the time, or every other epoch (alternate); auto: the augmentation's own."
+    )
+    shift_pixels: int | Literal["auto"] = option(
+        "auto", "Farthest shift; 0: none; auto: the augmentation's own.", low=0, high=LARGEST_IMAGE_SIZE
+    )
+    shift_padding: Literal["zeros", "reflect"] = option("zeros", "What comes in at the edge of a shifted image.")
+    color_jitter: float = option(
+        0.0, "Most by which brightness, contrast and saturation change, as a share; 0: none.", low=0, high=1
+    )
+    random_erasing: float = option(0.0, "Probability that a rectangle of an image is erased.", low=0, high=1)
+    random_erasing_mode: Literal["pixel", "rand", "const"] = option(
+        "pixel", "What fills it: noise, one random colour, or the mean colour."
+    )
+    mixup: float = option(
+        0.0, "Mixup's alpha: images and targets of a micro-batch are blended; 0: none.", low=0, high=100
+    )
+    cutmix: float = option(0.0, "Cutmix's alpha: images get a rectangle of another one; 0: none.", low=0, high=100)
+    mixup_probability: float = option(1.0, "Probability that a micro-batch is mixed.", low=0, high=1)
+    mixup_switch_probability: float = option(
+        0.5, "Probability of cutmix instead of mixup, if both are on.", low=0, high=1
+    )
+    mixup_off_epochs: int = option(0, "Last epochs without mixup and cutmix.", low=0, high=100_000)
+    sampling: Literal["uniform", "balanced"] = option(
+        "uniform",
+        "What an epoch consists of; uniform: each sample once; balanced: as many samples, equally many of each class.",
+    )
+    order: Literal["random", "shards"] = option(
+        "random",
+        "How the samples of an epoch follow each other; shards: tar files, or row groups of Parquet files, are "
+        "shuffled and read one after another, for data that a cache cannot keep.",
+    )
+    shuffle_window: int = option(
+        4096, "--order shards: neighbouring samples among which each is shuffled.", low=1, high=10**9
+    )
+    repeated_augmentation: int = option(
+        1,
+        "Differently augmented copies of each sample of an epoch, next to each other; its length stays.",
+        low=1,
+        high=64,
+    )
+    decode: Literal["cpu", "exact", "numbers"] = option(
+        "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
+    )
+    cache: Literal["auto", "ram", "disk", "off"] = option(
+        "auto",
+        "Keep the shrunk images of files: in memory, on disk under --data-root; auto: where they fit, if it pays.",
+    )
+    cache_gb: float = option(
+        0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
+    )
+    workers: str = option("auto", "Loader processes per rank: a whole number, or auto.")
+    max_megapixels: int = option(
+        MAX_MEGAPIXELS,
+        "Largest image file that is read, in millions of pixels: it may be a bomb of few bytes.",
+        low=1,
+        high=MOST_MEGAPIXELS,
+    )
+    bad_images: str = option(
+        "error", f"What to do with unreadable images: {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings(DataFields, RunSettings):
+    """What this room reads of a run's settings: its own, and those of all rooms."""

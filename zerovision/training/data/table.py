@@ -1,0 +1,224 @@
+"""`LIST.csv` or `.tsv`: a table of image files with the columns path and label, and if wanted those of other facts."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import stat
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from zerovision.training.base.errors import UserError, nearest, one_line, shown
+from zerovision.training.base.small_files import as_given
+from zerovision.training.data import DataOptions
+from zerovision.training.data.class_names import clean, label_of, number_classes
+from zerovision.training.data.columns import FactColumns, find_column, number_in
+from zerovision.training.data.label_sets import columns_of, list_in, set_name, set_names
+from zerovision.training.data.reading.boxes import Edges
+from zerovision.training.data.reading.images import ImageError, read_file
+from zerovision.training.data.reading.retry import patiently
+from zerovision.training.data.records import Listing, Record
+from zerovision.training.data.settings import DATA_ROOT, MULTILABEL
+
+PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
+EDGES = ("x0", "y0", "x1", "y1")
+SEPARATORS = (",", ";", "\t", "|")
+MAX_BYTES = 4 * 10**9
+
+Row = tuple[int, Mapping[str, Any]]  # number of its last line, cells by column
+
+
+def listing(options: DataOptions) -> Listing:
+    """Return the images of a table.
+
+    Raises:
+        UserError: The table cannot be read, lacks a column, or has a cell that means nothing; a file is missing.
+    """
+    header, rows = csv_rows(Path(os.path.expanduser(options.data)), options)
+    return listing_of(header, rows, options)
+
+
+def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Listing:
+    """Return the images of a table; the errors are those of `listing`."""
+    beside = Path(os.path.expanduser(options.data)).parent
+    root = (options.root if options.data_root != DATA_ROOT else beside).resolve()
+    return _with_files(root, lines_of(header, rows, options), options)
+
+
+def lines_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Listing:
+    """Return the lines of a table, whose files may be missing; the errors are those of `listing`."""
+    columns = _TableColumns(header, options)
+    if columns.edges and len(columns.edges) < len(EDGES):
+        raise UserError(
+            f"--data {options.data}: a box needs the columns {', '.join(EDGES)}; it has {', '.join(columns.edges)}."
+        )
+    records, labels, left_out = list[Record](), dict[Any, Any](), 0
+    for line, row in rows:
+        try:
+            path = str(row.get(columns.path) or "")
+            if not clean(path):
+                raise ValueError(f"the cell of {columns.path} is empty")
+            label, known = columns.label(row), columns.facts(row)
+            box = _box(columns.edges, row) if columns.edges else ()
+        except ValueError as error:
+            raise UserError(f"--data {options.data}, line {line}: {error}.") from None
+        if label is None:
+            left_out += 1
+            continue
+        label = labels.setdefault(label, label)  # one object of equal ones
+        records.append(Record(path, label, sys.intern(known.part), known.group, box=box, weight=known.weight))
+    if not records:
+        raise UserError(f"--data {options.data}: there is no line below the header.")
+    class_names, names = columns.names_of(labels, options)
+    if any(name != label for label, name in names.items()):
+        records = [record._replace(label=names[record.label]) for record in records]
+    notes = [f"passed over {left_out} lines without a label"] if left_out else []
+    return Listing(Path(), records, class_names, notes=[*notes, *columns.notes()])
+
+
+class _TableColumns(FactColumns):
+    """The columns of a table: that of the paths, those of the labels, and those of facts."""
+
+    def __init__(self, header: Sequence[str], options: DataOptions) -> None:
+        self._is_multilabel = options.task == MULTILABEL
+        self._classes = columns_of(options.label_column) if self._is_multilabel else [options.label_column]
+        wanted = [options.path_column] if options.path_column else [*PATH_COLUMNS]
+        paths, labels = ([find_column(header, name) or "" for name in names] for names in (wanted, self._classes))
+        self.path, self._labels = next(filter(None, paths), ""), labels
+        for column, name, flag in (
+            (self.path, wanted[0], "--path-column"),
+            *((one, name, "--label-column") for one, name in zip(labels, self._classes, strict=True)),
+        ):
+            if not column:
+                columns = ", ".join(map(one_line, header[:20]))
+                raise UserError(
+                    f"--data {options.data}: there is no column {name}.{nearest(name, header)} It has {columns}: "
+                    f"give {flag} NAME."
+                )
+        edges = {edge: find_column(header, edge) for edge in EDGES}
+        self.edges = {edge: found for edge, found in edges.items() if found}
+        super().__init__(header, [self.path, *self._labels, *self.edges.values()])
+
+    def label(self, row: Mapping[str, Any]) -> Any:
+        """Return the label in a row, None if it says that it has none; of a cell of several labels, its content.
+
+        Raises:
+            ValueError: The label is empty or none.
+        """
+        cells = [row.get(name) for name in self._labels]
+        if self._is_multilabel:
+            texts = ["" if cell is None else cell for cell in cells]
+            return set_name([str(text) for text in texts], self._classes) if len(texts) > 1 else list_in(texts[0])
+        if cells[0] is None or not clean(str(cells[0])):
+            raise ValueError(f"the cell of {self._labels[0]} is empty")
+        return label_of(cells[0])
+
+    def names_of(self, labels: Collection[Any], options: DataOptions) -> tuple[Sequence[str], Mapping[Any, str]]:
+        """Return the class names in their order, none if they are the sorted labels, and the name of each label."""
+        if self._is_multilabel and len(self._classes) > 1:
+            return self._classes, {}
+        if self._is_multilabel:
+            return (), set_names(labels, options.label_separator, f"--data {options.data}, column {self._labels[0]}")
+        names, numbers = number_classes(labels, (), f"--data {options.data}")
+        return names, {label: names[number] for label, number in numbers.items()}
+
+
+def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
+    """Return the header and the other rows of a text file, whose separator is the one that its header has."""
+    try:
+        content = read_file(file, MAX_BYTES)
+        first = content.decode("utf-8-sig", "strict").partition("\n")[0]
+    except ImageError as error:
+        raise UserError(f"--data {options.data}: the table cannot be read ({error.reason}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--data {options.data}: the table is not encoded as UTF-8: save it as CSV UTF-8.") from None
+    known = {*PATH_COLUMNS, options.path_column, options.label_column, *columns_of(options.label_column)}
+    known = {name.casefold() for name in known}
+    likeness = {
+        mark: sum(clean(name).strip('" ').casefold() in known for name in first.split(mark)) for mark in SEPARATORS
+    }
+    separator = max(SEPARATORS, key=likeness.__getitem__)
+    reader = csv.reader(
+        io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline=""), delimiter=separator, strict=True
+    )
+
+    def rows() -> Iterator[list[str]]:
+        try:
+            yield from reader
+        except csv.Error as error:
+            raise UserError(f"--data {options.data}, line {reader.line_num}: {one_line(error)}.") from None
+
+    every = rows()
+    header = [clean(name) for name in next(every, [])]
+    if not any(header):
+        raise UserError(f"--data {options.data}: the table is empty: expected a header with path and label.")
+    twice = [name for name in header if name and header.count(name) > 1]
+    if twice:
+        raise UserError(f"--data {options.data}: the column {one_line(twice[0])} is there twice.")
+
+    def cells() -> Iterator[Row]:
+        for row in every:
+            if len(row) > len(header):
+                raise UserError(
+                    f"--data {options.data}, line {reader.line_num}: {len(row)} cells, the header has {len(header)}."
+                )
+            if row:
+                yield reader.line_num, dict(zip(header, map(as_given, row), strict=False))
+
+    return header, cells()
+
+
+def _box(edges: Mapping[str, str], row: Mapping[str, Any]) -> Edges:
+    cells = ["" if row.get(name) is None else str(row[name]).strip() for name in edges.values()]
+    if not any(cells):
+        return ()
+    left, top, right, bottom = (number_in(cell, name) for cell, name in zip(cells, edges, strict=True))
+    if not (left < right and top < bottom):
+        raise ValueError(f"the box {left:g}, {top:g}, {right:g}, {bottom:g} is empty; x1 > x0 and y1 > y0")
+    return left, top, right, bottom
+
+
+def _with_files(root: Path, listing: Listing, options: DataOptions) -> Listing:
+    """Return the lines with paths relative to `root`, sizes and times; changes their list.
+
+    Blanks at the ends of a path are not part of it, unless there is such a file. A path may lead anywhere, as a link in
+    a folder may, unless --links refuse forbids that: what it leads to is read as an image, or is an error.
+    """
+    real_folder = cache(lambda folder: f"{os.path.realpath(folder)}/")
+    missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})
+    records = listing.records
+    for number, record in enumerate(records):
+        path = record.path
+        if path != clean(path) and not os.path.lexists(os.path.join(root, path)):
+            path = clean(path)
+        if path.startswith(roots):
+            path = path[len(next(place for place in roots if path.startswith(place))) :]
+        path = path if ".." in path.split("/") else os.path.normpath(path)
+        full = os.path.join(root, path)
+        try:
+            status, folder = patiently(partial(os.lstat, full), full), os.path.dirname(full)
+            if stat.S_ISLNK(status.st_mode):
+                status, folder = patiently(partial(os.stat, full), full), os.path.dirname(os.path.realpath(full))
+        except (OSError, ValueError):  # ValueError: a null character
+            missing.append(record.path)
+            continue
+        if not real_folder(folder).startswith(f"{root}/"):
+            outside.append(record.path)
+        path = record.path if path == record.path else path  # one string
+        records[number] = record._replace(path=path, size=status.st_size, changed_ns=status.st_mtime_ns)
+    if missing:
+        raise UserError(
+            f"--data {options.data}: {len(missing)} of {len(records)} images are missing below '{root}', such as "
+            f"{shown(missing[0])}: paths are relative to the table, or give --data-root DIR."
+        )
+    notes = [*listing.notes]
+    if outside:
+        line = f"{len(outside)} of {len(records)} images lie outside of '{root}', such as {shown(outside[0])}"
+        if options.links == "refuse":
+            raise UserError(f"--data {options.data}: {line}, which --links refuse forbids.")
+        notes.append(line)
+    return listing._replace(root=root, notes=notes)

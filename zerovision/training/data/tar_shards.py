@@ -1,0 +1,217 @@
+"""Tar files in WebDataset's layout: `000123.jpg` beside `000123.cls` or `000123.json`, in `train-000000.tar`, ...
+
+Images are read where they are, by the offset that the index has: nothing is ever extracted, and no name in a tar file
+is opened. The key of a sample is its name up to the first dot, and its files follow each other:
+https://github.com/webdataset/webdataset. A sample is one image and one label.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zerovision.training.base.errors import UserError, one_line, shown
+from zerovision.training.data import DataOptions, archives
+from zerovision.training.data.archives import Entry, Index, Kind, checked
+from zerovision.training.data.class_names import MOST_DIGITS, Label, clean, label_of
+from zerovision.training.data.columns import FactColumns, find_column
+from zerovision.training.data.reading.formats import IMAGE_EXTENSIONS
+from zerovision.training.data.reading.retry import patiently
+from zerovision.training.data.records import Listing
+
+LABEL, FACTS = ".cls", ".json"
+LABEL_KEYS = ("label", "cls", "class")  # of the JSON, if there is no .cls
+OWN_KEYS = ("path", "box", *LABEL_KEYS)
+HIDDEN = "."  # begins what macOS leaves beside each file, ._NAME, and what no sample is
+MOST_LABEL_BYTES = 2**20
+READ_BYTES = 2**24
+
+
+def listing(options: DataOptions) -> Listing:
+    """Return the images of tar files; see `archives.read`."""
+    return archives.read(kind_of(options), options)
+
+
+def kind_of(options: DataOptions) -> Kind:
+    """Return the kind of tar files whose images have the extension of the options, if that is one, or else any."""
+    wanted = f".{options.path_column.lower().lstrip('.')}"
+    wanted = wanted if os.path.splitext(f"x{wanted}")[1] in IMAGE_EXTENSIONS else ""
+    return Kind(".tar", partial(scan, wanted, options.label_column), TarArchive, (wanted, options.label_column))
+
+
+@dataclass(frozen=True)
+class TarArchive:
+    """Reads images of tar files by their offset in bytes.
+
+    Attributes:
+        files: The tar files.
+        states: Of each, its size in bytes and the time of its last change in ns.
+    """
+
+    files: Sequence[Path]
+    states: Sequence[tuple[int, int]]
+
+    def read(self, archive: int, place: int, size: int) -> bytes:
+        """See `Archive`."""
+        file = self.files[archive]
+        try:
+            return patiently(partial(self._read, archive, place, size), file)
+        except OSError as error:
+            raise UserError(
+                f"'{file}' cannot be read: {error.strerror or error}. Restore it and start again."
+            ) from None
+
+    def _read(self, archive: int, place: int, size: int) -> bytes:
+        file = self.files[archive]
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            content = os.pread(descriptor, size, place)
+        finally:
+            os.close(descriptor)
+        if (status.st_size, status.st_mtime_ns) != self.states[archive] or len(content) != size:
+            raise UserError(f"'{file}' has changed since the run began: start again.")
+        return content
+
+
+def scan(extension: str, label_key: str, file: Path) -> Index:
+    """Return what a tar file contains.
+
+    Args:
+        extension: Of the images, with its dot; any if it is empty.
+        label_key: Of the label in the JSON, if that has it.
+        file: The tar file.
+
+    Raises:
+        UserError: It is no tar file, compressed, cut off, or two in one; a sample has no label, or several images.
+    """
+    try:
+        with tarfile.open(file, "r:", encoding="utf-8") as tar:
+            return _Scan(extension, label_key, file, tar).index()
+    except tarfile.TarError as error:
+        cause = one_line(error)
+    except (OSError, ValueError, OverflowError, RecursionError, MemoryError) as error:  # of a crafted header
+        cause = f"damaged: {one_line(error)}"
+    raise UserError(f"'{file}' is no uncompressed tar file ({cause}): unpack it, or make it anew.")
+
+
+class _Scan:
+    """Reads the samples of a tar file; the arguments are those of `scan`."""
+
+    def __init__(self, extension: str, label_key: str, file: Path, tar: tarfile.TarFile) -> None:
+        self._extension, self._label_key, self._file, self._tar = extension, label_key, file, tar
+        self._columns: dict[tuple[str, ...], FactColumns] = {}  # by the keys of a JSON
+
+    def index(self) -> Index:
+        """Return the index of the file; raise UserError for a sample that is not one image and one label."""
+        entries, keys, left_out = list[Entry](), set[str](), 0
+        dotted, example = 0, ""
+        for key, group in itertools.groupby(_members(self._file, self._tar), key=lambda member: _key_of(member.name)):
+            members = [*group]
+            kinds = {_kind_of(member.name): member for member in members}
+            if key in keys or len(kinds) < len(members):
+                raise UserError(
+                    f"'{self._file}': the key {shown(key)} is there twice: a key is one sample, whose files follow "
+                    "each other, as tar --sort=name packs them; rename one, or make the file anew."
+                )
+            keys.add(key)
+            images = [kind for kind in kinds if self._is_image(kind)]
+            others = [kind for kind in kinds if kind not in images and os.path.splitext(kind)[1] in IMAGE_EXTENSIONS]
+            if not self._extension and others:
+                dotted, example = dotted + len(others), example or kinds[others[0]].name
+            if len(images) > 1:
+                raise UserError(
+                    f"'{self._file}': the sample {shown(key)} has several images, {' and '.join(images)}: choose one "
+                    f"by --path-column {images[0][1:]}."
+                )
+            entry = self._entry(key, kinds[images[0]], kinds) if images else None
+            left_out += entry is None
+            entries += [entry] if entry else []
+        unused = [name for columns in self._columns.values() for name in columns.unused]
+        return Index(entries, left_out=left_out, unused=tuple(dict.fromkeys(unused)), dotted=(dotted, example))
+
+    def _is_image(self, kind: str) -> bool:
+        return kind == self._extension if self._extension else kind in IMAGE_EXTENSIONS
+
+    def _entry(self, key: str, image: tarfile.TarInfo, kinds: Mapping[str, tarfile.TarInfo]) -> Entry | None:
+        """Return the entry of a sample, None if its label says that it has none."""
+        texts = {kind: _text(self._file, self._tar, kinds[kind]) for kind in (LABEL, FACTS) if kind in kinds}
+        try:
+            facts = json.loads(texts.get(FACTS, "{}"))
+            facts = facts if isinstance(facts, dict) else {}
+            label = self._label(facts, texts.get(LABEL))
+            if label is None:
+                return None
+            names = tuple(facts)
+            if names not in self._columns:
+                self._columns[names] = FactColumns(names, [name for name in names if self._is_own(name)])
+            known, path, box = self._columns[names].facts(facts), facts.get("path", image.name), facts.get("box") or ()
+            path = clean(path) if isinstance(path, str) else path
+            return checked(
+                Entry(path, label, image.offset_data, image.size, box, known.weight, known.group, known.part)
+            )
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            reason = f": {error}" if type(error) is ValueError and error.args else " has no label"
+            raise UserError(
+                f"'{self._file}': the sample {shown(key)}{reason}: expected {LABEL} with the name or number of a "
+                f'class, or {FACTS} with {{"label": ...}}, next to the image (tar --sort=name packs it so).'
+            ) from None
+
+    def _is_own(self, name: str) -> bool:
+        return clean(name).casefold() in {*OWN_KEYS, self._label_key.casefold()}
+
+    def _label(self, facts: Mapping[str, Any], text: str | None) -> Label | None:
+        """Return the label of a sample; raise LookupError if it has none, ValueError if it is none."""
+        if text is None:
+            found = [find_column([*facts], name) for name in (self._label_key, *LABEL_KEYS)]
+            return label_of(facts[next(filter(None, found), LABEL)])
+        label = str(label_of(text))
+        is_number = label.isascii() and label.isdigit() and str(int(label[:MOST_DIGITS])) == label
+        return int(label) if is_number else label  # as WebDataset writes numbers; 007 is a name
+
+
+def _members(file: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files in a tar file, each of which ends in it, one behind the other."""
+    total, last = os.path.getsize(file), -1
+    for member in tar:
+        if member.offset <= last or member.size < 0 or member.offset_data + member.size > total:
+            raise tarfile.ReadError(f"the member at {member.offset} is cut off, or its header is damaged")
+        last = member.offset
+        if member.isreg() and member.sparse is None and not os.path.basename(member.name).startswith(HIDDEN):
+            yield member
+        tar.members = []  # type: ignore[attr-defined]  # which would keep all headers in memory
+    tar.fileobj.seek(tar.offset)  # where tarfile found the end: it takes any header for one that it cannot read
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError(f"cut off, or damaged at {tar.offset}")
+    while rest := tar.fileobj.read(READ_BYTES):
+        if rest.strip(b"\0"):
+            raise UserError(
+                f"'{file}' goes on behind its end, as of files joined by cat: join them by tar --concatenate, or keep "
+                "them apart in one folder."
+            )
+
+
+def _key_of(name: str) -> str:
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
+
+
+def _kind_of(name: str) -> str:
+    return "." + name.rpartition("/")[2].partition(".")[2].lower()
+
+
+def _text(file: Path, tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    if member.size > MOST_LABEL_BYTES:
+        raise UserError(f"'{file}': {shown(member.name)} has {member.size} bytes, which is no label.")
+    content = tar.extractfile(member)
+    return "" if content is None else content.read().decode("utf-8", "surrogateescape")
+
+
+TAR = kind_of(DataOptions())

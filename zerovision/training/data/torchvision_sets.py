@@ -1,0 +1,148 @@
+"""Data sets of torchvision, read into the same two kinds of source as our own: arrays in memory, or files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torchvision import datasets
+
+from zerovision.training.base.errors import FileServerError, UserError, one_line, unknown_name
+from zerovision.training.data import DataOptions
+from zerovision.training.data.datasets import DatasetPair, make_array_datasets, make_file_datasets
+from zerovision.training.data.reading.retry import patiently
+from zerovision.training.data.reading.sources import ArraySource, ImageFile
+
+
+@dataclass(frozen=True)
+class TorchvisionEntry:
+    """How a data set of torchvision names its parts.
+
+    Attributes:
+        train: `split` of the training part; "" if the argument `train` selects it.
+        val: `split` of the validation part: of the test part, if the authors made no other.
+        augmentation: The meaning of "auto"; mirrored digits would be other digits.
+        files: Name of the attribute that lists the image files; "" if the images are an array in memory.
+    """
+
+    train: str = ""
+    val: str = ""
+    augmentation: str = "shift_flip"
+    files: str = ""
+
+    def arguments(self, *, is_train: bool) -> dict[str, Any]:
+        """Return the arguments that select a part."""
+        return {"split": self.train if is_train else self.val} if self.train else {"train": is_train}
+
+
+TORCHVISION_SETS: dict[str, TorchvisionEntry] = {
+    "CIFAR10": TorchvisionEntry(),
+    "CIFAR100": TorchvisionEntry(),
+    "MNIST": TorchvisionEntry(augmentation="shift"),
+    "FashionMNIST": TorchvisionEntry(),
+    "KMNIST": TorchvisionEntry(augmentation="shift"),
+    "USPS": TorchvisionEntry(augmentation="shift"),
+    "SVHN": TorchvisionEntry("train", "test", "shift"),
+    "STL10": TorchvisionEntry("train", "test"),
+    "DTD": TorchvisionEntry("train", "val", "crop_flip", files="_image_files"),
+    "FGVCAircraft": TorchvisionEntry("train", "val", "crop_flip", files="_image_files"),
+    "Flowers102": TorchvisionEntry("train", "val", "crop_flip", files="_image_files"),
+    "Food101": TorchvisionEntry("train", "test", "crop_flip", files="_image_files"),
+    "OxfordIIITPet": TorchvisionEntry("trainval", "test", "crop_flip", files="_images"),
+}
+
+
+def load(options: DataOptions) -> DatasetPair:
+    """Load `torchvision:NAME` from the folder of downloaded data sets.
+
+    Raises:
+        UserError: An unknown name; not downloaded and `download` not set; the download failed.
+    """
+    name = options.data.partition(":")[2]
+    if name not in TORCHVISION_SETS:
+        raise unknown_name("torchvision data set", name, TORCHVISION_SETS)
+    entry = TORCHVISION_SETS[name]
+    train, val = (_open(name, options, entry.arguments(is_train=is_train)) for is_train in (True, False))
+    class_names = _class_names(train)
+    notes = [f"the validation images are torchvision's {'val' if entry.val == 'val' else 'test'} part"]
+    if entry.files:
+        parts = [_list_files(dataset, entry.files, options.root) for dataset in (train, val)]
+        return make_file_datasets(options.root, parts, class_names, options, notes)
+    train_arrays, val_arrays = _array_source(train), _array_source(val)
+    return make_array_datasets(
+        train_arrays,
+        val_arrays,
+        class_names,
+        options,
+        image_size=train_arrays.images.shape[-1],
+        augmentation=entry.augmentation,
+        notes=notes,
+    )
+
+
+def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
+    root = options.root
+    make = partial(getattr(datasets, name), str(root), **arguments)
+    if not options.download:
+        try:
+            return patiently(make, root)
+        except FileServerError:
+            raise
+        except Exception:  # a file that is cut off may end in anything
+            raise UserError(
+                f"torchvision:{name} is missing or incomplete in {str(root)!r}: add --download, "
+                "or give its folder by --data-root."
+            ) from None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(
+            root / ".download.lock"
+        ):  # the ranks of a machine share the folder: one downloads, the others wait
+            return make(download=True)
+    except Exception as error:  # of a network, or as above
+        reason = " ".join(str(error).split())
+        raise UserError(f"torchvision:{name} could not be downloaded to {str(root)!r}: {reason}.") from None
+
+
+def _class_names(dataset: Any) -> list[str]:
+    names = getattr(dataset, "classes", None)
+    labels = _labels(dataset)
+    return [str(name) for name in names] if names else [str(label) for label in range(int(labels.max()) + 1)]
+
+
+def _labels(dataset: Any) -> torch.Tensor:
+    for attribute in ("targets", "labels", "_labels"):
+        if hasattr(dataset, attribute):
+            return torch.as_tensor(getattr(dataset, attribute)).long()
+    raise TypeError(f"{type(dataset).__name__} has no list of labels")
+
+
+def _array_source(dataset: Any) -> ArraySource:
+    """Convert torchvision's layouts, [N, H, W], [N, H, W, 3] and [N, 3, H, W], to uint8 [N, C, H, W]."""
+    images = torch.as_tensor(np.asarray(dataset.data))
+    if images.ndim == 3:
+        images = images.unsqueeze(1)
+    elif images.shape[-1] == 3:
+        images = images.permute(0, 3, 1, 2)
+    return ArraySource(images.contiguous(), _labels(dataset))
+
+
+def _list_files(dataset: Any, attribute: str, root: Path) -> list[ImageFile]:
+    paths = getattr(dataset, attribute)
+    statuses = ((os.path.relpath(path, root), patiently(partial(os.stat, path), path)) for path in paths)
+    try:
+        return [
+            ImageFile(path, status.st_size, label, status.st_mtime_ns)
+            for (path, status), label in zip(statuses, _labels(dataset).tolist(), strict=True)
+        ]
+    except OSError as error:
+        raise UserError(
+            f"torchvision's {type(dataset).__name__} is incomplete in {str(root)!r}: {one_line(error)}. Remove its "
+            "folder and add --download."
+        ) from None

@@ -1,0 +1,203 @@
+"""The worker processes of a rank, which read the batches of all parts of the data.
+
+They neither hang at the start, nor run the caller's script, nor die of the ranks' signals. They are started with
+`forkserver`: a plain fork copies the locks of the threads that gloo, NCCL and CUDA run in the parent, and can hang for
+ever. The fork server imports torch once, so that each worker starts in a moment. Workers block SIGINT and SIGTERM: a
+launcher sends those to every process, and the trainer still needs its data to finish the step and save. They end when
+the process that started them dies. They do not import the main module, as Python's own do: nothing of it is sent to
+them, and one without `if __name__ == "__main__"` would start its training in each of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
+from zerovision.training.data.datasets import ImageDataset
+from zerovision.training.data.reader import Batch, read_batch
+from zerovision.training.data.sampler import BatchKey
+
+# Installed packages only: Python 3.11's fork server does not know the paths that a script added.
+_PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
+_SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+
+SHARED_MEMORY = "/dev/shm"
+BATCHES_OF_A_WORKER = 3  # in shared memory at a time: two that it reads ahead, one that is being used
+MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
+
+
+def fit_workers_into_memory(
+    workers: int, is_automatic: bool, batch_bytes: int, ranks_on_machine: int, *, is_main: bool
+) -> int:
+    """Return `workers`, or fewer if they are automatic and the shared memory, through which batches pass, is too small.
+
+    There, the first batch that does not fit would end the run (Docker's default is 64 MB).
+
+    Raises:
+        UserError: More were asked for than there is room for.
+    """
+    room = 0
+    if os.access(SHARED_MEMORY, os.W_OK):  # else read-only: not even for the workers' semaphores
+        room = shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
+    if workers <= room:
+        return workers
+    problem = f"{SHARED_MEMORY} has room for the batches of {room} data workers of each rank"
+    if not is_automatic:
+        raise UserError(
+            f"--workers {workers}: {problem}. Give --workers {room}, or more shared memory (docker run --shm-size=8g)."
+        )
+    if is_main:
+        print(f"note: {problem}, {workers} would be better", file=sys.stderr, flush=True)
+    return room
+
+
+def _preparation_data(name: str) -> dict[str, Any]:
+    """Return what a worker is told of this process before it starts: all but its main module."""
+    told = spawn.get_preparation_data(name)
+    return {key: value for key, value in told.items() if not key.startswith("init_main")}
+
+
+class _Popen(popen_forkserver.Popen):
+    # Python's own method, which finds the function above in place of `spawn.get_preparation_data`: replacing that one
+    # would change the user's own processes.
+    _launch = types.FunctionType(
+        popen_forkserver.Popen._launch.__code__,  # type: ignore[attr-defined]  # not in typeshed
+        vars(popen_forkserver) | {"spawn": types.SimpleNamespace(get_preparation_data=_preparation_data)},
+    )
+
+
+class _Worker(ForkServerProcess):
+    _Popen = _Popen
+
+
+class _WorkerContext(ForkServerContext):
+    Process = _Worker
+
+
+def worker_context() -> ForkServerContext:
+    """Return the multiprocessing context of all workers; its fork server starts now, in the background."""
+    _raise_descriptor_limit()
+    context = _WorkerContext()
+    context.set_forkserver_preload(_PRELOADED_MODULES)
+    with temporary_files_in(socket_place()):
+        util.get_temp_dir()  # it is made now, and kept for all sockets of this process and its workers
+    _start_servers()
+    return context
+
+
+@current_folder_kept_out()
+def _start_servers() -> None:
+    resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
+    # the fork server and its workers inherit the mask and keep it for life
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_THE_TRAINER)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard one: each batch from a worker takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def end_with_parent(worker_id: int) -> None:
+    """Make this worker process end when its parent dies; a `worker_init_fn` of DataLoader.
+
+    DataLoader's own check compares parent process ids, and the parent of a worker is the fork server, which waits for
+    its workers: killing the trainer alone would leave all of them behind.
+    """
+    threading.Thread(target=_end_after_parent, daemon=True).start()
+
+
+def _end_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class _Keys:
+    """The sampler of a DataLoader that outlives the epoch: number of the set and key of each batch."""
+
+    current: Iterable[tuple[int, BatchKey]] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, BatchKey]]:
+        return iter(self.current)
+
+
+class _Readers(Dataset):
+    """Reads batches of several sets."""
+
+    def __init__(self, datasets: Sequence[ImageDataset]) -> None:
+        self._datasets = datasets
+
+    def __getitem__(self, key: tuple[int, BatchKey]) -> Batch | Exception:
+        part, batch_key = key
+        return read_batch(self._datasets[part], batch_key)
+
+
+class WorkerPool:
+    """Worker processes that read the batches of several sets, those of one at a time; they live until `close`.
+
+    Args:
+        datasets: The sets.
+        workers: Processes, at least 1.
+        device: Device of the batches.
+    """
+
+    def __init__(self, datasets: Sequence[ImageDataset], workers: int, device: torch.device) -> None:
+        self._datasets, self._keys = datasets, _Keys()
+        self._workers: DataLoader | None = DataLoader(
+            _Readers(datasets),
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            worker_init_fn=end_with_parent,
+            pin_memory=device.type == "cuda",
+            persistent_workers=True,
+            multiprocessing_context=worker_context(),
+            generator=torch.Generator(),  # else every epoch draws from, and so shifts, the global generator
+        )
+
+    def read(self, dataset: ImageDataset, keys: Iterable[BatchKey]) -> Iterator[Batch | Exception]:
+        """Yield what `read_batch` makes of the keys of a set, in their order; what is left of the call before is lost.
+
+        Raises:
+            RuntimeError: The workers have been given other keys since.
+        """
+        assert self._workers is not None
+        part = next(number for number, known in enumerate(self._datasets) if known is dataset)
+        own = self._keys.current = ((part, key) for key in keys)
+        for result in self._workers:
+            yield result
+            if self._keys.current is not own:
+                raise RuntimeError("these workers read other batches now")
+
+    def close(self) -> None:
+        """End the processes."""
+        # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
+        self._workers = None
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,114 @@
+"""Activation checkpointing: the repeated blocks of a network recompute their activations in the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerovision.models.ensemble import Ensemble
+
+POOLING = (nn.MaxPool2d, nn.AvgPool2d)
+
+
+def enable_activation_checkpointing(module: nn.Module) -> int:
+    """Keep only the inputs of the network's repeated blocks, and recompute their activations in backward.
+
+    Blocks are the children of the network's top-level containers (timm's blocks, stages, layers), in a flat stack of
+    layers (VGG) everything up to each pooling layer, and the same in every member of an ensemble. Loss, gradients and
+    BatchNorm statistics do not change, nor do names and shapes in the state dict.
+
+    Args:
+        module: the network; changed in place.
+
+    Returns:
+        The number of blocks that are recomputed.
+    """
+    if isinstance(module, Ensemble):
+        return sum(enable_activation_checkpointing(member) for member in module.members)
+    count = 0
+    for child in module.children():
+        if _is_flat_stack(child):
+            count += _checkpoint_pooling_stages(child)
+            continue
+        repeated = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else [child]
+        for block in repeated:
+            if any(True for _ in block.children()):  # a single layer (an LSTM, a linear head) has nothing to recompute
+                # Its forward is replaced, not the block: a wrapper would change the names in the state dict. Partials
+                # and bound methods, no closure: copy.deepcopy then binds them to the copied block.
+                block.forward = functools.partial(_recomputed, block.forward, block)
+                count += 1
+    return count
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the children of the network's top-level containers that have layers, and those of an ensemble's members.
+
+    A flat stack of layers has none.
+    """
+    if isinstance(module, Ensemble):
+        return [block for member in module.members for block in repeated_blocks(member)]
+    containers = [child for child in module.children() if isinstance(child, nn.Sequential | nn.ModuleList)]
+    return [block for container in containers for block in container.children() if any(True for _ in block.children())]
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether a module, or every layer in it, is recomputed in backward."""
+    forward = module.forward
+    return isinstance(forward, functools.partial) and forward.func in (_recomputed, _run_stages)
+
+
+def _is_flat_stack(module: nn.Module) -> bool:
+    layers = list(module.children())
+    return isinstance(module, nn.Sequential) and bool(layers) and not any(list(layer.children()) for layer in layers)
+
+
+def _checkpoint_pooling_stages(stack: nn.Module) -> int:
+    """Recompute a flat stack of layers in stages that end with a pooling layer; return their number."""
+    stages: list[list[nn.Module]] = [[]]
+    for layer in stack.children():
+        stages[-1].append(layer)
+        if isinstance(layer, POOLING):
+            stages.append([])
+    modules = [nn.Sequential(*stage) for stage in stages if stage]
+    stack.forward = functools.partial(_run_stages, modules)
+    return len(modules)
+
+
+def _run_stages(stages: Sequence[nn.Module], features: torch.Tensor) -> torch.Tensor:
+    for stage in stages:
+        features = _recomputed(stage, stage, features)
+    return features
+
+
+def _recomputed(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's `forward`, and keep its inputs for backward instead of its activations."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+
+    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        return contextlib.nullcontext(), _kept_statistics(module)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextlib.contextmanager
+def _kept_statistics(module: nn.Module) -> Iterator[None]:
+    """Replace BatchNorm layers' running statistics by copies, so that the recomputation does not update them again.
+
+    Copies rather than None: the recomputation must save as many tensors as the first pass did.
+    """
+    norms = [m for m in module.modules() if getattr(m, "running_mean", None) is not None]
+    originals = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: b.clone() for name, b in norm._buffers.items() if b is not None})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, originals, strict=True):
+            norm._buffers.update(buffers)

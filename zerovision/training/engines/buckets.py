@@ -1,0 +1,342 @@
+"""Buckets: the flat buffers that parameters lie in, and when backward has finished with each.
+
+Which parameters share a bucket does not depend on the ranks. Each rank updates an equal part of a bucket: any piece of
+it, or for rules that compute with whole parameters, those that have been dealt to the rank. Of a model that is cut into
+stages, every stage has its own of each bucket's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zerovision.training.engines.flat_buffers import make_buffers
+from zerovision.training.engines.norms import BLOCK
+from zerovision.training.engines.parameter_shards import (
+    CHANNELS_LAST,
+    CONVOLUTION_DIMENSIONS,
+    WEIGHTS,
+    ParameterShard,
+    flat_shards,
+    from_channels_last,
+)
+from zerovision.training.engines.summation_tree import StepTree
+from zerovision.training.engines.tensor_split import TensorSplit
+from zerovision.training.recipe.optimizer import moments_of
+from zerovision.training.world.world import World
+
+# Of a bucket to which no further parameter is added: 1 MB, as fits a core's cache, or 16 MB, as NCCL needs for its
+# rate and a GPU for few kernels.
+FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where parameters lie in a flat buffer, which is cut into one equal part per rank. Each begins a block.
+
+    Attributes:
+        starts: first element of each parameter, by name.
+        part: elements of a rank's part, a whole number of blocks.
+        owners: by name the rank whose part has all of a parameter; none if parts may begin in the middle of one.
+    """
+
+    starts: dict[str, int]
+    part: int
+    owners: dict[str, int]
+
+
+def count_blocks(parameter: torch.Tensor) -> int:
+    """Return the blocks that a parameter takes."""
+    return -(-parameter.numel() // BLOCK)
+
+
+def cut_anywhere(parameters: Mapping[str, nn.Parameter], ranks: int) -> BucketLayout:
+    """Lay parameters out one after another, whatever rank's part they are in."""
+    *firsts, blocks = accumulate(map(count_blocks, parameters.values()), initial=0)
+    starts = {name: BLOCK * first for name, first in zip(parameters, firsts, strict=True)}
+    return BucketLayout(starts, BLOCK * -(-blocks // ranks), {})
+
+
+def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_products: bool) -> BucketLayout:
+    """Deal whole parameters out to the ranks' parts, the largest first, each to the rank that has least.
+
+    Args:
+        parameters: by name.
+        ranks: that share them.
+        by_products: whether the work of a parameter is that of multiplying it by its transpose.
+    """
+    cost = _products if by_products else torch.Tensor.numel
+    costs = {name: cost(parameter) for name, parameter in parameters.items()}
+    loads, owners = [0] * ranks, dict[str, int]()
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        owners[name] = min(range(ranks), key=loads.__getitem__)
+        loads[owners[name]] += costs[name]
+    ends, offsets = [0] * ranks, dict[str, int]()
+    for name, parameter in parameters.items():
+        offsets[name] = ends[owners[name]]
+        ends[owners[name]] += BLOCK * count_blocks(parameter)
+    starts = {name: owners[name] * max(ends) + offset for name, offset in offsets.items()}
+    return BucketLayout(starts, max(ends), owners)
+
+
+class Bucket:
+    """Some parameters of one group of the optimizer, in one flat buffer.
+
+    Attributes:
+        parameters: by name.
+        layout: of the buffer.
+        buffers: weights and gradients.
+        trained: what the optimizer updates: this rank's part [n / ranks], or its parameters.
+
+    Args:
+        parameters: by name.
+        layout: of them.
+        world: the ranks.
+        tree: of the step.
+        sum_of_part: zeros [n / ranks], for the sum of this rank's part of the gradients.
+        is_first: whether it is summed and gathered before the other buckets.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        layout: BucketLayout,
+        world: World,
+        tree: StepTree,
+        sum_of_part: torch.Tensor,
+        *,
+        is_first: bool,
+    ) -> None:
+        self.parameters, self.layout = parameters, layout
+        self._low = world.rank * layout.part
+        self.buffers = make_buffers(layout.part * world.size, world, tree, sum_of_part, is_first=is_first)
+        self._places = []  # of the gradients
+        for name, parameter in parameters.items():
+            weight, place = (
+                _view(flat, layout.starts[name], parameter.shape)
+                for flat in (self.buffers.weights, self.buffers.gradients)
+            )
+            if world.is_main:
+                weight.copy_(parameter.detach())
+            parameter.data = weight
+            self._places.append(place)
+        self.buffers.start_from_main()
+        owned = {name: parameters[name] for name, owner in layout.owners.items() if owner == world.rank}
+        self._owned = {name: nn.Parameter(parameter.data) for name, parameter in owned.items()}
+        self.trained = [*self._owned.values()] if layout.owners else [nn.Parameter(self.buffers.part)]
+
+    def add_leaf(self) -> None:
+        """Add the parameters' gradients to the sum over this rank's leaves, and take them from the parameters.
+
+        Autograd hands over the tensor that it has computed to a parameter without a gradient, and adds one to a
+        parameter that has one: a kernel for each.
+        """
+        parameters = self.parameters.values()
+        self.buffers.sums.add(self._places, [parameter.grad for parameter in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+
+    def sum_gradients(self) -> None:
+        """Give the optimizer's parameters the sum of their gradients over all leaves; a collective."""
+        total = self.buffers.sum_own_part()
+        self.buffers.sums.clear()
+        for name, parameter in self._owned.items():
+            parameter.grad = _view(total, self.layout.starts[name] - self._low, parameter.shape)
+        if not self.layout.owners:
+            self.trained[0].grad = total
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> Iterator[ParameterShard]:
+        """Yield the parts of parameters that lie in this rank's part, with the optimizer's state of them."""
+        for name, parameter in self._owned.items():
+            tensors = {WEIGHTS: parameter.detach(), **moments_of(optimizer, parameter)}
+            yield ParameterShard(name, (0,) * parameter.ndim, tensors)
+        if self.layout.owners:
+            return
+        flats = {WEIGHTS: self.trained[0], **moments_of(optimizer, self.trained[0])}
+        for name, parameter in self.parameters.items():
+            start = self.layout.starts[name]
+            low, high = max(start, self._low), min(start + parameter.numel(), self._low + self.layout.part)
+            shape, is_convolution = parameter.shape, parameter.ndim == CONVOLUTION_DIMENSIONS
+            order = [shape[dimension] for dimension in CHANNELS_LAST] if is_convolution else shape
+            for shard in flat_shards(name, order, low - start, high - start, flats, low - self._low):
+                yield from_channels_last(shard) if is_convolution else shard
+
+
+class BackwardOrder:
+    """Completes every bucket in backward, as soon as all its gradients are there.
+
+    Buckets are completed in one order, which all ranks share: in that of backward, so that their sums over the ranks
+    travel while it computes the gradients of earlier layers.
+
+    Args:
+        module: whose parameters are in the buckets, in the order of forward, more or less.
+        buckets: of the module.
+    """
+
+    def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
+        number_of = {name: number for number, (name, _) in enumerate(module.named_parameters())}
+        self._buckets = sorted(
+            buckets, key=lambda bucket: min(number_of[name] for name in bucket.parameters), reverse=True
+        )
+        self._missing: list[int] = []  # gradients of each bucket
+        self._completed, self._sums_over_ranks = 0, False
+        for position, bucket in enumerate(self._buckets):
+            for parameter in bucket.parameters.values():
+                parameter.register_post_accumulate_grad_hook(lambda _, position=position: self._count(position))
+
+    def begin(self, *, sums_over_ranks: bool) -> None:
+        """Prepare for backward of a leaf.
+
+        Args:
+            sums_over_ranks: whether it is this rank's last of the step, so that each bucket's sum is started.
+        """
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._completed, self._sums_over_ranks = 0, sums_over_ranks
+
+    def end(self) -> None:
+        """Complete the buckets that are left after backward: parameters without a gradient are in them."""
+        while self._completed < len(self._buckets):
+            self._complete_next()
+
+    def _count(self, position: int) -> None:
+        self._missing[position] -= 1
+        while self._completed < len(self._buckets) and not self._missing[self._completed]:
+            self._complete_next()
+
+    def _complete_next(self) -> None:
+        bucket = self._buckets[self._completed]
+        self._completed += 1
+        bucket.add_leaf()
+        if self._sums_over_ranks:
+            bucket.buffers.start_sum()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Parameters of one group of the optimizer that are in one bucket; in one of each stage if there are several.
+
+    Attributes:
+        group: of the optimizer.
+        parameters: by name, of all stages.
+    """
+
+    group: dict[str, Any]
+    parameters: dict[str, nn.Parameter]
+
+    def layout(self, stage: Collection[str], ranks: int) -> BucketLayout:
+        """Return where those of a stage lie, given their names and the ranks that share it."""
+        parameters = {name: parameter for name, parameter in self.parameters.items() if name in stage}
+        if self.group.get("whole_parameters"):
+            return deal_whole(parameters, ranks, by_products="use_muon" in self.group)
+        return cut_anywhere(parameters, ranks)
+
+
+class Placed(NamedTuple):
+    """A bucket of a rank: which of those of the whole model, which of the rank's stages, and its layout."""
+
+    number: int
+    stage: int
+    layout: BucketLayout
+
+
+def share_out(
+    module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, split: TensorSplit
+) -> list[Shared]:
+    """Return which of the optimizer's parameters share a bucket, whatever the ranks and stages are.
+
+    Args:
+        module: whose parameters they are.
+        optimizer: over them.
+        device: of the rank.
+        split: what the module has of parameters that several ranks divide; they share no bucket with others.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    fewest = FEWEST_ELEMENTS_ON_GPU if device.type == "cuda" else FEWEST_ELEMENTS
+    shared = []
+    for group in optimizer.param_groups:
+        parameters = {names[id(parameter)]: parameter for parameter in group["params"]}
+        if group.get("whole_parameters"):  # all in one bucket, so that each rank gets as much
+            cuts = [parameters]
+        else:
+            divided = {name: parameter for name, parameter in parameters.items() if name in split.cuts}
+            others = {name: parameter for name, parameter in parameters.items() if name not in split.cuts}
+            cuts = [*_cut(divided, fewest), *_cut(others, fewest)]
+        shared += [Shared(group, cut) for cut in cuts]
+    return shared
+
+
+def place(shared: Sequence[Shared], stages: Sequence[Collection[str]], ranks: int) -> list[Placed]:
+    """Return the buckets of a rank, in their order.
+
+    Args:
+        shared: of the whole model.
+        stages: the names of the parameters of each of the rank's stages.
+        ranks: that share the stages.
+    """
+    every = [
+        Placed(number, stage, one.layout(names, ranks))
+        for number, one in enumerate(shared)
+        for stage, names in enumerate(stages)
+    ]
+    return [placed for placed in every if placed.layout.starts]
+
+
+def make_buckets(
+    shared: Sequence[Shared], placed: Sequence[Placed], world: World, tree: StepTree
+) -> tuple[list[Bucket], torch.Tensor]:
+    """Move the optimizer's parameters into buckets, of which it updates this rank's parts; a collective.
+
+    Args:
+        shared: of the whole model.
+        placed: this rank's.
+        world: the ranks that share its stages.
+        tree: of the step.
+
+    Returns:
+        The buckets, and the gradients of their parts, one after another in one tensor.
+    """
+    for one in shared:
+        one.group["params"] = []
+    lengths = [layout.part for _, _, layout in placed]
+    gradients = torch.zeros(sum(lengths), device=world.device)
+    buckets: list[Bucket] = []
+    for (number, _, layout), part in zip(placed, gradients.split(lengths) if lengths else [], strict=True):
+        group, parameters = shared[number].group, shared[number].parameters
+        own = {name: parameters[name] for name in layout.starts}
+        buckets.append(Bucket(own, layout, world, tree, part, is_first=not buckets))
+        group["params"] += buckets[-1].trained
+    return buckets, gradients
+
+
+def _cut(parameters: Mapping[str, nn.Parameter], fewest: int) -> Iterator[dict[str, nn.Parameter]]:
+    """Yield consecutive parameters, each time as few as have so many elements; the last are what is left."""
+    members: dict[str, nn.Parameter] = {}
+    elements = 0
+    for name, parameter in parameters.items():
+        members[name] = parameter
+        elements += parameter.numel()
+        if elements >= fewest:
+            yield members
+            members, elements = {}, 0
+    if members:
+        yield members
+
+
+def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
+    """Return a view of a flat tensor in a parameter's shape; for a convolution's weights in channels_last."""
+    place = flat.narrow(0, start, shape.numel())
+    if len(shape) != CONVOLUTION_DIMENSIONS:
+        return place.view(shape)
+    outputs, inputs, height, width = shape
+    return place.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+
+
+def _products(parameter: torch.Tensor) -> int:
+    """Return the multiplications of a matrix [n, m] by its transpose; of anything else, the number of elements."""
+    rows = len(parameter) if parameter.ndim > 1 else 1
+    return parameter.numel() * min(rows, parameter.numel() // rows)

@@ -1,0 +1,138 @@
+"""Whether and how `torch.compile` compiles the model, and what happens if it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.errors import AgreedError, one_line
+from zerovision.training.engines.engine import EngineSetup
+from zerovision.training.engines.model_buffers import undone
+from zerovision.training.engines.settings import EngineSettings
+from zerovision.training.world.collectives import error_on_any_rank
+from zerovision.training.world.world import World
+
+# `auto` compiles the models that were measured to be faster on CPU ranks (docs/performance.md), in runs that train on
+# so many pixels in all (images x epochs x side x side): several times what pays for the compilation.
+FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
+PIXELS_THAT_PAY = 20 * 10**9
+KEPT = Path("~/.cache/zerovision/compiled")
+COMPILERS = ("g++", "clang++", "c++")
+
+
+def resolve_compile(config: EngineSettings, saved: str | None, pixels: int, world: World) -> bool:
+    """Return whether to compile, the same on all ranks; a collective.
+
+    Compiled code computes other last bits. So 'auto' depends neither on the number of ranks nor on a clock, and a run
+    that is resumed keeps its choice.
+
+    Args:
+        config: with `compile` and the model.
+        saved: `compile` in the checkpoint that is resumed, None for a fresh start.
+        pixels: of all images that the run trains on, each counted in every epoch.
+        world: the ranks.
+
+    Raises:
+        UserError: on all ranks, if a machine has no C++ compiler; under 'auto' a fresh run is not compiled there.
+    """
+    wanted = config.compile == "on"
+    if config.compile == "auto" and saved is not None:
+        wanted = saved == "on" and not config.activation_checkpointing
+    elif config.compile == "auto":
+        wanted = auto_compiles(config, pixels, world)
+    if not wanted:
+        return False
+    has_compiler = any(shutil.which(compiler) for compiler in COMPILERS)
+    missing = f"--compile on: needs a C++ compiler ({', '.join(COMPILERS)}): install one, or use --compile off."
+    error = error_on_any_rank(None if has_compiler else missing, world)
+    if error and (config.compile == "on" or saved is not None):
+        raise AgreedError(error)
+    return not error
+
+
+def auto_compiles(config: EngineSettings, pixels: int, world: World) -> bool:
+    """Return what 'auto' wants for a fresh run; arguments as of `resolve_compile`."""
+    if config.progressive_size or config.eval_image_size or config.activation_checkpointing:
+        return False
+    # On a GPU, CUDA graphs of the kernels as they are gain much at once (`engines.cuda_graphs`), and no bit
+    # differs.
+    is_faster = world.device.type == "cpu" and config.model_type in FASTER_ON_CPU
+    return is_faster and pixels >= PIXELS_THAT_PAY
+
+
+def compile_network(network: nn.Module, setup: EngineSetup) -> None:
+    """Compile a network in place and run it, forward and backward, on images of zeros; a collective.
+
+    If that fails, it is noted in the setup, and the network is left as it is. CUDA graphs are recorded of compiled code
+    as of any other (`engines.cuda_graphs`), not by the compiler, which would record in every new shape.
+
+    Args:
+        network: on the setup's device, with the weights where they stay.
+        setup: with `image_shape`, without which nothing is run.
+
+    Raises:
+        AgreedError: on all ranks, if the network cannot be compiled and must be.
+    """
+    network.compile()
+    error = error_on_any_rank(_rehearse(network, setup), setup.world)
+    if error is None:
+        return
+    if setup.must_compile:
+        raise AgreedError(f"--compile on: torch.compile failed: {error}: use --compile off.")
+    network._compiled_call_impl = None
+    torch._dynamo.reset()
+    setup.notes.extend((f"torch.compile failed: {error}", "trains without torch.compile"))
+
+
+def load_compiled_code(recipe: Any) -> Path | None:
+    """Give PyTorch what an earlier start has compiled, and return the file for `keep_compiled_code`.
+
+    The file has graphs and kernels of a GPU, but no machine code for CPUs, which PyTorch compiles again.
+
+    Args:
+        recipe: what the compiled code depends on; its repr is the file's name.
+
+    Returns:
+        The file, None if there is no home folder.
+    """
+    name = hashlib.sha256(repr((recipe, torch.__version__)).encode()).hexdigest()[:32]
+    file = None
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        file = KEPT.expanduser() / name
+        if file.stat().st_uid == os.getuid():  # PyTorch unpickles it
+            torch.compiler.load_cache_artifacts(file.read_bytes())
+    return file
+
+
+def keep_compiled_code(file: Path) -> None:
+    """Write what was compiled, if anything was since the last call; nothing depends on what cannot be written."""
+    artifacts = torch.compiler.save_cache_artifacts()
+    if artifacts is not None:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(file) as temporary:
+                temporary.write_bytes(artifacts[0])
+
+
+def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
+    """Run a network that has just been compiled; return why that fails, None if it does not."""
+    if setup.image_shape is None:
+        return None
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    shape = (max(setup.batch_size, 2), *setup.image_shape)  # BatchNorm wants more than one image
+    images = torch.zeros(shape, device=setup.world.device).contiguous(memory_format=torch.channels_last)
+    try:
+        with undone(network, setup.world.device):
+            network.train()
+            torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # no hook of an engine runs
+    except Exception as error:  # of whatever kind the compiler has
+        return f"{type(error).__name__}, {one_line(error)}"
+    return None

@@ -1,0 +1,175 @@
+"""Forward and backward of a network as two CUDA graphs, in place of hundreds of kernels that the host starts singly.
+
+The kernels of a graph are those that are started otherwise, PyTorch's own or those of `torch.compile`, with the same
+numbers in the same order: no bit should differ, which `record` looks at. What is gained is the host's time, most of a
+step of a small network on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs); what it costs
+is memory, for a graph keeps all that its kernels use.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import nn
+
+from zerovision.models.ensemble import Ensemble, seed_generators
+from zerovision.training.base.errors import one_line
+from zerovision.training.engines.engine import EngineSetup
+from zerovision.training.engines.model_buffers import undone
+from zerovision.training.engines.precision import under_autocast
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+# Of gradients, above which several ranks keep exchanging them while backward computes: a graph hands over all at once.
+# 64 MB take about a millisecond at 100 GB/s. Not measured: one GPU exchanges nothing.
+MOST_EXCHANGED_BYTES = 64 << 20
+# Of the GPU's memory, beside four times the weights: for the optimizer, an average, evaluation.
+LEAST_FREE_SHARE = 0.1
+# Of a gradient's norm: kernels that add in no fixed order are off by less, a wrong gradient by more.
+LARGEST_ERROR = 1e-2
+
+
+class _Recording(nn.Module):
+    """A network that keeps what it has returned last, in memory of its own."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self._network, self.output = network, torch.empty(0)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.output = self._network(images).clone()
+        return self.output
+
+
+class Recorded:
+    """A network that is replayed wherever it is called as it was recorded.
+
+    In evaluation, without gradients, and for images of another shape it is called as it is. Its parameters and buffers
+    must stay at their addresses, and what it computes must not depend on anything but images, weights, buffers and the
+    GPU's random numbers.
+
+    Args:
+        network: float32 images [B, C, H, W] -> logits.
+        setup: with the module that is in training mode or not, in the network.
+        images: such as it will be given; their memory is kept.
+    """
+
+    def __init__(self, network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> None:
+        self._network, self._module, self._shape = network, setup.module, images.shape
+        is_ensemble = isinstance(setup.module, Ensemble)
+        self._replay = _replay_members(network, setup, images) if is_ensemble else _replay(network, images)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Return what the network returns, in memory of its own."""
+        is_as_recorded = self._module.training and torch.is_grad_enabled() and images.shape == self._shape
+        return self._replay(images) if is_as_recorded else self._network(images)
+
+
+def _replay(network: nn.Module, images: torch.Tensor) -> Call:
+    """Record a network, and return what replays it."""
+    recording = _Recording(network)
+    replay = cast(Call, torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True))
+    # Its autograd graph would keep the nodes that hand gradients to parameters, on the stream of the recording.
+    recording.output.detach_()
+    return lambda images: replay(images).clone()
+
+
+def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> Call:
+    """Record each member of an ensemble, which seeds the GPU's random numbers between them."""
+    members = [*cast(Ensemble, setup.module).members]
+    replays = [_replay(under_autocast(member, setup.precision, images.device), images) for member in members]
+
+    def replay(images: torch.Tensor) -> torch.Tensor:
+        for member, one in zip(members, replays, strict=True):
+            member.forward = one
+        try:
+            return network(images)
+        finally:
+            for member in members:
+                del member.forward  # a copy of the ensemble computes with its own weights
+
+    return replay
+
+
+def records(setup: EngineSetup) -> bool:
+    """Return whether a network's forward and backward are recorded where its weights stay in place.
+
+    Not with several ranks whose exchange of gradients takes longer than the host's launches, nor a compiled ensemble:
+    the members of one are recorded singly.
+    """
+    if not setup.records_graphs or setup.image_shape is None or setup.world.device.type != "cuda":
+        return False
+    if setup.compiles and isinstance(setup.module, Ensemble):
+        return False
+    trained = sum(parameter.nbytes for parameter in setup.module.parameters() if parameter.requires_grad)
+    return setup.world.size == 1 or trained <= MOST_EXCHANGED_BYTES
+
+
+def record(network: nn.Module, setup: EngineSetup) -> Call:
+    """Return a network with recorded graphs; itself, with a note in the setup, if they cannot be had or are not right.
+
+    Args:
+        network: on the setup's device, with the weights where they stay.
+        setup: with `image_shape`.
+    """
+    assert setup.image_shape is not None
+    device, recorded = setup.world.device, None
+    with undone(setup.module, device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gradients of a recording are on its own stream
+        images = torch.rand((setup.batch_size, *setup.image_shape), device=device)
+        images = images.contiguous(memory_format=torch.channels_last)
+        network.train()
+        try:
+            recorded = Recorded(network, setup, images)
+            problem = _difference(network, recorded, setup, torch.rand_like(images)) or _shortage(network, device)
+        except Exception as error:  # a wait for the GPU in forward, memory, whatever PyTorch has
+            problem = f"{type(error).__name__}, {one_line(error)}"
+            # After a recording that broke off, the generator would still count what it draws as that of a graph.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+    if recorded is not None and problem is None:
+        return recorded
+    recorded = None
+    torch.cuda.empty_cache()
+    setup.notes.append(f"no CUDA graphs: {problem}")
+    return network
+
+
+def _difference(network: nn.Module, recorded: Call, setup: EngineSetup, images: torch.Tensor) -> str | None:
+    """Return in what logits and gradients differ from those without graphs, None if in nothing.
+
+    Numbers that a network draws on the host would be those of the recording for ever: hence two seeds.
+    """
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+
+    def results(called: Call, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        with undone(setup.module, images.device):
+            seed_generators(seed, images.device)
+            logits = called(images)
+            weights = torch.linspace(-1, 1, logits.numel(), device=images.device).view_as(logits)
+            gradients = torch.autograd.grad(logits, trained, weights, allow_unused=True)
+        return logits.detach(), [gradient for gradient in gradients if gradient is not None]
+
+    for seed in (1, 2):
+        (logits, gradients), (expected, exact) = results(recorded, seed), results(network, seed)
+        if len(gradients) != len(exact) or not torch.equal(logits, expected):
+            return f"replayed, logits are off by up to {float((logits - expected).abs().max()):.2g}"
+        off, norm = (_norm(torch._foreach_sub(gradients, exact)), _norm(exact))
+        if not off <= LARGEST_ERROR * norm:
+            return f"replayed, gradients are off by {off:.2g}, where their norm is {norm:.2g}"
+    return None
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*tensors]))))
+
+
+def _shortage(network: nn.Module, device: torch.device) -> str | None:
+    """Return what the graphs leave of the GPU's memory, None if it is enough."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    weights = sum(parameter.nbytes for parameter in network.parameters())
+    is_enough = free >= LEAST_FREE_SHARE * total + 4 * weights
+    return None if is_enough else f"they would leave {free / 1e9:.1f} of {total / 1e9:.1f} GB of the GPU's memory"

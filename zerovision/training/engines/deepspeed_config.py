@@ -1,0 +1,112 @@
+"""From a strategy's JSON file to DeepSpeed's configuration; nothing but DeepSpeed follows these files.
+
+One number has one owner: the JSON file has DeepSpeed's sharding and communication, the command line has the rest
+(batch, accumulation, clipping, precision, offload). A key that the command line owns is refused in the file.
+This module imports neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.settings import REPO_ROOT
+from zerovision.training.base.small_files import read_small_text
+from zerovision.training.engines.deepspeed_schema import check_deepspeed_json
+from zerovision.training.engines.strategies import STRATEGIES
+
+CONFIG_FOLDER = REPO_ROOT / "deepspeed_configs"
+# The keys of zero_optimization that are more than advice: they change what is stored or sent.
+_MORE_THAN_ADVICE = {"zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"}
+
+
+def strategy_file(strategy: str) -> Path:
+    """Return the JSON file of a strategy."""
+    return CONFIG_FOLDER / f"ds_config_{strategy}.json"
+
+
+def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
+    """Read and check the DeepSpeed JSON of a strategy.
+
+    Args:
+        strategy: a key of `STRATEGIES`.
+        override: another file to read in place of the strategy's own; '' reads the strategy's own.
+
+    Raises:
+        UserError: naming file and key, if the file is missing or malformed, or has a key that is unknown, of the wrong
+            type, `auto` or owned by the command line, or another ZeRO stage than the strategy's.
+    """
+    path = Path(override) if override else strategy_file(strategy)
+    try:
+        content = json.loads(read_small_text(path), object_pairs_hook=_no_doubles)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    check_deepspeed_json(content, path)
+    stage, expected = content.get("zero_optimization", {}).get("stage"), STRATEGIES[strategy].zero_stage
+    if stage != expected:
+        raise UserError(
+            f"{path}: zero_optimization.stage is {stage}; strategy {strategy} is stage {expected}. "
+            "Choose another --strategy to change the stage."
+        )
+    return content
+
+
+def keys_of_deepspeed_alone(strategy_json: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a checked JSON that ask for something that no other engine does."""
+    zero = strategy_json.get("zero_optimization", {})
+    return sorted({*strategy_json} - {"zero_optimization"} | _MORE_THAN_ADVICE & {*zero})
+
+
+def deepspeed_config(
+    strategy_json: Mapping[str, Any],
+    *,
+    batch_size_per_rank: int,
+    accumulation_steps: int,
+    gradient_clipping: float,
+    offload: str,
+) -> dict[str, Any]:
+    """Merge a checked strategy JSON with the values that the command line owns.
+
+    Precision does not appear: the model itself runs under autocast (see `zerovision.training.engines.precision`), so
+    DeepSpeed keeps weights, gradients and optimizer state in fp32 under every strategy.
+
+    Args:
+        strategy_json: what `read_strategy_json` returned.
+        batch_size_per_rank: images per rank and micro-step.
+        accumulation_steps: micro-steps per optimizer step.
+        gradient_clipping: largest global L2 norm of the gradient; 0 for none.
+        offload: 'none', 'optimizer' or 'all'.
+
+    Returns:
+        A new dictionary for `deepspeed.initialize(config=...)`.
+    """
+    config = json.loads(json.dumps(strategy_json))
+    zero = config["zero_optimization"]
+    for key, choices in (("offload_optimizer", ("optimizer", "all")), ("offload_param", ("all",))):
+        section = zero.pop(key, {})
+        if offload in choices:
+            zero[key] = {"device": "cpu", "pin_memory": True} | section
+    return config | {
+        "train_micro_batch_size_per_gpu": batch_size_per_rank,
+        "gradient_accumulation_steps": accumulation_steps,
+        # Always given: DeepSpeed's own default is 1.0.
+        "gradient_clipping": gradient_clipping,
+        # Our optimizers come from timm; DeepSpeed knows only a few by name.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise UserError(f"key '{next(key for key in keys if keys.count(key) > 1)}' is given twice.")
+    return result

@@ -1,0 +1,269 @@
+"""The interface of the engines, and what one is built from.
+
+An engine is a model with its optimizer, distributed over the ranks. Only the engines' own modules know which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zerovision.training.base.leaves import Leaves
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.engines.parameter_shards import EngineState, ParameterShard, TakeBox
+from zerovision.training.engines.precision import DynamicLossScale
+from zerovision.training.engines.strategies import ParallelPlan
+from zerovision.training.engines.tensor_split import WHOLE, TensorSplit
+from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did.
+
+    Attributes:
+        applied: whether the weights were updated; they are not if the gradient is not finite. A bool, or a bool
+            tensor [] on the device that has not been synchronized.
+        gradient_norm: global L2 norm before clipping, None if it was not computed.
+    """
+
+    applied: bool | torch.Tensor
+    gradient_norm: float | torch.Tensor | None
+
+
+class Updates:
+    """The updates of an engine: whether each is applied, how many were, and what the gradients are scaled by.
+
+    Args:
+        optimizer: whose attribute `found_inf` the fused rules read on the device.
+        precision: 'bf16', 'fp16' or 'fp32'.
+        clipping: largest global L2 norm of the gradient; 0 for none.
+        device: of the weights that the optimizer updates.
+
+    Attributes:
+        loss_scale: of fp16, else None.
+        applied: updates applied so far, an int or an int tensor [] on the device.
+        defers_verdict: whether the optimizer's rule itself skips an update, so that nothing waits for the device;
+            fp16's loss scale needs the verdict at once.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clipping: float, device: torch.device) -> None:
+        self._optimizer, self._clipping = optimizer, clipping
+        self.loss_scale = DynamicLossScale() if precision == "fp16" else None
+        self.applied: int | torch.Tensor = 0
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        self.defers_verdict = device.type == "cuda" and is_fused and self.loss_scale is None
+
+    @property
+    def scale(self) -> float:
+        """The factor on losses, and so on gradients before `factor`."""
+        return self.loss_scale.value if self.loss_scale is not None else 1.0
+
+    def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """Return what the gradients are multiplied by, float64 []: it undoes the loss scale and clips; None for 1.
+
+        Args:
+            norm: float64 [], the global L2 norm of the gradient without the loss scale.
+        """
+        if not self._clipping and self.scale == 1.0:
+            return None
+        clipping = (self._clipping / (norm + 1e-6)).clamp(max=1.0) if self._clipping else torch.ones_like(norm)
+        factor = clipping / self.scale
+        return factor.nan_to_num(nan=0.0)  # of a step that is skipped: zeros beside its gradients stay zeros
+
+    def apply(self, norm: torch.Tensor, update: Callable[[], None]) -> StepResult:
+        """Count an update and adapt the loss scale, after `update` if the gradient is finite.
+
+        If the verdict is deferred, `update` is called all the same, and the optimizer's rule skips it.
+
+        Args:
+            norm: as of `factor`.
+            update: updates the weights.
+        """
+        is_finite = norm.isfinite()
+        applied: bool | torch.Tensor = is_finite
+        if self.defers_verdict:
+            self._optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        else:
+            applied = bool(is_finite)  # a sync on a GPU
+        if applied is not False:
+            update()
+        self.applied += applied
+        if self.loss_scale is not None:
+            self.loss_scale.update(bool(applied))
+        return StepResult(applied, norm)
+
+
+@dataclass(frozen=True)
+class PipelineSetup:
+    """How a model is cut into stages.
+
+    Attributes:
+        world: all ranks, of whose mesh the pipelines are one dimension.
+        schedule: 'gpipe', '1f1b' or 'interleaved'.
+        split: 'auto', or the names of the modules with which the stages but the first begin, with commas between them.
+        members: the models of an ensemble, which is not cut.
+    """
+
+    world: World
+    schedule: str
+    split: str
+    members: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What every engine is built from.
+
+    Attributes:
+        module: the model in fp32 on the CPU, float32 images [B, C, H, W] -> logits [B, classes].
+        optimizer: the optimizer over the module's parameters; the engine may replace them by its own.
+        plan: how the state is distributed.
+        precision: 'bf16', 'fp16' or 'fp32'.
+        world: the ranks that read different images.
+        batch_size: images of a micro-batch.
+        accumulation_steps: micro-batches of each rank in one optimizer step.
+        gradient_clipping: largest global L2 norm of the gradient; 0 for none.
+        deepspeed_config: of `zerovision.training.engines.deepspeed_config`, which only DeepSpeed follows.
+        compiles: whether the model runs through `torch.compile`.
+        must_compile: whether it is an error if that fails.
+        records_graphs: whether forward and backward may become CUDA graphs: what they do is the same in the whole run.
+        image_shape: [C, H, W] of the images that either is tried with; None for no trial, and no graphs.
+        notes: lines for the log, to which the engine adds.
+        events: for metrics.jsonl, kind -> values, to which the engine adds.
+        split: what the module has of parameters that several ranks divide.
+        pipeline: how the model is cut into stages; None if it is not.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    plan: ParallelPlan
+    precision: str
+    world: World
+    batch_size: int
+    accumulation_steps: int = 1
+    gradient_clipping: float = 0.0
+    deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
+    compiles: bool = False
+    must_compile: bool = False
+    records_graphs: bool = False
+    image_shape: tuple[int, int, int] | None = None
+    notes: list[str] = field(default_factory=list)
+    events: dict[str, dict[str, Any]] = field(default_factory=dict)
+    split: TensorSplit = WHOLE
+    pipeline: PipelineSetup | None = None
+
+    @property
+    def leaves(self) -> Leaves:
+        """The leaves of a step."""
+        return Leaves(self.world.size, self.accumulation_steps, self.plan.neighbours)
+
+
+class Engine(Protocol):
+    """A distributed model with its optimizer; built from an `EngineSetup`, by all ranks together.
+
+    Attributes:
+        module: the model; at ZeRO 3 its parameters may be empty or sharded outside forward and backward.
+        optimizer: its groups' 'lr' is set before each step.
+        buffers: the module's, in as many versions as this rank has.
+        loss_scale: of fp16, else None.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    buffers: ModelBuffers
+    loss_scale: DynamicLossScale | None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return what the module returns for images [B, C, H, W], in float32; a collective at ZeRO 3."""
+
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield each batch with what `forward` returns for its images, in evaluation; a collective as that is."""
+        for batch in batches:
+            yield batch, self.forward(batch.images)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of a scalar loss; a collective, because an engine may reduce it here."""
+
+    def step(self) -> StepResult | None:
+        """Count a micro-step, and update the weights after the last one of an accumulation; a collective.
+
+        Returns:
+            None between the updates. An update is skipped on all ranks when the gradient's norm is not finite.
+        """
+
+    def restart_optimizer(self) -> None:
+        """Let the optimizer begin anew, with the moments and counts before its first step; averages stay."""
+
+    def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
+        """Let `change` write this rank's part of the trained weights, and the model compute with them; a collective.
+
+        Args:
+            change: called with each tensor that the optimizer updates and its state, by kind.
+        """
+
+    def state(self) -> EngineState:
+        """Return this rank's part of the training state as live tensors; no collective, but it may wait for a GPU."""
+
+    def load_state(
+        self,
+        tensors: Mapping[str, TakeBox],
+        buffers: Mapping[str, torch.Tensor],
+        applied_steps: int,
+    ) -> None:
+        """Load the state of any engine under any strategy; a collective.
+
+        Args:
+            tensors: kind -> what returns a box of a whole parameter's tensor, of which a rank takes what it needs;
+                kinds as in `ParameterShard`. Those that are missing keep their values.
+            buffers: name -> this rank's buffers [n, ...], as in `EngineState`.
+            applied_steps: updates applied so far.
+        """
+
+    def close(self) -> None:
+        """Release hooks and buffers."""
+
+
+class Distribution(Protocol):
+    """Where the parameters are, and what moves their values and gradients between the ranks.
+
+    The optimizer's groups get this rank's parts of them as their parameters.
+
+    Attributes:
+        reports: whether this rank's parts are in checkpoints; among ranks with the same parts, one's are.
+    """
+
+    reports: bool
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Run the network on images [B, C, H, W]; a collective if it gathers weights."""
+
+    def begin_backward(self, leaf: int) -> None:
+        """Prepare for backward of this rank's leaf of the step, the first of which is 0."""
+
+    def end_backward(self) -> None:
+        """Add the gradients to the sums over the leaves; after the last leaf of a step, a collective."""
+
+    def sum_gradients(self) -> torch.Tensor:
+        """Give the optimizer's parameters the sum of the gradients over all ranks' leaves; a collective.
+
+        Returns:
+            The sum of its squares, float64 []; of parameters that a tensor group has whole, on its first rank alone.
+        """
+
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply the optimizer's gradients by a number [] on the ranks' device."""
+
+    def share_weights(self) -> None:
+        """Let every rank compute with what the optimizers' parameters are now; a collective."""
+
+    def settle(self) -> None:
+        """Let the optimizer's parameters be what the model computes with; no collective."""
+
+    def shards(self) -> list[ParameterShard]:
+        """Return this rank's parts of all parameters, with the optimizer's state of them; no collective."""

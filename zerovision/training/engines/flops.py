@@ -1,0 +1,62 @@
+"""Floating-point operations: of a model, counted once, and the peak of GPUs, from the vendors' data sheets."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import nn
+
+from zerovision.models.dry_run import training_flops, without_data
+from zerovision.models.sides import ImageSize
+
+# Words of PyTorch's name of the device -> 10**12 operations per second of matrix products in 16 bits (BF16; FP16 before
+# Ampere), dense, accumulated in FP32; the source. Sheets that give twice as much assume sparsity. The first entry that
+# matches counts: longer names come before shorter ones.
+PEAK_TFLOPS = {
+    "B200": 2250.0,  # NVIDIA DGX B200 data sheet (8 GPUs, 36 PFLOPS with sparsity)
+    "H200 NVL": 835.5,  # NVIDIA H200 data sheet (1,671 with sparsity)
+    "H200": 989.5,  # NVIDIA H200 data sheet, SXM (1,979 with sparsity)
+    "H100 PCIe": 756.0,  # NVIDIA H100 PCIe product brief (1,513 with sparsity)
+    "H100 NVL": 835.5,  # NVIDIA H100 data sheet, NVL (1,671 with sparsity)
+    "H100": 989.5,  # NVIDIA H100 data sheet, SXM (1,979 with sparsity)
+    "A100": 312.0,  # NVIDIA A100 data sheet, PCIe and SXM
+    "A40": 149.7,  # NVIDIA A40 data sheet
+    "A30": 165.0,  # NVIDIA A30 data sheet
+    "A10": 125.0,  # NVIDIA A10 data sheet
+    "V100-PCIE": 112.0,  # NVIDIA V100 data sheet, PCIe (FP16)
+    "V100S-PCIE": 130.0,  # NVIDIA V100 data sheet, V100S PCIe (FP16)
+    "V100": 125.0,  # NVIDIA V100 data sheet, SXM2 (FP16)
+    "L40S": 362.05,  # NVIDIA L40S data sheet
+    "L40": 181.05,  # NVIDIA L40 data sheet
+    "L4": 121.0,  # NVIDIA L4 data sheet (242 with sparsity)
+    "T4": 65.0,  # NVIDIA T4 data sheet (FP16)
+    "RTX 4090": 165.2,  # NVIDIA Ada GPU architecture whitepaper, appendix A
+    "RTX A6000": 154.8,  # NVIDIA Ampere GA102 GPU architecture whitepaper (309.7 with sparsity)
+    "RTX 3090": 71.0,  # NVIDIA Ampere GA102 GPU architecture whitepaper
+    "RTX 3060": 25.5,  # as the RTX 3090 per tensor core and clock: 112 at 1.777 GHz
+}
+
+
+class TrainingFlops:
+    """Counts the operations of training on one image when first asked, in some 0.1 s; see `training_flops`."""
+
+    def __init__(self, module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> None:
+        """Copy the shapes of a module, see `without_data`, for images of `image_size` pixels."""
+        self._module, self._images = without_data(module), (image_size, image_channels)
+
+    @cached_property
+    def per_image(self) -> int | None:
+        """Operations of forward and backward for one image, None if the model cannot be run without data."""
+        return training_flops(self._module, *self._images)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Return the 16-bit peak in 10**12 operations per second of a device as PyTorch names it; None if unknown."""
+    words = device_name.replace("-", " ").split()
+    if "MIG" in words or "Laptop" in words:  # a slice of the device; another chip of the same name
+        return None
+    for name, tflops in PEAK_TFLOPS.items():
+        wanted = name.replace("-", " ").split()
+        if any(words[start : start + len(wanted)] == wanted for start in range(len(words))):
+            return tflops
+    return None

@@ -1,0 +1,292 @@
+"""FSDP2 (`fully_shard`) with gradients that are added in one order: rows of every parameter on each rank.
+
+FSDP2 (Zhao et al. 2023, https://arxiv.org/abs/2304.11277) gathers the weights of one repeated block of the network at a
+time. At stage 3 they are released after the block's forward, at stage 2 after its backward. Its reduce-scatter, whose
+sums depend on the number of ranks, is replaced by an exchange of this rank's sums along the step's tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
+from zerovision.training.engines.activation_checkpointing import repeated_blocks
+from zerovision.training.engines.compilation import compile_network
+from zerovision.training.engines.engine import Distribution, EngineSetup
+from zerovision.training.engines.machine_levels import machine_levels
+from zerovision.training.engines.norms import SumOfSquares, pieces_per_row
+from zerovision.training.engines.parameter_shards import WEIGHTS, ParameterShard
+from zerovision.training.engines.precision import DTYPES, under_autocast
+from zerovision.training.engines.summation_tree import LeafSums, StepTree
+from zerovision.training.engines.tensor_split import TensorSplit
+from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter
+from zerovision.training.recipe.optimizer import moments_of
+from zerovision.training.world.collectives import copy_from_main
+
+# On a CPU a fused rule, and a power (as of MADGRAD), rounds the last elements of a tensor otherwise than the others,
+# unless they fill what a kernel takes at a time: two vectors of AVX-512.
+VECTOR_ELEMENTS = 32
+# Layers that use their parameters in one product only. No subclasses: some standardize their weights first, in fp32.
+CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
+MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial over the numbers of the blocks that were run
+
+
+class Fsdp2(Distribution):
+    """Rows of every parameter on each rank of a replica; on a single rank, plain parameters.
+
+    The optimizer sees plain vectors: an operation on a DTensor costs many times its dispatch.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Shard the model; a collective."""
+        self._module, self._optimizer, world, plan = setup.module, setup.optimizer, setup.world, setup.plan
+        self._accumulation_steps, self._releases = setup.accumulation_steps, plan.releases_weights
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        grouped = [[names[id(one)] for one in group.pop("params")] for group in self._optimizer.param_groups]
+        # FSDP2 refuses any other layout, and brings the weights to a GPU itself: one block is whole there at a time.
+        self._module.to(memory_format=torch.contiguous_format)
+        copy_from_main([*self._module.parameters()], world)
+        self._shards = plan.neighbours
+        self._reduce: list[TreeReduceScatter] = []
+        self._blocks_run = 0  # of the step, as one number
+        self._row = world.rank % self._shards
+        self.reports = world.rank < self._shards
+        if world.size > 1:
+            self._shard(setup)
+        self._network = under_autocast(self._module, setup.precision, world.device)
+        if world.size == 1 and setup.compiles:
+            compile_network(self._network, setup)
+        self._parameters = dict(self._module.named_parameters())
+        trained = {name for group in grouped for name in group}
+        self._parts = {
+            name: _Part(parameter)
+            for name, parameter in self._parameters.items()
+            if name in trained and _local(parameter).numel()
+        }
+        for group, members in zip(self._optimizer.param_groups, grouped, strict=True):
+            group["params"] = [self._parts[name].trained for name in members if name in self._parts]
+        self._split = setup.split
+        self._own_sums = None if world.size > 1 else _OwnSums(self._parts, StepTree(1, setup.accumulation_steps))
+        self._sum_of_squares = SumOfSquares(self._own_pieces(trained, setup.split), world)
+
+    def _shard(self, setup: EngineSetup) -> None:
+        """Shard the modules; a collective."""
+        world, plan = setup.world, setup.plan
+        replicas = world.size // self._shards
+        names = ("replicas", "shards") if replicas > 1 else ("shards",)
+        sizes = (replicas, self._shards, dist.get_world_size() // world.size)  # the last: of ranks with other weights
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicas", "shards", "parts"))[names]
+        policy = OffloadPolicy()
+        if plan.offload != "none":
+            policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        options: dict[str, Any] = {"mesh": mesh["shards"], "offload_policy": policy}
+        levels = machine_levels(world, setup.leaves, setup.notes) if replicas == 1 else None
+        if setup.precision != "fp32":
+            options["mp_policy"] = _gather_as_computed(self._module, DTYPES[setup.precision])
+        units = repeated_blocks(self._module)
+        for number, unit in enumerate(units, 1):
+            unit.register_forward_pre_hook(partial(self._note_block, number))
+            if setup.compiles:
+                unit.forward = torch.compile(unit.forward)
+            fully_shard(unit, reshard_after_forward=self._releases, **options)
+        if setup.compiles and not units:
+            self._module.forward = torch.compile(self._module.forward)
+        # Backward begins where forward ends: the root's own weights would be gathered again at once.
+        fully_shard(self._module, reshard_after_forward=False, **options)
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                self._reduce.append(TreeReduceScatter(setup.leaves, mesh, world, levels))
+                module.set_custom_reduce_scatter(self._reduce[-1])
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                # A parameter without a gradient would be left out of a micro-batch's sums, on this rank alone; so would
+                # a block that no forward has gathered yet.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+                module.unshard()
+                module.reshard()
+
+    def _note_block(self, number: int, block: nn.Module, _: Any) -> None:
+        if block.training:
+            self._blocks_run = (self._blocks_run * MULTIPLIER + number) % MODULUS
+
+    def _own_pieces(self, trained: set[str], split: TensorSplit) -> torch.Tensor:
+        """Return the place of every piece that counts among this rank's, int64 [pieces]; -1 for other ranks'."""
+        places, own = [torch.arange(0)], 0
+        for name, parameter in self._parameters.items():
+            if name not in trained:
+                continue
+            rows = len(parameter)
+            pieces = pieces_per_row(parameter.numel() // rows) if parameter.ndim > 1 else 1
+            low, high = (pieces * _first_row(rows, self._row + more, self._shards) for more in (0, 1))
+            if split.counts(name):
+                places.append(torch.full((rows * pieces,), -1))
+                if self.reports:  # no replica
+                    places[-1][low:high] = torch.arange(own, own + high - low)
+            own += high - low
+        return torch.cat(places)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self._network(images)
+
+    def begin_backward(self, leaf: int) -> None:
+        is_last = leaf == self._accumulation_steps - 1
+        if isinstance(self._module, FSDPModule):
+            self._module.set_reshard_after_backward(is_last or self._releases)
+        for reduce in self._reduce:
+            reduce.leaf = leaf
+
+    def end_backward(self) -> None:
+        if self._own_sums is not None:
+            self._own_sums.add_leaf()
+        elif self._reduce[-1].leaf < self._accumulation_steps - 1:  # the sum comes with the last leaf
+            for part in self._parts.values():
+                part.parameter.grad = None
+
+    def sum_gradients(self) -> torch.Tensor:
+        for part in self._parts.values():
+            part.take_weights()
+        norms = [part.take_gradient() for part in self._parts.values()]
+        whole = (part.trained for name, part in self._parts.items() if name not in self._split.cuts)
+        self._split.share_gradients(whole)
+        # More ranks than rows leave some without any.
+        squares, blocks_run = torch.cat(norms).double().square() if norms else torch.zeros(0).double(), self._blocks_run
+        self._blocks_run = 0
+        # Ranks that ran other blocks than each other have gathered, and added, what does not belong together.
+        return self._sum_of_squares(squares, mark=blocks_run)
+
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        gradients = [part.trained.grad for part in self._parts.values() if part.trained.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
+
+    def share_weights(self) -> None:
+        for part in self._parts.values():
+            part.give_weights()
+
+    def settle(self) -> None:
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for part in self._parts.values():
+            part.take_weights()
+
+    def shards(self) -> list[ParameterShard]:
+        self.settle()
+        shards = []
+        for name, parameter in self._parameters.items():
+            local = _local(parameter).detach()
+            if local.numel():
+                tensors = {WEIGHTS: local}
+                if name in self._parts:
+                    moments = moments_of(self._optimizer, self._parts[name].trained)
+                    tensors |= {kind: moment[: local.numel()].view(local.shape) for kind, moment in moments.items()}
+                offsets = (_first_row(len(parameter), self._row, self._shards), *[0] * (parameter.ndim - 1))
+                shards.append(ParameterShard(name, offsets, tensors))
+        return shards
+
+
+class _Part:
+    """This rank's rows of a parameter, and the vector that the optimizer has of them.
+
+    Attributes:
+        parameter: the module's.
+        trained: [n], or on a CPU more elements: a whole number of vectors.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        local = _local(parameter).detach()
+        self._elements = local.numel()
+        padding = -self._elements % VECTOR_ELEMENTS if local.device.type == "cpu" else 0
+        flat = nn.functional.pad(local.view(-1), (0, padding)) if padding else local.view(-1)
+        self.trained = nn.Parameter(flat)
+        self._gradient = torch.zeros_like(flat) if padding else None
+        row = local[0].numel()
+        self._piece = row // pieces_per_row(row)  # elements
+
+    def take_weights(self) -> None:
+        """Give the vector the values of the module's parameter, which FSDP2 may have moved."""
+        flat = _local(self.parameter).detach().view(-1)
+        if self._gradient is None:
+            self.trained.data = flat
+        else:
+            self.trained.data[: self._elements].copy_(flat)
+
+    def give_weights(self) -> None:
+        """Give the module's parameter the values of the vector."""
+        if self._gradient is not None:
+            _local(self.parameter).detach().view(-1).copy_(self.trained.data[: self._elements])
+
+    def take_gradient(self) -> torch.Tensor:
+        """Move the gradient from the module's parameter to the vector; return the norms of its rows' pieces."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        values = torch.zeros_like(_local(self.parameter)) if gradient is None else _local(gradient)
+        if self._gradient is None:
+            self.trained.grad = values.reshape(-1)
+        else:
+            self._gradient[: self._elements].copy_(values.reshape(-1))
+            self.trained.grad = self._gradient
+        if values.ndim == 1:
+            return values
+        return torch.linalg.vector_norm(values.reshape(-1, self._piece), dim=1)
+
+
+class _OwnSums:
+    """Sums over the leaves of a single rank, which has plain parameters."""
+
+    def __init__(self, parts: Mapping[str, _Part], tree: StepTree) -> None:
+        self._parameters, segment = [part.parameter for part in parts.values()], tree.segments[0]
+        self._last, self._leaf = len(segment.additions) - 1, 0
+        elements = sum(parameter.numel() for parameter in self._parameters) if self._last else 0
+        rows = [torch.zeros(elements, device=self._parameters[0].device) for _ in range(segment.most_parked + 1)]
+        self._sums = LeafSums(rows, segment.additions)
+        self._places = []
+        if self._last:
+            flats = rows[0].split([parameter.numel() for parameter in self._parameters])
+            self._places = [flat.view_as(parameter) for flat, parameter in zip(flats, self._parameters, strict=True)]
+
+    def add_leaf(self) -> None:
+        """Add the parameters' gradients; after the step's last leaf they are the sums."""
+        if not self._last:
+            return
+        self._sums.add(self._places, [parameter.grad for parameter in self._parameters])
+        is_last = self._leaf == self._last
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            parameter.grad = place if is_last else None
+        self._leaf = 0 if is_last else self._leaf + 1
+        if is_last:
+            self._sums.clear()
+
+
+def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Return the policy that gathers weights in the dtype to which autocast casts them, and all others in fp32.
+
+    The results are autocast's to the bit. Half as much is sent, and no whole copies are kept until backward, as
+    autocast keeps those that it makes.
+    """
+    layers = (layer for layer in module.modules() if type(layer) in CAST_LAYERS)
+    cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    return MixedPrecisionPolicy(
+        dtype,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda parameter: dtype if id(parameter) in cast else parameter.dtype,
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_row(rows: int, shard: int, shards: int) -> int:
+    """Return the first row of a shard, as `torch.chunk` cuts them."""
+    return min(shard * -(-rows // shards), rows)

@@ -1,0 +1,193 @@
+"""A model's buffers over leaves and ranks: BatchNorm's running statistics, for the most part.
+
+They follow a leaf's samples under PyTorch's engine, which has one version of them per leaf, and a
+rank's under DeepSpeed, which neither broadcasts nor averages buffers. They are averaged before every evaluation, so
+that the reported accuracy is that of the saved file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zerovision.training.base.leaves import Leaves
+from zerovision.training.world.collectives import gather_rows
+from zerovision.training.world.world import World
+
+ONE_LEAF = Leaves(1, 1)
+AVERAGE = "average/"  # prefix of a running average's name
+
+
+def buffers_elsewhere(module: nn.Module) -> list[str]:
+    """Return the names of the buffers of a pipeline's stages that other ranks have: they are here without data."""
+    return [name for name, buffer in module.named_buffers() if buffer.is_meta]
+
+
+@contextmanager
+def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore a module's buffers and mode, and the generators, when the block ends, however it does."""
+    kept, was_training = [buffer.clone() for buffer in module.buffers()], module.training
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        module.train(was_training)
+        with torch.no_grad():
+            for buffer, values in zip(module.buffers(), kept, strict=True):
+                buffer.copy_(values)
+
+
+class ModelBuffers:
+    """All buffers of a model (BatchNorm's statistics), in one version or several.
+
+    The module computes with the selected version. Its buffers become views of one flat tensor per dtype: copying
+    mobilenet's 138 buffers one by one takes as long as the optimizer. They keep their names, and the modules still
+    update them in place. Each version may have a running average beside it.
+
+    Args:
+        module: the model.
+        leaves: of a step, of which each has a version on the rank that computes it, all equal at first; of one leaf of
+            each rank if there is one version on each.
+        device: to which they come, whatever the parameters are on; None for the CPU.
+    """
+
+    ALIGNMENT = 32  # elements: that of a tensor of its own
+
+    def __init__(self, module: nn.Module, leaves: Leaves = ONE_LEAF, device: torch.device | None = None) -> None:
+        versions, self._leaves = leaves.per_rank, leaves
+        self._selected = 0
+        self._live: list[torch.Tensor] = []  # [n] of each dtype, of which the module's buffers are views
+        self._rows: list[torch.Tensor] = []  # [versions, n]; the selected row is up to date after `_store`
+        self._averages: list[torch.Tensor] = []  # as the rows, which they follow
+        self._places: list[dict[str, tuple[int, torch.Size]]] = []  # start and shape of each dtype's buffers
+        by_dtype: dict[torch.dtype, dict[str, torch.Tensor]] = {}
+        for name, buffer in module.named_buffers():
+            if not buffer.is_meta:  # else of a stage that other ranks have
+                by_dtype.setdefault(buffer.dtype, {})[name] = buffer
+        for dtype, buffers in by_dtype.items():
+            places, size = dict[str, tuple[int, torch.Size]](), 0
+            for name, buffer in buffers.items():
+                places[name] = size, buffer.shape
+                size += -(-buffer.numel() // self.ALIGNMENT) * self.ALIGNMENT
+            live = torch.zeros(size, dtype=dtype, device=device)
+            for name, buffer in buffers.items():
+                start, shape = places[name]
+                buffer.data = live[start : start + buffer.numel()].view(shape).copy_(buffer)
+            self._places.append(places)
+            self._live.append(live)
+            self._rows.append(live[None] if versions == 1 else live.repeat(versions, 1))
+        self._by_name = self._views(self._rows)
+
+    def select(self, version: int) -> None:
+        """Let the module compute with this version."""
+        if version != self._selected:
+            self._store()
+            self._selected = version
+            self._load()
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return every buffer [versions, ...] by name: views, up to date until the module's next forward.
+
+        An average has the prefix `AVERAGE`.
+        """
+        self._store()
+        return self._by_name
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set all buffers, [versions, ...] by name."""
+        for name, buffer in self._by_name.items():
+            buffer.copy_(values[name])
+        self._load()
+
+    def copy(self) -> list[torch.Tensor]:
+        """Return copies of all versions, for `restore`."""
+        self._store()
+        return [rows.clone() for rows in self._rows]
+
+    def restore(self, copies: list[torch.Tensor]) -> None:
+        """Set all versions to what `copy` returned."""
+        for rows, kept in zip(self._rows, copies, strict=True):
+            rows.copy_(kept)
+        self._load()
+
+    def restore_unless(self, applied: torch.Tensor, copies: list[torch.Tensor]) -> None:
+        """As `restore` if the bool tensor `applied` [] is false, without a synchronization."""
+        self._store()
+        for rows, kept in zip(self._rows, copies, strict=True):
+            rows.copy_(torch.where(applied, rows, kept))
+        self._load()
+
+    def keep_averages(self) -> None:
+        """Begin running averages, with the buffers as they are."""
+        self._averages = self.copy()
+        self._by_name |= {AVERAGE + name: view for name, view in self._views(self._averages).items()}
+
+    @torch.no_grad()
+    def update_averages(self, weight: float | torch.Tensor) -> None:
+        """Move the averages by this share of the way to the buffers; integers, which are counts, are copied."""
+        self._store()
+        for average, rows in zip(self._averages, self._rows, strict=True):
+            if rows.is_floating_point():
+                average.lerp_(rows, weight)
+            else:
+                average.copy_(rows)
+
+    @contextmanager
+    def averages_in_use(self) -> Iterator[None]:
+        """Let the module compute with the averages inside the block."""
+        self._store()
+        kept = [live.clone() for live in self._live]
+        for live, average in zip(self._live, self._averages, strict=True):
+            live.copy_(average[self._selected])
+        yield
+        for live, values in zip(self._live, kept, strict=True):
+            live.copy_(values)
+
+    @torch.no_grad()
+    def average(self, world: World) -> int:
+        """Replace every floating-point buffer, and running average, by its mean over all leaves; a collective.
+
+        They are added in the order of the leaves, so that the number of ranks changes no digit. What is the same in all
+        versions stays as it is, as the statistics of frozen layers: a third of three times a number may be another one.
+
+        Returns:
+            The bytes that this rank sends.
+        """
+        self._store()
+        sent_bytes = 0
+        for rows in (*self._rows, *self._averages):
+            if rows.is_floating_point():
+                sent_bytes += (world.size - 1) * rows.nbytes
+                # Of islands, which have leaves of their own, the world has more ranks.
+                order = self._leaves._replace(ranks=world.size).order()
+                every = gather_rows(rows.reshape(-1), world).view(-1, rows.shape[1])[order]
+                mean = every[0].clone()
+                for row in every[1:]:
+                    mean += row
+                rows.copy_(torch.where((every == every[0]).all(0), every[0], mean.div_(len(every))))
+        self._load()
+        return sent_bytes
+
+    def _views(self, every: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the buffers [versions, ...] by name in tensors laid out as the rows."""
+        return {
+            name: rows[:, start : start + shape.numel()].view(len(rows), *shape)
+            for rows, places in zip(every, self._places, strict=True)
+            for name, (start, shape) in places.items()
+        }
+
+    def _store(self) -> None:
+        """Copy what the module computes with into the selected version; they are one if there is only one."""
+        for live, rows in zip(self._live, self._rows, strict=True):
+            if len(rows) > 1:
+                rows[self._selected].copy_(live)
+
+    def _load(self) -> None:
+        """Let the module compute with the selected version as it is now."""
+        for live, rows in zip(self._live, self._rows, strict=True):
+            if len(rows) > 1:
+                live.copy_(rows[self._selected])

@@ -1,0 +1,211 @@
+"""A rank's part of the training state, described by parameter: name, offsets and sizes in the parameter's dimensions.
+
+This is how PyTorch's DTensor and distributed checkpoints describe a shard, so every kind of sharding fits in: whole
+parameters, rows of them, and pieces of flat buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zerovision.training.base.timing import communication
+from zerovision.training.world.world import World
+
+if TYPE_CHECKING:
+    from zerovision.training.engines.engine import Engine
+
+WEIGHTS = "weights"
+CHANNELS_LAST = (0, 2, 3, 1)  # the order of a convolution's dimensions in memory
+CONVOLUTION_DIMENSIONS = len(CHANNELS_LAST)
+# Where each dimension of the usual order is in that.
+USUAL_FROM_CHANNELS_LAST = tuple(CHANNELS_LAST.index(dimension) for dimension in range(CONVOLUTION_DIMENSIONS))
+
+# Returns a box of a whole parameter, given its name: a part of a tensor in memory, or what is read from files.
+TakeBox = Callable[[str, tuple[slice, ...]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """One rank's part of one parameter: live tensors, not copies.
+
+    Attributes:
+        name: of the parameter.
+        offsets: the first index of the part in each dimension of the parameter.
+        tensors: kind -> fp32 tensor, all of the part's sizes, with any strides: 'weights', and the optimizer's moments
+            and averages of the weights by their names. A frozen parameter has neither.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The index of the part in the whole parameter."""
+        return index_of(self.offsets, self.tensors[WEIGHTS].shape)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """One rank's part of the state that an engine trains.
+
+    Attributes:
+        shapes: the whole shape of every parameter, in the same order on all ranks.
+        moment_kinds: names of the optimizer's moments, and of averages of the weights.
+        shards: the parts of this rank. Every element of every parameter is in one shard of one rank.
+        buffers: name -> [n, ...]: the module's buffers, in as many versions as this rank has.
+        leaves: of a step, whose versions these are.
+        applied_steps: updates applied so far, for Adam's bias correction.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    moment_kinds: tuple[str, ...]
+    shards: list[ParameterShard]
+    buffers: dict[str, torch.Tensor]
+    leaves: tuple[int, ...]
+    applied_steps: int
+
+
+def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a box in the whole tensor."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def flat_shards(
+    name: str, shape: Sequence[int], low: int, high: int, flats: Mapping[str, torch.Tensor], start: int
+) -> Iterator[ParameterShard]:
+    """Yield the shards that elements `low` to `high` of a flattened parameter are.
+
+    Args:
+        name: of the parameter.
+        shape: of the whole parameter.
+        low: first element.
+        high: end.
+        flats: kind -> flat tensor [n].
+        start: where element `low` is in them.
+    """
+    for offsets, sizes in boxes(shape, low, high):
+        length = math.prod(sizes)
+        tensors = {kind: flat.detach().narrow(0, start, length).view(sizes) for kind, flat in flats.items()}
+        yield ParameterShard(name, offsets, tensors)
+        start += length
+
+
+def from_channels_last(shard: ParameterShard) -> ParameterShard:
+    """Return a shard of a convolution's weights in the usual order of dimensions, given one in `CHANNELS_LAST`."""
+    tensors = {kind: tensor.permute(USUAL_FROM_CHANNELS_LAST) for kind, tensor in shard.tensors.items()}
+    offsets = tuple(shard.offsets[dimension] for dimension in USUAL_FROM_CHANNELS_LAST)
+    return ParameterShard(shard.name, offsets, tensors)
+
+
+def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offsets and sizes of the boxes that elements `low` to `high` of a contiguous tensor are, in their order.
+
+    There are at most 2 D - 1 of them in D dimensions: whole rows in the middle, and the same of a row at each end.
+    """
+    if low >= high:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-low // row), high // row
+    if first > last:  # all within one row
+        yield from _boxes_of_row(shape, low, high)
+        return
+    yield from _boxes_of_row(shape, low, first * row)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _boxes_of_row(shape, last * row, high)
+
+
+def _boxes_of_row(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    row = math.prod(shape[1:])
+    index = low // row
+    for offsets, sizes in boxes(shape[1:], low - index * row, high - index * row):
+        yield (index, *offsets), (1, *sizes)
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the whole shape of every parameter; ZeRO 3's are empty, and keep theirs as `ds_shape`."""
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that the optimizer does not update; a checkpoint contains them."""
+    return {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+
+def frozen_shards(module: nn.Module, world: World) -> list[ParameterShard]:
+    """Return the frozen parameters as shards of rank 0: they are whole, and the same, on all ranks."""
+    if not world.is_main:
+        return []
+    return [
+        ParameterShard(name, (0,) * parameter.ndim, {WEIGHTS: parameter.detach()})
+        for name, parameter in frozen_parameters(module).items()
+        if not parameter.is_meta  # another rank's
+    ]
+
+
+def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, TakeBox]) -> None:
+    """Copy shards from whole tensors, one kind after the other; arguments as of `Engine.load_state`."""
+    for kind, take in tensors.items():
+        for shard in shards:
+            if kind in shard.tensors:
+                shard.tensors[kind].copy_(take(shard.name, shard.box))
+
+
+def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
+    """Return the fp32 weights and buffers of the state dict in CPU memory on rank 0, {} on the others; a collective.
+
+    Nothing is sent of a parameter that every rank has whole.
+    """
+    state, weights = engine.state(), {}
+    parameters = dict(engine.module.named_parameters())
+    for name, shape in state.shapes.items():
+        if name not in parameters:  # the same one on another island
+            continue
+        whole = parameters[name].detach()
+        if world.pipeline.size > 1 or _is_sharded(parameters[name], shape):
+            whole = torch.zeros(shape, device=world.device)
+            for shard in state.shards:
+                if shard.name == name:
+                    whole[shard.box] = shard.tensors[WEIGHTS]
+            if world.size > 1:
+                with communication():  # the bits of each element are those of one rank, and 0 on the others
+                    dist.reduce(whole.view(torch.int32), 0)
+        if world.is_main:
+            weights[name] = torch.empty(shape).copy_(whole)
+    buffers = {name: _gather_buffer(buffer, world) for name, buffer in engine.module.named_buffers()}
+    if not world.is_main:
+        return {}
+    module = engine.module
+    weights |= buffers
+    # Fewer keys, without the buffers that are not persistent, and more: a module may have several names.
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    first_names = {key: names[id(tensor)] for key, tensor in module.state_dict(keep_vars=True).items()}
+    return {key: weights[name] if key == name else weights[name].clone() for key, name in first_names.items()}
+
+
+def _is_sharded(parameter: nn.Parameter, shape: tuple[int, ...]) -> bool:
+    """Return whether ranks have parts of a parameter: by FSDP2, by DeepSpeed at stage 3, or in a tensor group."""
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_shape") or parameter.shape != shape
+
+
+def _gather_buffer(buffer: torch.Tensor, world: World) -> torch.Tensor:
+    """Return a buffer, or a stage's own of the first rank that has it, in CPU memory on rank 0; a collective."""
+    if world.pipeline.size == 1:
+        return buffer.detach().to("cpu", copy=True)
+    has_none = buffer.is_meta or world.data.rank or world.tensor.rank
+    own = torch.zeros(buffer.shape, dtype=buffer.dtype, device=world.device) if has_none else buffer.detach().clone()
+    with communication():  # as above
+        dist.reduce(own.view(-1).view(torch.uint8), 0)
+    return own.cpu()

@@ -1,0 +1,266 @@
+"""Where a network can be cut into stages, and where it is.
+
+A cut is the entry of a module: behind it nothing is used of all that was computed before but that module's input. The
+network's operations on tensors without data tell, so no model has a table of its blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.engines.activation_checkpointing import is_recomputed
+
+MOST_NAMES = 40  # that a message lists
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module's only call; times are numbers of events: operations, entries and exits of modules.
+
+    Attributes:
+        start: when it was entered.
+        end: when it was left.
+        operations: of the network before it.
+        output: what it returned, on the meta device.
+    """
+
+    start: int
+    end: int
+    operations: int
+    output: Any
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a network does with images of one shape, on the meta device.
+
+    Attributes:
+        calls: by name, of the modules that are called once, in the order in which they are entered.
+        features: by name, the inputs of the modules at whose entry the network can be cut.
+        first_uses: when a parameter or buffer is first used, by name; none of those that nothing uses.
+        images: its input [B, C, H, W].
+        output: of the network.
+        draws: whether it draws random numbers.
+    """
+
+    calls: dict[str, Call]
+    features: dict[str, torch.Tensor]
+    first_uses: dict[str, int]
+    images: torch.Tensor
+    output: torch.Tensor
+    draws: bool
+
+    def stage_of(self, name: str, cuts: Sequence[str]) -> int:
+        """Return the stage that a parameter or buffer belongs to: the only one that uses it, the first if none does."""
+        return bisect_right([self.calls[cut].start for cut in cuts], self.first_uses.get(name, -1))
+
+
+class _Operations(TorchDispatchMode):
+    """Notes from when to when every tensor is needed, in numbers of events, see `Call`."""
+
+    def __init__(self, weights: Iterable[torch.Tensor], images: torch.Tensor) -> None:
+        super().__init__()
+        self.time = self.count = 0
+        self.draws = False
+        self.starts: dict[int, int] = {id(images): -1}  # by id: when a tensor was computed, a weight first used
+        self.lasts: dict[int, int] = {}
+        self._weights = {id(weight) for weight in weights}
+        self._alive: list[torch.Tensor] = []  # so that no two have the same id
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                if id(tensor) in self._weights:
+                    self.starts.setdefault(id(tensor), self.time)
+                self.lasts[id(tensor)] = self.time
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                self.starts.setdefault(id(tensor), self.time)
+                self._alive.append(tensor)
+        self.count += 1
+        self.event()
+        return results
+
+    def event(self) -> int:
+        """Count an event, and return how many were before it."""
+        self.time += 1
+        return self.time - 1
+
+    def is_needed(self, tensor: torch.Tensor, start: int, end: int) -> bool:
+        """Return whether a tensor was computed before `start`, and is used later, but not after `end`."""
+        first, last = self.starts.get(id(tensor), start), self.lasts.get(id(tensor), -1)
+        return first < start <= last < end
+
+    def needed(self) -> list[int]:
+        """Return for each time how many tensors that were there before are needed later.
+
+        A weight that was used before and is used again counts, too.
+        """
+        changes = [0] * (self.time + 2)
+        for key, last in self.lasts.items():
+            start = self.starts.get(key, last)
+            if last > start:
+                changes[start + 1] += 1
+                changes[last + 1] -= 1
+        return [*accumulate(changes)][: self.time + 1]
+
+
+def trace(empty: nn.Module, shape: Sequence[int]) -> Trace:
+    """Run a network without data, and find out where it can be cut.
+
+    Args:
+        empty: the network, of `zerovision.models.dry_run.without_data`.
+        shape: of the images, [B, C, H, W].
+    """
+    images = torch.empty(tuple(shape), device="meta")
+    names = {id(tensor): name for name, tensor in (*empty.named_parameters(), *empty.named_buffers())}
+    operations = _Operations((*empty.parameters(), *empty.buffers()), images)
+    entries: dict[str, list[tuple[int, int, Any]]] = {}
+    exits: dict[str, tuple[int, Any]] = {}
+
+    def enter(name: str, _module: nn.Module, inputs: Any) -> None:
+        entries.setdefault(name, []).append((operations.event(), operations.count, inputs))
+
+    def leave(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        exits[name] = operations.event(), output
+
+    hooks = []
+    for name, child in empty.named_modules():
+        hooks += [child.register_forward_pre_hook(partial(enter, name))]
+        hooks += [child.register_forward_hook(partial(leave, name))]
+    try:
+        with torch.no_grad(), operations:
+            output = empty(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    once = {name: times[0] for name, times in entries.items() if len(times) == 1}
+    calls = {name: Call(start, exits[name][0], count, exits[name][1]) for name, (start, count, _) in once.items()}
+    inside = [name + "." for name, child in empty.named_modules() if is_recomputed(child)]
+    needed, features = operations.needed(), dict[str, torch.Tensor]()
+    for name, (_, _, inputs) in once.items():
+        first = inputs[0] if inputs else None
+        if not isinstance(first, torch.Tensor) or first is images or name.startswith(tuple(inside)):
+            continue
+        call = calls[name]
+        if needed[call.start] == 1 and id(first) not in names and operations.is_needed(first, call.start, call.end):
+            features[name] = first
+    first_uses = {name: operations.starts[key] for key, name in names.items() if key in operations.lasts}
+    return Trace(calls, features, first_uses, images, output, operations.draws)
+
+
+def places_to_cut(traced: Trace) -> list[str]:
+    """Return one name for each place where the network can be cut, in their order: the outermost module's."""
+    names = {traced.calls[name].operations: name for name in reversed(traced.features)}
+    return [names[operations] for operations in sorted(names)]
+
+
+def named_cuts(traced: Trace, split: str, stages: int, label: str) -> list[str]:
+    """Return the cuts that a user has named.
+
+    Args:
+        traced: the network.
+        split: names of modules, with commas between them.
+        stages: that it is cut into.
+        label: of the setting, for messages.
+
+    Raises:
+        UserError: for a name at which the network cannot be cut, and for another number or order than it takes.
+    """
+    names = [name.strip() for name in split.split(",")]
+    for name in names:
+        if name not in traced.features:
+            raise UserError(f"{label} {name}: this model can be cut before {_listed(places_to_cut(traced))}.")
+    before = [traced.calls[name].operations for name in names]
+    if len(names) != stages - 1 or before != sorted({*before}):
+        raise UserError(
+            f"{label} {split}: give the first block of every stage but the first, in their order: {stages - 1} for "
+            f"{stages} stages."
+        )
+    return names
+
+
+def check_places(traced: Trace, stages: int, label: str) -> None:
+    """Raise a UserError if the network cannot be cut into so many stages; `label` is the setting that asks for them."""
+    places = places_to_cut(traced)
+    if not places:
+        raise UserError(
+            f"{label}: this model cannot be cut into stages, more than one tensor goes from layer to layer: take one "
+            "such as vgg, mobilenet, efficientnet, cnn_lstm, timm's resnets, ViTs or ConvNeXts, or fsdp_stage3."
+        )
+    if len(places) < stages - 1:
+        raise UserError(
+            f"{label}: {stages} stages are too many for this model, which can be cut before {_listed(places)}: use "
+            f"{len(places) + 1} or fewer."
+        )
+
+
+def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) -> list[str]:
+    """Return the cuts with which the costliest stage costs least, found by dynamic programming.
+
+    Args:
+        places: where it can be cut.
+        costs: of the pieces between them: of that before the first, between the first two, ..., after the last.
+        stages: at most one more than there are places.
+    """
+    sums = [0.0, *accumulate(costs)]
+    pieces = len(costs)
+    best: list[tuple[float, list[int]]] = [(sums[end], []) for end in range(pieces + 1)]  # of the first pieces
+    for stage in range(2, stages + 1):
+        best = [
+            min(
+                ((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut]) for cut in range(stage - 1, end)),
+                default=(float("inf"), []),
+            )
+            for end in range(pieces + 1)
+        ]
+    return [places[cut - 1] for cut in best[pieces][1]]
+
+
+def deal_members(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Return the numbers of the members of each rank: the costliest first, each to the rank that has least.
+
+    Graham 1969: the busiest rank has at most 4/3 of what it has at best.
+    """
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        rank = loads.index(min(loads))
+        dealt[rank].append(number)
+        loads[rank] += costs[number]
+    return [sorted(members) for members in dealt]
+
+
+def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float], cuts: Sequence[str]) -> list[float]:
+    """Return each stage's share of the costs; arguments as of `balanced_cuts`."""
+    before = [traced.calls[cut].operations for cut in cuts]
+    totals = [0.0] * (len(cuts) + 1)
+    for place, cost in zip(("", *places), costs, strict=True):
+        totals[bisect_right(before, traced.calls[place].operations)] += cost
+    return [total / max(sum(totals), 1e-12) for total in totals]
+
+
+def names_of_stages(traced: Trace, names: Iterable[str], cuts: Sequence[str]) -> list[list[str]]:
+    """Deal names of parameters or buffers out to the stages, see `Trace.stage_of`."""
+    dealt: list[list[str]] = [[] for _ in range(len(cuts) + 1)]
+    for name in names:
+        dealt[traced.stage_of(name, cuts)].append(name)
+    return dealt
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

@@ -1,0 +1,216 @@
+"""Tensor parallelism: layers that several ranks compute together, with plain tensors as parameters.
+
+PyTorch's `parallelize_module` makes DTensors, which flat buffers cannot hold. Here a rank's layers are smaller layers
+of the same classes, so that every strategy shards them over the data dimension as it does any model's. The exchange is
+Megatron's (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, figure 3): the outputs of a region are added in
+forward, the gradients of its input in backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.layers import AttentionRope
+from timm.models.eva import EvaAttention
+from torch import nn
+
+from zerovision.models.tensor_plan import Region, TensorPlan
+from zerovision.training.base.timing import communication
+from zerovision.training.engines.tensor_split import Cut, TensorSplit
+from zerovision.training.world.world import World
+
+
+class _CopyToRanks(torch.autograd.Function):
+    """Identity whose gradient is the sum of the ranks': each computes with the whole input."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
+        context.world = world
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(gradient, context.world), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of the ranks' values; each rank has the whole gradient of it."""
+
+    @staticmethod
+    def forward(_context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
+        return _sum(values, world)
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """The ranks' features [..., n / ranks] as [..., n]; each rank has the whole gradient of them."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
+        context.world = world
+        rows = values.new_empty(world.size, *values.shape)
+        if world.group is not None and not values.is_meta:
+            with communication():
+                dist.all_gather_into_tensor(rows.view(-1), values.contiguous().view(-1), group=world.group)
+        return rows.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(context.world.size, -1)[context.world.rank].contiguous(), None
+
+
+def _sum(values: torch.Tensor, world: World) -> torch.Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    if world.group is not None and not values.is_meta:  # a rank may count alone
+        with communication():
+            dist.all_reduce(total, group=world.group)
+    return total
+
+
+class _DividedInputs(nn.Module):
+    """The base of a linear layer, or a convolution of one pixel, whose inputs are divided over the ranks."""
+
+    tensor_group: World
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        is_convolution = self.weight.ndim > 2
+        features_last = values.movedim(1, -1) if is_convolution else values
+        outputs = _SumOverRanks.apply(F.linear(features_last, self.weight.flatten(1)), self.tensor_group)
+        outputs = outputs if self.bias is None else outputs + self.bias
+        return outputs.movedim(-1, 1) if is_convolution else outputs
+
+
+class _DividedOutputs(nn.Module):
+    """The base of a linear layer whose outputs are divided over the ranks, and gathered."""
+
+    tensor_group: World
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(_CopyToRanks.apply(values, self.tensor_group))
+        return _GatherFeatures.apply(outputs, self.tensor_group)
+
+
+class _DividedDropout(nn.Module):
+    """The base of a dropout of divided features, which draws what one rank would draw for all of them."""
+
+    tensor_group: World
+    place: tuple[int, int, int]  # the features of all ranks, the first of this one, and the dimension
+    p: float
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if not self.training or not self.p:
+            return values
+        features, first, dimension = self.place
+        shape = list(values.shape)
+        shape[dimension], own = features, shape[dimension]
+        is_channels_last = values.ndim > 3 and values.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if is_channels_last else torch.contiguous_format
+        drawn = F.dropout(
+            values.new_ones(shape).contiguous(memory_format=layout), self.p
+        )  # drawn as they lie in memory
+        return values * drawn.narrow(dimension, first, own)
+
+
+def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorSplit:
+    """Leave a rank's part in the layers that a plan divides; no collective.
+
+    Args:
+        module: the network, whole, the same on all ranks, before an optimizer has its parameters.
+        plan: of it.
+        group: the ranks that divide it. Without a process group they exchange nothing: to count what a rank does.
+    """
+    cuts = dict[str, Cut]()
+    for name, (region, units) in plan.regions.items():
+        _split_region(module, name, region, units, group, cuts)
+    if plan.head:
+        head = module.get_submodule(plan.head)
+        for own, parameter in head.named_parameters():
+            name = f"{plan.head}.{own}"
+            cuts[name] = _part_of(parameter, 0, 1, len(parameter), group)
+            _take_part(module, name, cuts[name])
+        _become(head, _DividedOutputs, group)
+    return TensorSplit(group, cuts)
+
+
+def _split_region(module: nn.Module, name: str, region: Region, units: int, group: World, cuts: dict[str, Cut]) -> None:
+    """Divide the layer `name`, and add the cuts of its parameters."""
+    layer = module.get_submodule(name)
+    for own, parameter in layer.named_parameters():
+        blocks = region.first.get(own.partition(".")[0], 0)
+        if blocks or own == f"{region.last}.weight":
+            cut = _part_of(parameter, 0 if blocks else 1, blocks or 1, units, group)
+            cuts[f"{name}.{own}"] = cut
+            _take_part(module, f"{name}.{own}", cut)
+    for count in filter(None, (region.heads, *region.counts)):
+        if hasattr(layer, count):
+            setattr(layer, count, getattr(layer, count) // units * _share(units, group)[1])
+    layer.register_forward_pre_hook(lambda _, inputs: (_CopyToRanks.apply(inputs[0], group), *inputs[1:]))
+    last = layer.get_submodule(region.last)
+    _become(last, _DividedInputs, group)
+    if region.dropout:
+        dropout: Any = layer.get_submodule(region.dropout)
+        _become(dropout, _DividedDropout, group)
+        dropout.place = (units, _share(units, group)[0], 1 if isinstance(last, nn.Conv2d) else -1)
+    if isinstance(layer, EvaAttention):
+        _use_own_width(layer)
+
+
+def _use_own_width(layer: Any) -> None:
+    """Let EVA's attention compute with its own heads' width: its forward takes that of its input.
+
+    `AttentionRope` is the same but for that, and for biases that are parameters of their own. That of the keys is 0.
+    """
+    layer.num_kv_heads, layer.num_kv_groups = layer.num_heads, 1
+    layer.attn_dim = layer.num_heads * layer.head_dim
+    layer.__class__ = AttentionRope
+    if layer.q_bias is not None:
+        layer.qkv.register_forward_hook(functools.partial(_add_biases, layer))  # no closure: deepcopy rebinds it
+
+
+def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], outputs: torch.Tensor) -> torch.Tensor:
+    return outputs + torch.cat((layer.q_bias, torch.zeros_like(layer.q_bias), layer.v_bias))
+
+
+def _share(units: int, group: World) -> tuple[int, int]:
+    """Return the first of this rank's heads or features and their number: as many as the others', or one less."""
+    low, high = (units * rank // group.size for rank in (group.rank, group.rank + 1))
+    return low, high - low
+
+
+def _part_of(tensor: torch.Tensor, dimension: int, blocks: int, units: int, group: World) -> Cut:
+    """Return this rank's part of each of the equal blocks along a dimension, which have `units` heads or features."""
+    first, count = _share(units, group)
+    length = tensor.shape[dimension] // blocks
+    width = length // units
+    pieces = tuple((block * length + first * width, count * width) for block in range(blocks))
+    return Cut(tuple(tensor.shape), dimension, pieces)
+
+
+def _take_part(module: nn.Module, name: str, cut: Cut) -> None:
+    """Replace the values of a parameter by this rank's part."""
+    parameter = module.get_parameter(name)
+    parameter.data = cut.take(parameter.data)
+    layer = module.get_submodule(name.rpartition(".")[0])
+    for width, dimension in (("out_features", 0), ("out_channels", 0), ("in_features", 1), ("in_channels", 1)):
+        if name.endswith(".weight") and hasattr(layer, width):
+            setattr(layer, width, parameter.shape[dimension])
+
+
+def _become(layer: nn.Module, base: type[nn.Module], group: World) -> None:
+    """Give a layer the forward of `base`; as a class, so that its parameters keep their names."""
+    layer.__class__ = _subclass(base, type(layer))  # type: ignore[arg-type]
+    layer.tensor_group = group  # type: ignore[assignment]  # no module
+
+
+@functools.cache
+def _subclass(base: Any, original: Any) -> type:
+    return type(f"{base.__name__.lstrip('_')}{original.__name__}", (base, original), {})

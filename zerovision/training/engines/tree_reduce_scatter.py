@@ -1,0 +1,99 @@
+"""FSDP2's reduce-scatter with sums that do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+
+from zerovision.training.base.leaves import Leaves
+from zerovision.training.base.timing import communication
+from zerovision.training.engines.machine_levels import MachineLevels
+from zerovision.training.engines.summation_tree import TreeNode, add_nodes, plan_segment
+from zerovision.training.world.world import World
+
+
+class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """Adds the gradients of one FSDP2 module along the step's tree, each rank those of its part.
+
+    After every micro-step a rank has its part of the neighbouring leaves that the ranks of its replica have just
+    computed. It adds them to one node of the tree if the ranks are a power of two, to a few otherwise, and keeps at
+    most log2(A) + 1 nodes of A micro-steps.
+
+    Attributes:
+        leaf: number of the micro-step whose gradients come next.
+
+    Args:
+        leaves: of the step, dealt in turn to the ranks of a replica.
+        mesh: of the shards, or of replicas and shards.
+        world: the ranks; those of a replica are neighbours.
+        levels: of ranks on several machines; None to send gradients from each rank to each.
+    """
+
+    def __init__(self, leaves: Leaves, mesh: DeviceMesh, world: World, levels: MachineLevels | None) -> None:
+        self._leaves, self._total, self._levels = leaves, leaves.ranks * leaves.per_rank, levels
+        self._first_rank, self._replicas = world.rank // leaves.in_turn * leaves.in_turn, world.size // leaves.in_turn
+        self._among_replicas = mesh.get_group("replicas") if self._replicas > 1 else None
+        self._sums: list[tuple[TreeNode, torch.Tensor]] = []
+        self.leaf = 0
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Set `output_tensor` [n / ranks] to its part of the sum of all `input_tensor` [n] of a step; a collective.
+
+        Before the last micro-step it is left as it is.
+        """
+        added = self._add_ranks(input_tensor, output_tensor, group)
+        before = self._sums if self.leaf else []
+        self._sums = add_nodes([*before, *added], self._total, output_tensor)
+        if self.leaf < self._leaves.per_rank - 1:
+            own = {id(values) for _, values in before}  # what is received is freed
+            self._sums = [(node, values if id(values) in own else values.clone()) for node, values in self._sums]
+            return
+        if self._replicas > 1:
+            self._add_replicas(output_tensor)
+        self._sums = []
+
+    def _node_of(self, rank: int) -> TreeNode:
+        """Return the leaf that a rank has computed in this micro-step."""
+        leaf = self._leaves.number(rank, self.leaf)
+        return TreeNode(leaf, leaf + 1)
+
+    def _add_ranks(
+        self, gradients: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup
+    ) -> list[tuple[TreeNode, torch.Tensor]]:
+        """Add the gradients [n] that the ranks of a replica have computed in this micro-step, as `add_nodes` does."""
+        if self._levels is not None:
+            received, work = self._levels.start(gradients)
+            with communication():
+                work.wait()
+            return self._levels.finish(received, self._node_of, self._total, out)
+        received = gradients.new_empty(self._leaves.in_turn, len(out))
+        with communication():
+            dist.all_to_all_single(received.view(-1), gradients, group=group)
+        nodes = (self._node_of(rank) for rank in range(self._first_rank, self._first_rank + self._leaves.in_turn))
+        return add_nodes(zip(nodes, received, strict=True), self._total, out)
+
+    def _add_replicas(self, out: torch.Tensor) -> None:
+        """Add the sums of all replicas, each of which has those of its own leaves, into `out` [n]; a collective."""
+        length = self._total // self._replicas
+        nodes = [plan_segment(first, first + length, self._total).nodes for first in range(0, self._total, length)]
+        own = out.new_zeros(max(map(len, nodes)), len(out))
+        for row, (_, values) in zip(own, self._sums, strict=False):
+            row.copy_(values)
+        every = out.new_empty(self._replicas, *own.shape)
+        with communication():
+            dist.all_gather_into_tensor(every.view(-1), own.view(-1), group=self._among_replicas)
+        pairs = [zip(of_replica, rows, strict=False) for of_replica, rows in zip(nodes, every, strict=True)]
+        add_nodes(chain.from_iterable(pairs), self._total, out)

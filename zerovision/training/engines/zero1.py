@@ -1,0 +1,163 @@
+"""ZeRO-1 over flat buffers: all weights on every rank, of which each rank updates a part.
+
+Parameters are views of a few flat fp32 buffers, a bucket each (Rajbhandari et al. 2020,
+https://arxiv.org/abs/1910.02054). Every rank receives the sum of its part's gradients, while backward still computes
+those of other buckets, keeps the optimizer's state of it and updates it; then the parts are gathered again.
+
+Images are channels_last, and so are the weights of convolutions, their gradients and moments in the flat buffers:
+kernels would otherwise convert them in every step. Everything else sees the usual order of dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerovision.training.engines.buckets import (
+    BackwardOrder,
+    Placed,
+    Shared,
+    count_blocks,
+    make_buckets,
+    place,
+    share_out,
+)
+from zerovision.training.engines.compilation import compile_network
+from zerovision.training.engines.cuda_graphs import record, records
+from zerovision.training.engines.engine import Distribution, EngineSetup
+from zerovision.training.engines.machine_levels import machine_levels
+from zerovision.training.engines.norms import BLOCK, SumOfSquares, squares_of_rows
+from zerovision.training.engines.parameter_shards import (
+    CONVOLUTION_DIMENSIONS,
+    ParameterShard,
+    frozen_parameters,
+    frozen_shards,
+)
+from zerovision.training.engines.precision import under_autocast
+from zerovision.training.engines.summation_tree import StepTree
+from zerovision.training.engines.tensor_split import TensorSplit
+from zerovision.training.world.collectives import barrier
+from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages that a model is cut into.
+
+    Attributes:
+        names: of each stage's parameters.
+        pipeline: the ranks that have them, one after another and round again.
+    """
+
+    names: Sequence[Collection[str]]
+    pipeline: World
+
+    def of_rank(self, rank: int) -> Sequence[Collection[str]]:
+        """Return the stages of a rank of the pipeline."""
+        return self.names[rank :: self.pipeline.size]
+
+
+class Zero1(Distribution):
+    """A model in flat buffers, whose gradients and optimizer state are cut into one part per rank."""
+
+    reports = True
+
+    def __init__(self, setup: EngineSetup, stages: Stages | None = None) -> None:
+        """Take over the parameters; a collective.
+
+        Args:
+            setup: the model with its optimizer; `world` are the ranks that have this rank's stages.
+            stages: of the model; None for a whole one.
+        """
+        self._module, self._optimizer, self._world = setup.module, setup.optimizer, setup.world
+        self._network = under_autocast(setup.module, setup.precision, setup.world.device)
+        self._accumulation_steps = setup.accumulation_steps
+        for parameter in frozen_parameters(self._module).values():
+            if parameter.ndim == CONVOLUTION_DIMENSIONS:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        levels = machine_levels(self._world, setup.leaves, setup.notes)
+        tree = StepTree(self._world.size, setup.accumulation_steps, levels)
+        shared = share_out(self._module, self._optimizer, self._world.device, setup.split)
+        if stages is None:
+            stages = Stages([{name for one in shared for name in one.parameters}], self._world.alone())
+        pipeline = stages.pipeline
+        own_stages = stages.of_rank(pipeline.rank)
+        own = place(shared, own_stages, self._world.size)
+        self._buckets, self._gradients = make_buckets(shared, own, self._world, tree)
+        self._split = setup.split
+        self._whole = [bucket for bucket in self._buckets if bucket.parameters.keys().isdisjoint(self._split.cuts)]
+        self._orders = [
+            BackwardOrder(self._module, [b for b, one in zip(self._buckets, own, strict=True) if one.stage == stage])
+            for stage in range(len(own_stages))
+        ]
+        blocks = _own_blocks(shared, own, self._world.rank, setup.split)
+        self._sum_of_squares = SumOfSquares(blocks, self._world, pipeline)
+        if setup.compiles:
+            compile_network(self._network, setup)
+        self._compute = record(self._network, setup) if records(setup) else self._network
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self._compute(images)
+
+    def begin_backward(self, leaf: int, stage: int = 0) -> None:
+        self._orders[stage].begin(sums_over_ranks=leaf == self._accumulation_steps - 1)
+
+    def end_backward(self, stage: int = 0) -> None:
+        self._orders[stage].end()
+
+    def drop_leaf(self) -> None:
+        """Forget the first leaf of a step; a collective."""
+        if self._accumulation_steps == 1:
+            self.sum_gradients()  # which is under way
+        for bucket in self._buckets:
+            bucket.buffers.sums.clear()
+
+    def sum_gradients(self) -> torch.Tensor:
+        for bucket in self._buckets:
+            bucket.sum_gradients()
+        self._split.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
+        # All ranks have read the gradients when this returns: they may be written again.
+        return self._sum_of_squares(squares_of_rows(self._gradients.view(-1, BLOCK)))
+
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        self._gradients.mul_(factor)
+
+    def share_weights(self) -> None:
+        for bucket in self._buckets:
+            bucket.buffers.start_gather()
+        for bucket in self._buckets:
+            bucket.buffers.finish_gather()
+
+    def settle(self) -> None:
+        if any(bucket.buffers.are_shared for bucket in self._buckets):
+            barrier(self._world)  # no rank computes any more with weights that all share
+
+    def shards(self) -> list[ParameterShard]:
+        shards = frozen_shards(self._module, self._world)
+        return shards + [shard for bucket in self._buckets for shard in bucket.shards(self._optimizer)]
+
+
+def _own_blocks(shared: Sequence[Shared], placed: Sequence[Placed], rank: int, split: TensorSplit) -> torch.Tensor:
+    """Return the place of each block of the whole model among those of this rank, int64 [blocks]; -1 for others'.
+
+    Args:
+        shared: the parameters of the model's buckets.
+        placed: the buckets that this rank has parts of.
+        rank: whose parts they are.
+        split: decides which parameters count on this rank of a tensor group.
+    """
+    places = [
+        {name: -torch.ones(count_blocks(one), dtype=torch.int64) for name, one in every.parameters.items()}
+        for every in shared
+    ]
+    start = 0
+    for number, _, layout in placed:
+        part = layout.part // BLOCK
+        for name, element in layout.starts.items():
+            place = torch.arange(len(places[number][name])) + element // BLOCK - rank * part  # in the part
+            is_own = (place >= 0) & (place < part) & split.counts(name)
+            places[number][name] = torch.where(is_own, start + place, -1)
+        start += part
+    return torch.cat([torch.arange(0), *(place for of_bucket in places for place in of_bucket.values())])

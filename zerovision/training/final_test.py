@@ -1,0 +1,118 @@
+"""Judges the test part of the data once, after training, by the weights of the best epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.points import SCORE_NAMES
+from zerovision.training.base.run_folder import IMAGES, TEST_EVALUATION
+from zerovision.training.base.units import percent
+from zerovision.training.checkpoint.weights import load_model
+from zerovision.training.data.image_list import TrainedImages, digests_over_ranks, read_image_list
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.reading.sources import FileSource
+from zerovision.training.data.sampler import EvaluationPlan
+from zerovision.training.engines.engine import Engine
+from zerovision.training.engines.precision import under_autocast
+from zerovision.training.loop import evaluate
+from zerovision.training.observe.best_weights import epoch_of
+from zerovision.training.observe.class_scores import score_of
+from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
+from zerovision.training.observe.multilabel import thresholds_of
+from zerovision.training.observe.scores import Scores
+from zerovision.training.steps.context import TrainContext
+from zerovision.training.world.collectives import agreed, broadcast_object
+from zerovision.training.world.exchange import flag
+
+if TYPE_CHECKING:
+    from zerovision.training.setup import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class _WholeModel:
+    """The part of `Engine` that an evaluation uses, for a network that every rank has as a whole."""
+
+    module: nn.Module
+
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """See `Engine.outputs`."""
+        for batch in batches:
+            yield batch, self.module(batch.images)
+
+
+def judge_test(context: Run, loop: TrainContext) -> None:
+    """Write the scores of the test part into a folder of their own, unless they are there already; a collective.
+
+    Nothing that goes wrong here spoils the run, whose weights are saved: it is a line in the log.
+    """
+    test, world, folder = context.data.test, context.world, context.folder
+    best_epoch = context.state.progress.best_epoch
+    if test is None or not broadcast_object(best_epoch > 0 and _is_due(context), flag, world):
+        return
+    try:
+        module, metadata = agreed(lambda: load_model(folder.weights), world)
+        loop = dataclasses.replace(loop, thresholds=thresholds_of(metadata))
+        network = under_autocast(module.to(world.device), context.precision, world.device)
+        scores, trained_on = _score(context, loop, network)
+    except UserError as error:
+        context.loggers.message(f"note: the test part could not be judged: {error}")
+        return
+    if not isinstance(scores, Scores):
+        context.loggers.message("note: the test part was not judged: scripts/evaluate.py RUN --split test does it")
+        return
+    values = {name: getattr(scores, name) for name in ("samples", "loss", "top1", "top5")}
+    best_by, other = context.config.best_by, ""
+    if best_by not in values:
+        values[best_by] = score_of(scores, best_by, loop.num_classes)
+        other = f", {SCORE_NAMES[best_by]} {percent(values[best_by])}"
+    context.loggers.message(
+        f"test         top-1 {percent(scores.top1)}{other} on the {scores.samples} images of the test part, "
+        f"judged once, by the weights of epoch {best_epoch}"
+    )
+    if trained_on:
+        context.loggers.message(
+            f"note: {trained_on} of the test images are identical to training images, so this score is too good: "
+            "remove them from the test part, and judge it again with scripts/evaluate.py RUN --split test"
+        )
+    context.loggers.event("test", {"step": context.position, "epoch": best_epoch} | values)
+    if world.is_main:
+        facts: dict[str, Any] = {"epoch": best_epoch, "data": context.config.data, "split": "test"}
+        facts |= describe_scores(scores, context.data.class_names, test.source.name)
+        try:
+            write_scores(folder.path / TEST_EVALUATION, facts)
+        except (OSError, UserError) as error:
+            context.loggers.message(f"note: the scores of the test part could not be written: {error}")
+
+
+def _is_due(context: Run) -> bool:
+    """Return whether the weights in the folder are those of the best epoch, and were not judged before; on rank 0."""
+    folder, best_epoch = context.folder, context.state.progress.best_epoch
+    try:
+        judged = (read_scores(folder.path / TEST_EVALUATION) or {}).get("epoch")
+    except (OSError, ValueError, AttributeError):
+        judged = None
+    return epoch_of(folder.weights) == best_epoch != judged
+
+
+def _score(context: Run, loop: TrainContext, network: nn.Module) -> tuple[Scores | int, int]:
+    """Return what `evaluate` returns, and on rank 0 how many of the images were trained on; a collective."""
+    data, world = context.data, context.world
+    assert data.test is not None
+    plan = EvaluationPlan(len(data.test), context.config.micro_batch, world.data.size)
+    workers = context.val_loader.pool or 0  # which read all parts
+    loader = Loader(data.test, plan, world.data.rank, workers=workers, device=world.device)
+    loader.watch()
+    with loop.timing.clock.evaluation:
+        scores = evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)
+    digests, source = digests_over_ranks(loader, world), data.test.source
+    if not (world.is_main and isinstance(source, FileSource)):
+        return scores, 0
+    trained = TrainedImages(read_image_list(context.folder.path / IMAGES))
+    return scores, int(trained.contain(digests, [source.path(index) for index in range(len(digests))]).sum())

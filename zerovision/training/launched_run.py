@@ -1,0 +1,84 @@
+"""A training on several ranks from inside a Python process, such as a notebook: the launcher starts them."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import os
+import selectors
+import subprocess
+import sys
+from pathlib import Path
+
+from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.heartbeat import CALLER_VARIABLE
+from zerovision.training.base.settings import MOST_GPUS_PER_NODE
+from zerovision.training.config import FLAG_OF, REPO_ROOT, TrainConfig
+from zerovision.training.config.check import OF_LAUNCHERS, check_config, check_launched_strategy
+from zerovision.training.config.file import read_preset
+from zerovision.training.config.values import WORDS_OF_LAUNCH, changed_flags
+from zerovision.training.world.launchers import environment_for_ranks
+from zerovision.training.world.signals import handling_stop_signals
+
+LAUNCHER = REPO_ROOT / "zerovision" / "launch" / "single_node.py"
+
+
+def run_launched(config: TrainConfig, gpus: int) -> int:
+    """Train on the ranks that scripts/launch_distributed.sh would start, and print their lines as they come.
+
+    SIGINT, SIGTERM and SIGUSR1 to this process reach the ranks, which save and stop; so they do if it dies.
+
+    Args:
+        config: what to train.
+        gpus: ranks on this machine, a GPU each, or CPU ranks if it has none.
+
+    Returns:
+        The launcher's exit code, that of `zerovision.training.run.run`.
+
+    Raises:
+        UserError: for a mistake in the values, and in a process that is a rank itself.
+    """
+    if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS_PER_NODE:
+        raise UserError(f"gpus {shown(gpus)}: expected a whole number from 1 to {MOST_GPUS_PER_NODE}.")
+    check_launched_strategy(config.strategy)
+    is_planned = config.strategy in OF_LAUNCHERS  # the launcher finds one
+    check_config(dataclasses.replace(config, strategy="ddp") if is_planned else config, FLAG_OF)
+    environment = environment_for_ranks() | {CALLER_VARIABLE: str(os.getpid())}
+    # As an activated environment has it: DeepSpeed compiles with a ninja from there.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    command = [sys.executable, str(LAUNCHER), *launch_words(config, gpus)]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with (
+        subprocess.Popen(command, env=environment, stdin=nowhere, stdout=pipe, stderr=pipe) as launcher,
+        handling_stop_signals(lambda number, _frame: launcher.send_signal(number)),
+    ):
+        try:
+            _print_lines(launcher)
+        except BaseException:  # they cannot be printed
+            launcher.terminate()
+            raise
+        code = launcher.wait()
+    return code if code >= 0 else 128 - code
+
+
+def launch_words(config: TrainConfig, gpus: int) -> list[str]:
+    """Return the launcher's arguments: its words, and a flag for each other value that they do not imply."""
+    model, strategy, *sizes = (str(getattr(config, name)) for name in WORDS_OF_LAUNCH)
+    start = TrainConfig(**{"learning_rate": config.default_rate} | read_preset(config.preset))
+    return [model, strategy, str(gpus), *sizes, *changed_flags(config, start)]
+
+
+def _print_lines(launcher: subprocess.Popen[bytes]) -> None:
+    """Write what the launcher and its ranks write to this process's streams, which a notebook may have replaced."""
+    with selectors.DefaultSelector() as pipes:
+        for pipe, stream in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
+            assert pipe is not None
+            pipes.register(pipe, selectors.EVENT_READ, (codecs.getincrementaldecoder("utf-8")("replace"), stream))
+        while pipes.get_map():
+            for key, _ in pipes.select():
+                decoder, stream = key.data
+                content = os.read(key.fd, 2**16)
+                stream.write(decoder.decode(content, final=not content))
+                stream.flush()
+                if not content:
+                    pipes.unregister(key.fileobj)

@@ -1,0 +1,124 @@
+"""The best epoch's weights: the epoch of a file, and the copy for a run that resumes elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from zerovision.models.build import BuiltModel
+from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import EVALUATION, WEIGHTS, RunFolder
+from zerovision.training.checkpoint.manifest import Manifest
+from zerovision.training.checkpoint.weights import read_metadata, save_weights, write_class_map
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
+from zerovision.training.observe.multilabel import THRESHOLDS
+from zerovision.training.observe.scores import Scores
+
+
+def epoch_of(weights: Path) -> int | None:
+    """Return the epoch, from 1, of a weights file; None for no file, or one without it."""
+    try:
+        return read_metadata(weights)["extra"].get("epoch")
+    except (UserError, AttributeError):
+        return None
+
+
+def write_best(
+    folder: RunFolder,
+    weights: dict[str, torch.Tensor],
+    built: BuiltModel,
+    data: DatasetPair,
+    data_name: str,
+    epoch: int,
+    scores: Scores,
+) -> Callable[[], None]:
+    """Return a function that writes the weights of an epoch and its scores; rank 0 calls it.
+
+    Args:
+        folder: of the run.
+        weights: fp32 tensors by name.
+        built: the model.
+        data: its classes, preprocessing and validation set.
+        data_name: the user's word for it.
+        epoch: from 1.
+        scores: of the validation set.
+    """
+
+    thresholds = {} if scores.multilabel is None else {THRESHOLDS: scores.multilabel.thresholds.tolist()}
+
+    def write() -> None:
+        save_weights(
+            folder.weights,
+            weights,
+            description=built.description,
+            class_names=data.class_names,
+            preprocessing=data.preprocessing,
+            extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss, **thresholds},
+        )
+        write_class_map(folder.path, data.class_names)
+        facts = describe_scores(scores, data.class_names, data.val.source.name)
+        write_scores(folder.path / EVALUATION, {"epoch": epoch, "data": data_name, "split": "val"} | facts)
+
+    return write
+
+
+def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | None:
+    """Keep the weights of a run that goes back behind them to train for more epochs; on rank 0 alone.
+
+    Args:
+        folder: of the run.
+        manifest: of the checkpoint from which it goes on.
+        epochs: of the run from now on.
+
+    Returns:
+        A line for the log; None if the run has no more epochs than before, does not go back behind the weights, or
+        keeps them already.
+    """
+    before = manifest.config.get("epochs")
+    if type(before) is not int or before >= epochs:
+        return None
+    epoch, kept = epoch_of(folder.weights), folder.path / f"model-{before}-epochs.safetensors"
+    if epoch is None or epoch <= manifest.progress.epoch or kept.exists():
+        return None
+    try:
+        os.link(folder.weights, kept)  # new weights come under a name of their own, and then replace the old name
+    except OSError as error:
+        return f"note: the weights of the run of {before} epochs could not be kept as {kept} ({error.strerror})"
+    return f"the weights of epoch {epoch}, of the run of {before} epochs, are kept as {kept.name}"
+
+
+def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | None:
+    """Copy the best weights so far, with their scores, from the run that a checkpoint is of; on rank 0 alone.
+
+    A run that goes on in its own folder has them already. A kill leaves what was there before, or the whole file.
+
+    Args:
+        checkpoint: RUN/checkpoints/NAME.
+        folder: of the run that goes on from it.
+        best_epoch: as the checkpoint says; 0 for none yet.
+
+    Returns:
+        A line for the log; None if there is nothing to say.
+    """
+    run = checkpoint.absolute().parent.parent
+    if best_epoch == 0 or run.resolve() == folder.path.resolve():
+        return None
+    weights = run / WEIGHTS
+    if epoch_of(weights) != best_epoch:
+        return f"note: {weights} does not contain the weights of the best epoch so far, epoch {best_epoch}"
+    try:
+        with replacing(folder.weights, durable=True) as temporary:
+            shutil.copyfile(weights, temporary)
+        write_class_map(folder.path, read_metadata(weights)["class_names"])
+        scores = read_scores(run / EVALUATION)
+        if scores is not None and scores["epoch"] == best_epoch:
+            write_scores(folder.path / EVALUATION, scores)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"note: the best weights so far could not be copied from {run} ({type(error).__name__}: {error})"
+    return f"the weights of the best epoch so far, epoch {best_epoch}, are copied from {weights}"

@@ -1,0 +1,72 @@
+"""Scores of an evaluation class by class, and the one by which a run chooses its best epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.units import format_bytes
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.sampler import EvaluationPlan
+from zerovision.training.observe.class_counts import ClassCounts
+from zerovision.training.observe.scores import Scores
+
+AREAS = ("auroc", "map")  # scores of all samples' probabilities of all classes
+MOST_PROBABILITY_BYTES = 4 * 2**30  # of one rank
+
+
+def count_classes(scores: Scores, num_classes: int) -> ClassCounts:
+    """Count the samples of each class, of an evaluation with details."""
+    if scores.multilabel is not None:
+        return scores.multilabel.counts()
+    details = scores.details
+    assert details is not None
+    columns = (details.labels[details.is_right], details.labels, details.predictions)
+    return ClassCounts(*(np.bincount(column.numpy(), minlength=num_classes) for column in columns))
+
+
+def score_of(scores: Scores, name: str, num_classes: int) -> float:
+    """Return one of `points.SCORE_NAMES` of an evaluation, which has details and, for `AREAS`, areas."""
+    if name in AREAS:
+        return getattr(scores.areas, name)
+    if name in ("macro_f1", "balanced_accuracy"):
+        return getattr(count_classes(scores, num_classes), name)
+    return getattr(scores, name)
+
+
+def keeps_probabilities(score: str, samples: int, num_classes: int, batch_size: int, ranks: int) -> bool:
+    """Return whether an evaluation needs all probabilities for a score, and a rank may keep so many."""
+    return score in AREAS and _probability_bytes(samples, num_classes, batch_size, ranks) <= MOST_PROBABILITY_BYTES
+
+
+def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) -> bool:
+    """Return whether the evaluations of a run keep all probabilities.
+
+    Raises:
+        UserError: if these are more than a rank may keep, or the validation images leave the score undefined, or the
+            same whatever is predicted.
+    """
+    has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images of a class, and others
+    if not has_both and score != "loss" and (score in AREAS or data.label_sets is not None):
+        raise UserError(
+            f"--best-by {score} tells the images of a class from the others, but each class has all "
+            f"{len(data.val)} validation images or none: give --best-by "
+            f"{'top1' if data.label_sets is None else 'loss'}, or other validation images."
+        )
+    samples, num_classes = max(map(len, (data.val, data.test or ()))), len(data.class_names)
+    if data.label_sets is not None:
+        score, ranks = "map", 1  # every rank gets all probabilities in the end
+    keeps = keeps_probabilities(score, samples, num_classes, batch_size, ranks)
+    if score in AREAS and not keeps:
+        cure = "validate on fewer" if data.label_sets else "give more ranks, or --best-by macro_f1 or balanced_accuracy"
+        needed = _probability_bytes(samples, num_classes, batch_size, ranks)
+        raise UserError(
+            f"--best-by {score} keeps the probability of every class for every image: {samples} images x "
+            f"{num_classes} classes take {format_bytes(needed)} of each of {ranks} rank(s), more than "
+            f"{format_bytes(MOST_PROBABILITY_BYTES)}: {cure}."
+        )
+    return keeps
+
+
+def _probability_bytes(samples: int, num_classes: int, batch_size: int, ranks: int) -> int:
+    return 4 * num_classes * batch_size * EvaluationPlan(samples, batch_size, ranks).batches_per_rank

@@ -1,0 +1,130 @@
+"""What a run is made with: versions, code, hardware, command. Launchers and the doctor use it: no import of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zerovision.training.base.control_groups import cpu_quota, usable_cores
+from zerovision.training.base.settings import REPO_ROOT
+
+if TYPE_CHECKING:
+    from zerovision.models.build import BuiltModel
+    from zerovision.training.data.datasets import DatasetPair
+    from zerovision.training.world.world import World
+
+LIBRARIES = ("torch", "torchvision", "deepspeed", "timm")  # that all machines of a training need in the same version
+PACKAGES = (*LIBRARIES, "tensorboard", "numpy", "pillow", "safetensors")
+CODE = ("models", "zerovision", "scripts", "deepspeed_configs")
+CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a prediction of a run depends on.
+
+    Attributes:
+        folder: the run's own.
+        config: fields of `TrainConfig`; its image_channels are those of the images.
+        classes: of the data set.
+        image_size: of the training images, pixels.
+        engine: a key of `ENGINES`.
+        precision: 'fp32', 'bf16' or 'fp16'.
+        ranks: that share one training state: all, or those of an island.
+        ranks_per_machine: of these.
+        gpu_name: as PyTorch names it; empty on a CPU.
+        process_bytes: resident in rank 0's process on a CPU, with the model, before engine and optimizer.
+    """
+
+    folder: str
+    config: dict[str, Any]
+    classes: int
+    image_size: int | str
+    engine: str
+    precision: str
+    ranks: int
+    ranks_per_machine: int
+    gpu_name: str
+    process_bytes: int = 0
+
+
+def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltModel) -> dict[str, Any]:
+    """Return what distinguishes a run from others, ready for JSON."""
+    import psutil
+    import torch
+
+    from zerovision.training.data.reading.sources import FileSource
+
+    return {
+        "command": shlex.join(sys.argv),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_has_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "ranks": world.size,
+        "ranks_per_machine": world.local_size,
+        "device": world.describe(),
+        "cuda": torch.version.cuda if world.device.type == "cuda" else None,
+        "cpu_cores": usable_cores(),
+        "cpu_quota": None if cpu_quota() == math.inf else cpu_quota(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "precision": precision,
+        "data_fingerprint": data.fingerprint,
+        "data_folder": str(source.root) if isinstance(source := data.train.source, FileSource) else None,
+        "training_images": len(data.train),
+        "validation_images": len(data.val),
+        "test_images": len(data.test) if data.test else 0,
+        "model": built.description,
+    }
+
+
+def software() -> dict[str, str]:
+    """Return what all machines of a training must have in common: Python, the libraries, and our code (a hash)."""
+    libraries = {name: package_version(name) or "none" for name in LIBRARIES}
+    return {"Python": platform.python_version(), **libraries, "code": code_fingerprint(REPO_ROOT)}
+
+
+def code_fingerprint(root: Path) -> str:
+    """Return a sha256 over names and content of the code that a training runs, changed files included."""
+    digest = hashlib.sha256()
+    for folder in CODE:
+        for path in sorted(path for path in (root / folder).rglob("*") if path.suffix in CODE_SUFFIXES):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def usual_value(values: Sequence[T], decisive: T) -> T:
+    """Return the most frequent value; `decisive` if that is one of several."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: (counts[value], value == decisive))
+
+
+def package_version(name: str) -> str | None:
+    """Return an installed package's version, None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def git(*arguments: str) -> str | None:
+    """Return git's answer for this repository, whoever owns its files; None without git or if it fails."""
+    command = ["git", "-c", "safe.directory=*", "-C", str(REPO_ROOT), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

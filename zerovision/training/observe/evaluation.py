@@ -1,0 +1,206 @@
+"""The content of scores.json: every number of an evaluation, computed from `SampleScores`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerovision.training.base.atomic_write import replacing_folder, write_json
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import SCORES
+from zerovision.training.data.settings import MULTILABEL
+from zerovision.training.observe.class_counts import ClassCounts
+from zerovision.training.observe.class_scores import count_classes
+from zerovision.training.observe.scores import SampleScores, Scores
+
+CALIBRATION_BINS = 15
+WORST_SAMPLES = 24
+TYPICAL_SAMPLES = 24
+
+
+def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callable[[int], str]) -> dict[str, Any]:
+    """Return the content of scores.json.
+
+    Args:
+        scores: of `SampleRecorder.gather`, with details.
+        class_names: the name of each class, C of them.
+        name_of: from a sample's position to its path, or its position as text.
+
+    Returns:
+        samples, loss (nats) and loss_standard_error, top1, top5, balanced_accuracy, ece, and auroc and map if they are
+        known; `macro` and `weighted`, each with precision, recall and f1; `classes`, see `class_scores`;
+        `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without
+        zeros; `worst` and `typical`, see `worst_samples` and `typical_samples`; `judged`, see `judged_images`. Shares
+        are in 0..1. Of several labels, `task` says so, classes have a `threshold` too, and `confusion`, `worst` and
+        `typical` are empty.
+    """
+    details = scores.details
+    if details is None:
+        raise ValueError("these scores have no details: take those of an evaluation")
+    counts = count_classes(scores, len(class_names))
+    classes, several = class_scores(counts, class_names), scores.multilabel
+    if several is not None:
+        classes = [
+            one | {"threshold": float(threshold)} for one, threshold in zip(classes, several.thresholds, strict=True)
+        ]
+    bins = calibration_bins(details)
+    return {
+        **({} if several is None else {"task": MULTILABEL}),
+        "samples": scores.samples,
+        "loss": scores.loss,
+        "loss_standard_error": float(details.losses.numpy().std()) / scores.samples**0.5 if scores.samples else 0.0,
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "balanced_accuracy": counts.balanced_accuracy,
+        **(scores.areas._asdict() if scores.areas else {}),
+        "ece": expected_calibration_error(bins),
+        "macro": _average(classes, counts.occurs.astype(int).tolist()),
+        "weighted": _average(classes, [one["support"] for one in classes]),
+        "classes": classes,
+        "calibration": bins,
+        "confusion": confusion_cells(details, len(class_names)) if several is None else [],
+        "worst": worst_samples(details, name_of) if several is None else [],
+        "typical": typical_samples(details, name_of) if several is None else [],
+        "judged": judged_images(details, name_of),
+    }
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """Return what `write_scores` wrote into a folder, None if it wrote nothing there."""
+    path = folder / SCORES
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def write_scores(folder: Path, facts: dict[str, Any]) -> None:
+    """Write scores.json alone; it replaces every file that an earlier evaluation left in the folder."""
+    check_replaceable(folder)
+    with replacing_folder(folder) as new:
+        write_json(new / SCORES, facts)
+
+
+def check_replaceable(
+    folder: Path, mark: str = SCORES, kind: str = "evaluation", cure: str = "choose another folder"
+) -> None:
+    """Refuse a folder that contains something else than an evaluation, or than what has a file `mark`.
+
+    Raises:
+        UserError: for such a folder, and for a file.
+    """
+    if folder.exists() and not (folder / mark).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"'{folder}' exists and holds no {kind}: move it away, or {cure}.")
+
+
+def confusion_cells(details: SampleScores, num_classes: int) -> list[list[int]]:
+    """Return [true class, predicted class, samples] of every pair that occurs, in order."""
+    cells, counts = torch.unique(details.labels * num_classes + details.predictions, return_counts=True)
+    return [[*divmod(cell, num_classes), count] for cell, count in zip(cells.tolist(), counts.tolist(), strict=True)]
+
+
+def dense_confusion(cells: Sequence[Sequence[int]], num_classes: int) -> torch.Tensor:
+    """Return `confusion_cells` as int64 [true classes, predicted classes]."""
+    confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
+    for true, predicted, count in cells:
+        confusion[true, predicted] = count
+    return confusion
+
+
+def class_scores(counts: ClassCounts, class_names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return name, support (samples), predicted (samples), precision, recall and f1 of each class.
+
+    A ratio is 0 if there is nothing to divide by, as in scikit-learn with zero_division=0.
+    """
+    names = ("support", "predicted", "precision", "recall", "f1")
+    columns = (class_names, *(getattr(counts, name).tolist() for name in names))
+    return [dict(zip(("name", *names), row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def calibration_bins(details: SampleScores) -> list[dict[str, Any]]:
+    """Return lower, upper, samples, confidence (mean) and accuracy of each of the 15 equal bins of confidence.
+
+    Bin m of M contains the confidences in ((m - 1) / M, m / M], as in Guo et al. 2017 (arXiv:1706.04599), section 2.
+    An empty bin has None for both means.
+    """
+    confidences, is_right = details.confidences.numpy(), details.is_right.numpy()
+    edges = np.linspace(0, 1, CALIBRATION_BINS + 1)
+    bin_of = np.digitize(confidences, edges[1:-1], right=True)
+    bins = []
+    for number in range(CALIBRATION_BINS):
+        inside = bin_of == number
+        count = int(inside.sum())
+        bins.append(
+            {
+                "lower": float(edges[number]),
+                "upper": float(edges[number + 1]),
+                "samples": count,
+                "confidence": float(confidences[inside].mean()) if count else None,
+                "accuracy": float(is_right[inside].mean()) if count else None,
+            }
+        )
+    return bins
+
+
+def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
+    """Return ECE: the mean distance of accuracy and confidence over the bins, weighted by their samples.
+
+    Source: Guo et al. 2017 (arXiv:1706.04599), equation 3.
+    """
+    filled = [one for one in bins if one["samples"]]
+    gaps = sum(one["samples"] * abs(one["accuracy"] - one["confidence"]) for one in filled)
+    return float(gaps / max(sum(one["samples"] for one in filled), 1))
+
+
+def worst_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Return at most 24 samples, the wrong ones first, by falling loss: index, name, label, prediction, both scores."""
+    order = np.lexsort((-details.losses.numpy(), details.is_right.numpy()))[:WORST_SAMPLES]
+    return _described(details, order, name_of)
+
+
+def typical_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Return the right sample with the smallest loss of each of the first 24 classes that have one; `worst_samples`."""
+    right = details.is_right.numpy().nonzero()[0]
+    order = right[np.argsort(details.losses.numpy()[right], kind="stable")]
+    _, firsts = np.unique(details.labels.numpy()[order], return_index=True)
+    return _described(details, order[firsts[:TYPICAL_SAMPLES]], name_of)
+
+
+def _described(details: SampleScores, places: np.ndarray, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "index": int(details.indices[place]),
+            "name": name_of(int(details.indices[place])),
+            "label": int(details.labels[place]),
+            "prediction": int(details.predictions[place]),
+            "confidence": float(details.confidences[place]),
+            "loss": float(details.losses[place]),
+        }
+        for place in places.tolist()
+    ]
+
+
+def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[str, str]:
+    """Return what two evaluations are compared by, image by image.
+
+    Returns:
+        `images`, equal for the same names below the folder of all and the same classes; `right`, a 1 for each image in
+        the order of their positions whose predicted class is the true one, else a 0.
+    """
+    names = [name_of(index) for index in details.indices.tolist()]
+    # Cut to a folder; `commonpath` would raise for relative paths beside absolute ones.
+    start = os.path.commonprefix(names).rfind(os.sep) + 1  # noqa: RUF071
+    lines = (f"{label}\0{name[start:]}\n" for label, name in zip(details.labels.tolist(), names, strict=True))
+    digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape"))
+    return {"images": digest.hexdigest()[:16], "right": "".join(map(str, details.is_right.int().tolist()))}
+
+
+def _average(classes: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, float]:
+    return {
+        key: float(np.average([one[key] for one in classes], weights=weights if any(weights) else None))
+        for key in ("precision", "recall", "f1")
+    }

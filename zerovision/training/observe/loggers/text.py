@@ -1,0 +1,153 @@
+"""Loggers that write lines: the console, logs/training.log and the run's metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn
+
+from zerovision.training.base.points import (
+    EpochPoint,
+    RunPoint,
+    StepPoint,
+    epoch_line,
+    flatten,
+    run_lines,
+    step_line,
+    step_numbers,
+)
+from zerovision.training.base.run_folder import RunFolder
+from zerovision.training.base.run_logger import RunLogger
+from zerovision.training.observe.console import open_console
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class ConsoleLogger(RunLogger):
+    """Prints messages, and progress as a bar on a terminal or as plain lines elsewhere.
+
+    Args:
+        mode: 'auto', 'bar', 'lines', or 'off' for messages alone.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._console = open_console(is_forced=mode == "bar")
+        self._use_bar = self._console.is_terminal and mode != "lines"
+        self._is_quiet = mode == "off"
+        self._bar: Progress | None = None
+        self._last_line_at = time.monotonic()
+
+    def message(self, message: str) -> None:
+        """Print the line, above the bar if there is one."""
+        self._console.print(message, soft_wrap=True)
+
+    def steps(self, point: StepPoint) -> None:
+        """Move the bar, or print a line once in ten seconds."""
+        if self._is_quiet:
+            return
+        if self._use_bar:
+            self._move_bar(point)
+        elif time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES:
+            self.message(step_line(point))
+            self._last_line_at = time.monotonic()
+
+    def epoch(self, point: EpochPoint) -> None:
+        """Replace the bar by the epoch's line."""
+        self.close()
+        if not self._is_quiet:
+            self.message(epoch_line(point))
+
+    def end(self, point: RunPoint) -> None:
+        for line in run_lines(point):
+            self.message(line)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _move_bar(self, point: StepPoint) -> None:
+        if self._bar is None:
+            columns = (
+                TextColumn(f"epoch {point.epoch}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed}/{task.total}"),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
+            self._bar.add_task("", total=point.steps_per_epoch)
+            self._bar.start()
+        (task,) = self._bar.task_ids
+        self._bar.update(task, completed=point.step_of_epoch, description=step_numbers(point))
+
+
+class TextLogger(RunLogger):
+    """Appends to logs/training.log, which all runs share, with time and run name before each line."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._file = folder.text_log.open("a", encoding="utf-8", buffering=1)
+        self._run_name = folder.name
+
+    def message(self, message: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._file.write(f"{stamp} {self._run_name} {message}\n")
+
+    def steps(self, point: StepPoint) -> None:
+        self.message(step_line(point))
+
+    def epoch(self, point: EpochPoint) -> None:
+        self.message(epoch_line(point))
+
+    def end(self, point: RunPoint) -> None:
+        for line in run_lines(point):
+            self.message(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class EventLogger(RunLogger):
+    """Makes an event of everything: logging points ('step'), epochs ('epoch') and the run's end ('end') too."""
+
+    def steps(self, point: StepPoint) -> None:
+        self.event("step", flatten(point))
+
+    def epoch(self, point: EpochPoint) -> None:
+        scores = point.validation
+        values = {key: value for key, value in vars(point).items() if key not in ("validation", "class_names")}
+        values |= {"val_loss": scores.loss, "val_top1": scores.top1, "val_top5": scores.top5}
+        self.event("epoch", values | {"val_samples": scores.samples})
+
+    def end(self, point: RunPoint) -> None:
+        self.event("end", flatten(point))
+
+
+class JsonLinesLogger(EventLogger):
+    """Writes metrics.jsonl: one JSON object per event, with its 'kind'.
+
+    After a resume steps appear again: the later line of a step is valid.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        _cut_unfinished_line(folder.metrics)
+        self._file = folder.metrics.open("a", encoding="utf-8", buffering=1)
+
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Remove the half line that a killed run may have left: the next one would be glued to it."""
+    if path.exists():
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(path, end)

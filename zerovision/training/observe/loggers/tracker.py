@@ -1,0 +1,102 @@
+"""Trackers such as Weights & Biases: a process of its own feeds each, `loggers.tracker_process`.
+
+A tracker's library imports for seconds, waits for networks and catches signals. What a step sees of it is a dict that
+is put into a queue, or dropped if the queue is full.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from zerovision.training.base.run_folder import TRACKERS, RunFolder
+from zerovision.training.base.settings import REPO_ROOT
+from zerovision.training.observe.loggers.text import EventLogger
+
+MOST_WAITING = 1000  # events
+ENDING_SECONDS = 120.0  # that a run which has ended waits for its tracker
+MODULE = "zerovision.training.observe.loggers.tracker_process"
+
+
+class TrackerLogger(EventLogger):
+    """Passes events on to a tracker's process; nothing waits before the run's end.
+
+    Raises:
+        OSError: The folder for its log cannot be written, or no process started.
+    """
+
+    def __init__(self, name: str, folder: RunFolder, config: Mapping[str, Any], first_step: int) -> None:
+        self._name, self._dropped, self._is_done = name, 0, False
+        place = folder.path / TRACKERS
+        place.mkdir(exist_ok=True)
+        path = os.pathsep.join(filter(None, [str(REPO_ROOT), os.environ.get("PYTHONPATH")]))
+        with (place / f"{name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, name, str(folder.log_dir), folder.name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,  # no Ctrl-C: it ends with what it reads
+            )
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
+        self._teller = threading.Thread(target=self._tell, daemon=True)
+        self._teller.start()
+        threading.Thread(target=self._feed, daemon=True).start()
+        self.event("open", {"config": config, "first_step": first_step})
+
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        try:
+            self._events.put_nowait({"kind": kind, **values})
+        except queue.Full:
+            self._dropped += 1
+            if self._dropped == 1:
+                self._note(f"{MOST_WAITING} lines wait for it: it takes no more for now, training goes on")
+
+    def delivered(self) -> None:
+        """Let it take the run's files; wait until it has, but not for ever."""
+        if self._is_done:
+            return
+        self._is_done = True
+        deadline = time.monotonic() + ENDING_SECONDS
+        try:
+            for last in ({"kind": "close"}, None):
+                self._events.put(last, timeout=ENDING_SECONDS)
+            self._process.wait(deadline - time.monotonic())
+        except (queue.Full, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._note(f"not all sent in {ENDING_SECONDS:.0f} s: the run's folder has it")
+        self._teller.join(1)
+        if self._dropped:
+            self._note(f"{self._dropped} lines were dropped: metrics.jsonl has them")
+
+    def close(self) -> None:
+        self.delivered()
+
+    def _feed(self) -> None:
+        """Write events to the process; in a thread."""
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as pipe:
+                while (event := self._events.get()) is not None:
+                    pipe.write(json.dumps(event, default=str).encode() + b"\n")
+                    pipe.flush()
+        except OSError:  # the process has ended, and has said why
+            while self._events.get() is not None:
+                pass
+
+    def _tell(self) -> None:
+        """Print what the process has to say; in a thread."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._note(line.decode(errors="replace").rstrip())
+
+    def _note(self, text: str) -> None:
+        print(f"note: {self._name}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,71 @@
+"""How much memory a rank has, has had at most, and may still take.
+
+On a GPU what PyTorch's allocator has free and may still get. On a CPU the rank's share of what machine and control
+group have left, or less by the process's own limits (RLIMIT_DATA, RLIMIT_AS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerovision.training.base.control_groups import ROOT, bytes_by_name, free_memory
+
+if TYPE_CHECKING:
+    import torch
+
+FILL = 0.9  # share of the room that is planned for: other steps may need more, and other processes too
+# A process's own limits, and the line of /proc/self/status that counts against each.
+OWN_LIMITS = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
+
+
+def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
+    """Return the bytes that this rank may take beside what it has.
+
+    Args:
+        device: of the rank.
+        sharing: ranks of this machine, which take equal parts of what is free.
+        root: that /proc and /sys are below.
+    """
+    if device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    status, rooms = bytes_by_name((root / "proc/self/status").read_text()), [free_memory(root) // sharing]
+    for limit, name in OWN_LIMITS:
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            rooms.append(most - status[name])
+    return max(min(rooms), 1)
+
+
+def used_memory(device: torch.device) -> int:
+    """Return the bytes that this rank has: of tensors on a GPU, else resident."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated(device)
+    return bytes_by_name((ROOT / "proc/self/status").read_text())["VmRSS"]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes, of the same kind, since `reset_peak_memory`."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    return bytes_by_name((ROOT / "proc/self/status").read_text())["VmHWM"]
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin a new peak; where the kernel does not allow it, the old one stays, which is never too low."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            (ROOT / "proc/self/clear_refs").write_text("5")  # proc(5): the peak of resident memory

@@ -1,0 +1,97 @@
+"""`--profile N`: a trace of N steps of rank 0, for Perfetto or TensorBoard, and the costliest operators as text."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.timing import SpanClock
+
+WARM_UP_STEPS = 5  # before the trace, unless the epoch is too short for them
+OPERATORS_LISTED = 10
+
+
+class StepProfiler:
+    """Traces steps of the first epoch that this process trains; with 0 steps it does nothing."""
+
+    def __init__(self, steps: int, folder: Path, clock: SpanClock, loggers: Loggers) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            steps: optimizer steps to trace.
+            folder: where `trace.json.gz` and `summary.txt` go.
+            clock: its spans appear in the trace.
+            loggers: get one line when the trace is written, or why it cannot be.
+        """
+        self._steps, self._folder, self._clock, self._loggers = steps, folder, clock, loggers
+        self._profile: profile | None = None
+        self._warm_up_steps = 0
+
+    def begin_epoch(self, steps: int) -> None:
+        """Prepare the trace before the first epoch of this process, which has `steps` steps left."""
+        if self._steps == 0 or steps == 0:
+            return
+        self._steps, asked = 0, self._steps
+        self._warm_up_steps = warm_up = max(0, min(WARM_UP_STEPS, steps - asked))
+        last = warm_up + min(asked, steps) - 1
+
+        def action(step: int) -> ProfilerAction:
+            if step < warm_up:
+                return ProfilerAction.WARMUP
+            if step < last:
+                return ProfilerAction.RECORD
+            return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.NONE
+
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        self._profile = profile(activities=activities, schedule=action, on_trace_ready=self._write)
+        self._profile.start()
+        self._clock.is_recording = warm_up == 0
+
+    def after_step(self) -> None:
+        """Count an optimizer step; after the last one to be traced, write the files."""
+        if self._profile is None:
+            return
+        self._profile.step()
+        self._clock.is_recording = self._profile.step_num >= self._warm_up_steps
+        if self._profile.current_action == ProfilerAction.NONE:
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Write what was traced, also if a signal has ended the epoch before its last step."""
+        if self._profile is not None:
+            self._profile.stop()
+        self._profile, self._clock.is_recording = None, False
+
+    def _write(self, trace: profile) -> None:
+        steps = trace.step_num - self._warm_up_steps
+        if steps == 0:
+            return
+        try:
+            self._folder.mkdir(exist_ok=True)
+            trace.export_chrome_trace(str(self._folder / "trace.json.gz"))
+            (self._folder / "summary.txt").write_text(costliest_operators(trace, steps))
+        except OSError as error:
+            self._loggers.message(f"note: the profile cannot be written: {error}")
+        else:
+            self._loggers.message(f"profile of {steps} step(s) written: {self._folder}/trace.json.gz, summary.txt")
+
+
+def costliest_operators(trace: profile, steps: int) -> str:
+    """Return a table of the operators that took most time themselves, on the GPU if there is one."""
+    events = [event for event in trace.key_averages() if not event.is_user_annotation]
+    # What ran on a GPU has rows of its own, kernel by kernel, and counts for the operator that launched it as well.
+    operators = [event for event in events if event.device_type == DeviceType.CPU]
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
+    key = "self_device_time_total" if kernels else "self_cpu_time_total"
+    total = max(sum(getattr(event, key) for event in kernels or operators), 1e-9)
+    lines = [f"{steps} step(s) of rank 0; {'GPU' if kernels else 'CPU'} time in the operator itself", ""]
+    lines.append(f"{'share':>7} {'ms a step':>10} {'calls a step':>13}  operator")
+    for event in sorted(operators, key=attrgetter(key), reverse=True)[:OPERATORS_LISTED]:
+        time, calls = getattr(event, key), event.count / steps
+        lines.append(f"{time / total:7.1%} {time / 1000 / steps:10.3f} {calls:13.1f}  {event.key}")
+    return "\n".join(lines) + "\n"

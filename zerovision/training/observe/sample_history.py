@@ -1,0 +1,125 @@
+"""What the network said of each training image while it learned from it, by epoch: what an audit judges labels by."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from zerovision.models.ensemble import log_mean_probability
+from zerovision.training.base.atomic_write import replacing
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.transfer import to_device
+from zerovision.training.observe.scores import rows_of_all
+from zerovision.training.world.world import World
+
+HISTORY = "history"  # folder of a run: 001.npy and so on
+ROW = np.dtype([("image", "<i4"), ("label", "<i4"), ("other", "<i4"), ("own_log", "<f4"), ("other_log", "<f4")])
+MOST_IMAGES = 100_000  # of which an audit judges labels, and looks for neighbours among all
+MOST_EPOCHS = 16  # that are kept, at equal distances
+HELD_NUMBERS = 2**20  # logits that wait on the device
+
+
+class SampleHistory:
+    """Keeps two logarithms of probabilities of each training image in an epoch, before the step that it is part of.
+
+    That of its label, which is the loss, and that of the most probable other class, whose distance is the margin.
+    Images of a batch that is mixed, and those that give no finite number, are left out.
+
+    Args:
+        folder: of the run.
+        world: the ranks.
+        epochs: of the run.
+    """
+
+    def __init__(self, folder: Path, world: World, epochs: int) -> None:
+        self._folder, self._world, self._every = folder / HISTORY, world, -(-epochs // MOST_EPOCHS)
+        self._held: list[tuple[torch.Tensor, ...]] = []
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, batch: Batch, logits: torch.Tensor, epoch: int) -> None:
+        """Keep what a micro-batch has given; logits [B, classes], or [B, classes, members]; epochs count from 0."""
+        if (epoch + 1) % self._every:
+            return
+        is_mixed = batch.targets is not None  # on this rank: every rank has as many rows
+        weights = torch.zeros_like(batch.weights) if is_mixed else batch.weights
+        # A recorded graph writes its logits there again.
+        self._held.append((weights, batch.indices, batch.labels, logits.detach().clone()))
+        if len(self._held) * logits.numel() > HELD_NUMBERS:
+            self._reduce()
+
+    def write(self, epoch: int) -> None:
+        """Write the rows of all ranks since the last call, beside what the epoch has; a collective.
+
+        A step that is trained again after an interruption gives the same rows again, which are kept once. What cannot
+        be written is not kept.
+        """
+        self._reduce()
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        found = rows_of_all(rows, self._world).numpy()
+        found = found[(found[:, 0] > 0) & np.isfinite(found).all(1)]
+        if not (len(found) and self._world.is_main):
+            return
+        table = np.empty(len(found), ROW)
+        for name, column in zip(ROW.names or (), found[:, 1:].T, strict=True):
+            table[name] = column
+        path = self._folder / f"{epoch + 1:03}.npy"
+        with suppress(OSError):
+            self._folder.mkdir(exist_ok=True)
+            with replacing(path) as new, new.open("wb") as stream:
+                np.save(stream, np.unique(np.concatenate([_rows_of(path), table])))
+
+    def _reduce(self) -> None:
+        held, self._held = self._held, []
+        if not held:
+            return
+        weights, images, labels, logits = (torch.cat(one) for one in zip(*held, strict=True))
+        logits, images = logits.float(), to_device(images, logits.device)
+        of_each = logits.log_softmax(1) if logits.ndim == 2 else log_mean_probability(logits)
+        own = of_each.gather(1, labels[:, None])
+        others = of_each.scatter(1, labels[:, None], -torch.inf).max(1)
+        columns = (weights, images, labels, others.indices, own[:, 0], others.values)
+        self._rows.append(torch.stack([column.double() for column in columns], dim=1))
+
+
+def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """Return what the network of a run said of each training image, on average over the epochs, float64 [N, C].
+
+    What is neither the label nor the most probable other class is divided among the rest. NaN of images that no epoch
+    has, and of all if it was kept of images with other labels.
+
+    Args:
+        run: its folder.
+        labels: int64 [N], of the training images.
+        num_classes: C.
+    """
+    means, rests, counts = np.zeros((len(labels), num_classes)), np.zeros(len(labels)), np.zeros(len(labels))
+    for path in sorted((run / HISTORY).glob("*.npy")):
+        rows = _rows_of(path)
+        images, own, other = rows["image"], rows["label"], rows["other"]
+        is_inside = (images >= 0) & (images < len(labels)) & (other >= 0) & (other < num_classes)
+        if not is_inside.all() or (labels[images] != own).any():
+            return np.full_like(means, np.nan)
+        of_own, of_other = (np.exp(rows[name].astype(np.float64)) for name in ("own_log", "other_log"))
+        rest = np.maximum(1 - of_own - of_other, 0) / max(num_classes - 2, 1)
+        np.add.at(means, (images, own), of_own - rest)
+        np.add.at(means, (images, other), of_other - rest)
+        np.add.at(rests, images, rest)
+        np.add.at(counts, images, 1)
+    means += rests[:, None]
+    means /= np.maximum(counts, 1)[:, None]
+    means[counts == 0] = np.nan
+    return means
+
+
+def _rows_of(path: Path) -> np.ndarray:
+    """Return the rows of a file; none if it is not there, or damaged."""
+    with suppress(OSError, ValueError, EOFError):
+        rows = np.load(path)
+        if rows.dtype == ROW:
+            return rows
+    return np.empty(0, ROW)

@@ -1,0 +1,148 @@
+"""What a training does that has run out of memory: which errors say so, and the next, smaller configuration.
+
+This module imports no torch: launchers use it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.settings import FEWEST_IMAGES
+from zerovision.training.base.units import plural
+from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.engines.strategies import STRATEGIES
+
+# Of errors that are no MemoryError: PyTorch's allocators on GPUs and CPUs, libraries of both, and the system's ENOMEM.
+# oneDNN cannot "create a primitive" where no memory is left for the code that it generates.
+SIGNS = re.compile(
+    r"out of memory|can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED"
+    r"|could not create a (memory object|primitive(?! descriptor))"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that this process could not get memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, OSError)) and SIGNS.search(str(error)) is not None
+    )
+
+
+def describe_failure(error: BaseException, rank: int) -> str:
+    """Return one line for an exception for which `is_out_of_memory` holds."""
+    reason = one_line(error, 160) or type(error).__name__
+    return f"rank {rank} ran out of memory: {reason}"
+
+
+class Rung(NamedTuple):
+    """A step down the ladder of smaller configurations, which all give the same training.
+
+    Attributes:
+        changes: values of fields of `TrainConfig`.
+        cost: what it saves, and what that costs.
+        batchnorm_images: that a BatchNorm sees at a time from then on; 0 if that does not change.
+    """
+
+    changes: dict[str, Any]
+    cost: str
+    batchnorm_images: int = 0
+
+    @property
+    def flags(self) -> list[str]:
+        """The trainer's flags of the changes."""
+        return [f"{FLAG_OF[name]}={str(value).lower()}" for name, value in self.changes.items()]
+
+    def describe(self, *, has_batchnorm: bool | None = None) -> str:
+        """Return flags and cost for messages; `has_batchnorm` is of the network, None if it is not known."""
+        text = f"{' '.join(self.flags)}: {self.cost}"
+        if not self.batchnorm_images or has_batchnorm is False:
+            return text
+        return (
+            f"{text}; BatchNorm{'' if has_batchnorm else ', if there is any,'} sees {self.batchnorm_images} at a time"
+        )
+
+
+def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None:
+    """Return the cheapest change of a configuration that makes it need less memory; None if nothing is left.
+
+    Args:
+        config: that has run out of memory.
+        ranks: of the run.
+        has_gpus: whether they compute on GPUs; what is sharded by CPU ranks is mostly shared memory already.
+    """
+    for propose in _LADDER:
+        for rung in propose(config, ranks, has_gpus):
+            try:
+                check_config(dataclasses.replace(config, **rung.changes), FLAG_OF)
+            except UserError:  # such as an update rule that one strategy alone has
+                continue
+            return rung
+    return None
+
+
+def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
+    """Return what a user can do about a configuration that has run out of memory."""
+    rung = next_rung(config, ranks, has_gpus=has_gpus)
+    if rung is None:
+        return "nothing is left that would need less memory: use a smaller --image-size or model, or more ranks"
+    return f"next to try: {rung.describe()}" + (
+        " (--on-oom adapt does so by itself)" if config.on_oom == "stop" else ""
+    )
+
+
+def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
+    if config.batch_size == "auto":  # the ranks have found the largest that fits, or that none of 8 images does
+        return
+    half, steps = config.batch_size // 2, 2 * config.gradient_accumulation_steps
+    if config.batch_size % 2 or half < fewest or steps > FIELDS["gradient_accumulation_steps"].metadata["high"]:
+        return
+    yield Rung(
+        {"batch_size": half}
+        | ({} if config.global_batch else {"gradient_accumulation_steps": steps})
+        | ({"gradient_cache": half} if config.gradient_cache else {}),
+        f"half the activations, {plural(half, 'image')} at a time; global batch and learning rate stay",
+        batchnorm_images=half,
+    )
+
+
+def _recompute(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+    if not config.activation_checkpointing and config.compile != "on":  # which do not go together
+        yield Rung(
+            {"activation_checkpointing": True}, "activations are computed again in backward, about a third more time"
+        )
+
+
+def _shard(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+    """Shard more; the volumes are those of Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7)."""
+    if ranks == 1 or config.deepspeed_config or not (has_gpus or config.engine in ("deepspeed", "torch")):
+        return
+    costs = {2: "gradients are sharded, for the communication of ddp", 3: "weights too, for half more communication"}
+    for strategy, plan in STRATEGIES.items():
+        if plan.zero_stage == STRATEGIES[config.strategy].zero_stage + 1:
+            yield Rung({"strategy": strategy}, costs[plan.zero_stage])
+
+
+def _offload(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+    if not has_gpus or config.deepspeed_config:
+        return
+    kinds = ("none", "optimizer", "all")
+    for kind in kinds[kinds.index(config.offload) + 1 :]:
+        whats = {"optimizer": "the optimizer's state is", "all": "parameters are"}
+        for strategy, plan in STRATEGIES.items():
+            is_enough = plan.zero_stage >= STRATEGIES[config.strategy].zero_stage and kind in plan.offloadable
+            # At stage 3 the torch engine has all or nothing.
+            if is_enough and not (config.engine == "torch" and kind == "optimizer" and plan.releases_weights):
+                yield Rung(
+                    {"strategy": strategy, "offload": kind}, f"{whats[kind]} kept in CPU memory, about 30 % slower"
+                )
+
+
+_LADDER: tuple[Callable[[TrainConfig, int, bool], Iterator[Rung]], ...] = (
+    lambda config, *_: _halve(config, FEWEST_IMAGES),
+    *(_recompute, _shard, _offload),
+    lambda config, *_: _halve(config, 2 if config.mixup or config.cutmix else 1),  # images of a micro-batch are mixed
+)

@@ -1,0 +1,84 @@
+"""The weight of each class in the training loss: none, from how often it occurs, or given by name."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Sequence
+
+from zerovision.training.base.errors import UserError, nearest, shown
+
+USAGE = 'none, balanced, CLASS=WEIGHT,... with "a name, in quotes"=2, or FILE.csv of lines CLASS,WEIGHT (others: 1)'
+HEAVIEST = 10**6
+
+
+def given_weights(value: str) -> dict[str, float]:
+    """Return the weights that a value of `--class-weights` gives by name; none for "none" and "balanced".
+
+    Raises:
+        UserError: for anything else, for a file that cannot be read, and for weights that are not from 0 to a million.
+    """
+    if value in ("none", "balanced"):
+        return {}
+    weights: dict[str, float] = {}
+    for name, number in _pairs(value):
+        if name in weights:
+            raise UserError(f"--class-weights {shown(value)}: class {shown(name)} has two weights: give one.")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            weights[name] = math.nan
+        if not (name and 0 <= weights[name] <= HEAVIEST):  # nan is in no range
+            raise UserError(f"--class-weights {shown(value)}: expected {USAGE}; a weight is from 0 to {HEAVIEST}.")
+    return weights
+
+
+def _pairs(value: str) -> list[tuple[str, str]]:
+    """Return name and weight, as written, of each class that a value names, itself or in its file."""
+    if not value.lower().endswith(".csv"):
+        parts = next(csv.reader([value], skipinitialspace=True), [])
+        return [(name, number) for name, _, number in (part.rpartition("=") for part in parts)] or [("", "")]
+    try:
+        with open(os.path.expanduser(value), encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            rows = [row for row in csv.reader(stream, skipinitialspace=True) if row]
+    except (OSError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--class-weights {shown(value)}: the file cannot be read ({reason}).") from None
+    if rows and rows[0][1:] == ["weight"]:
+        del rows[0]
+    return [(row[0], row[1] if len(row) == 2 else "") for row in rows] or [("", "")]
+
+
+def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int]) -> list[float] | None:
+    """Return the weight of each class, on average 1 over the training samples; None for "none".
+
+    So the mean of the weighted losses over a step's own samples, which depends on no other step and no rank, is an
+    unbiased estimate of PyTorch's weighted mean over the whole set: sum of weight x loss / sum of weights.
+
+    "balanced" is scikit-learn's: samples / (classes that occur x samples of the class).
+
+    Args:
+        value: of `--class-weights`.
+        class_names: the name of each class.
+        counts: training samples of each class.
+
+    Raises:
+        UserError: for a class that the data lacks, and if no sample has a weight.
+    """
+    if value == "none":
+        return None
+    given = given_weights(value)
+    for name in given:
+        if name not in class_names:
+            some = ", ".join([*class_names[:10], *["..."] * (len(class_names) > 10)])
+            hint = f"{nearest(name, class_names)} It has {some}."
+            raise UserError(f"--class-weights: the data has no class {shown(name)}.{hint}")
+    if value == "balanced":
+        weights = [1 / count if count else 0.0 for count in counts]
+    else:
+        weights = [given.get(name, 1.0) for name in class_names]
+    total = sum(weight * count for weight, count in zip(weights, counts, strict=True))
+    if not total:
+        raise UserError(f"--class-weights {shown(value)}: all training images have weight 0.")
+    return [weight * sum(counts) / total for weight in weights]

@@ -1,0 +1,215 @@
+"""The training loss of each sample, of hard or soft targets, and that which compares images with each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from zerovision.models.ensemble import mean_over_members
+from zerovision.training.base.errors import UserError
+from zerovision.training.data.reader import Batch
+from zerovision.training.recipe import read_distill
+from zerovision.training.recipe.class_weights import class_weights
+from zerovision.training.recipe.settings import RecipeSettings
+
+EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
+VIEWS = 2  # of each image of a step: what an image has in common with itself, augmented otherwise
+
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
+
+
+def build_loss(
+    config: RecipeSettings,
+    class_names: Sequence[str],
+    counts: Sequence[int],
+    device: torch.device,
+    *,
+    is_multilabel: bool = False,
+    teacher: Callable[[Batch], torch.Tensor] | None = None,
+) -> Loss:
+    """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
+
+    Args:
+        config: the run's configuration.
+        class_names: the name of each class.
+        counts: training samples of each class.
+        device: device of the logits.
+        is_multilabel: whether each class is a yes or no of its own.
+        teacher: from a batch to the logits that `config.distill` trains on, float32 [B, C].
+
+    Raises:
+        UserError: for class weights that do not fit the data, and a threshold that all targets are above or below.
+    """
+    _check_threshold(config, len(class_names))
+    weights = class_weights(config.class_weights, class_names, counts)
+    build = _multilabel_loss if is_multilabel else LOSSES[config.loss]
+    loss = build(config, None if weights is None else torch.tensor(weights, device=device))
+
+    def of_members(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return mean_over_members(lambda member: loss(member, batch), logits)
+
+    whole = of_members if teacher is None else _distilled(loss, teacher, *read_distill(config.distill))
+
+    def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        own = whole(logits, batch)
+        return own if batch.loss_weights is None else own * batch.loss_weights
+
+    return losses
+
+
+def _check_threshold(config: RecipeSettings, classes: int) -> None:
+    threshold, smoothing = config.bce_target_threshold, config.label_smoothing
+    if not threshold:
+        return
+    low, high = smoothing / classes, 1 - smoothing + smoothing / classes
+    if not low < threshold < high:
+        raise UserError(
+            f"--bce-target-threshold {threshold:g} makes all targets alike: with --label-smoothing {smoothing:g} and "
+            f"{classes} classes they are {low:.4g} and {high:.4g}; give a value between."
+        )
+
+
+def _cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) -> Loss:
+    """Build PyTorch's cross-entropy, times the weight of the target's class.
+
+    PyTorch's own weights multiply what smoothing gives the other classes, too: of two classes, one that is 20 times as
+    frequent would be trained to be taken for the other.
+    """
+    smoothing = config.label_smoothing
+
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        targets = batch.labels if batch.targets is None else batch.targets
+        if weights is None:
+            return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing, reduction="none")
+        own = F.cross_entropy(logits.float(), targets, weights, reduction="none")
+        to_all = -F.log_softmax(logits.float(), dim=1).mean(dim=1) * _sample_weights(batch, weights)
+        return (1 - smoothing) * own + smoothing * to_all
+
+    return loss
+
+
+def _binary_cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) -> Loss:
+    """Build the mean over the classes of each one's binary cross-entropy, as timm's `BinaryCrossEntropy`.
+
+    Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
+    """
+    smoothing, threshold = config.label_smoothing, config.bce_target_threshold
+
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        classes = logits.shape[1]
+        targets = F.one_hot(batch.labels, classes).float() if batch.targets is None else batch.targets
+        smoothed = targets * (1 - smoothing) + smoothing / classes
+        if threshold:
+            smoothed = (smoothed > threshold).float()
+        losses = F.binary_cross_entropy_with_logits(logits.float(), smoothed, reduction="none").mean(1)
+        return losses if weights is None else losses * _sample_weights(batch, weights)
+
+    return loss
+
+
+def _multilabel_loss(config: RecipeSettings, _: torch.Tensor | None) -> Loss:
+    """Build the mean over the classes of each one's binary cross-entropy, smoothed alike both ways, as in Keras."""
+    smoothing = config.label_smoothing
+
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        targets = torch.zeros_like(logits) if batch.targets is None else batch.targets  # none in place of lost images
+        return multilabel_losses(logits, targets * (1 - smoothing) + smoothing / 2)
+
+    return loss
+
+
+def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean binary cross-entropy of each image over its classes: float32 [B, K] each, to [B]."""
+    return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
+
+
+def _distilled(loss: Loss, teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float) -> Loss:
+    """Build the divergence from a teacher's softened answers, mixed with a loss of the labels.
+
+    Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): times the temperature squared, so that the gradient's size
+    does not depend on it. The teacher sees the student's very images, augmented and mixed (Beyer et al. 2022,
+    https://arxiv.org/abs/2106.05237), and is asked once for all members of an ensemble.
+    """
+
+    def distilled(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        told = F.log_softmax(teacher(batch) / temperature, dim=1)
+
+        def of_member(member: torch.Tensor) -> torch.Tensor:
+            own = F.log_softmax(member.float() / temperature, dim=1)
+            divergence = temperature**2 * F.kl_div(own, told, reduction="none", log_target=True).sum(1)
+            return divergence if share == 1 else share * divergence + (1 - share) * loss(member, batch)
+
+        return mean_over_members(of_member, logits)
+
+    return distilled
+
+
+def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weight of each sample's class, float32 [B]; of a mixed one, the mean over its classes."""
+    return weights[batch.labels] if batch.targets is None else batch.targets @ weights
+
+
+LOSSES: dict[str, Callable[[RecipeSettings, torch.Tensor | None], Loss]] = {
+    "cross_entropy": _cross_entropy,
+    "bce": _binary_cross_entropy,
+}
+
+# Loss of the same answer to every image, 1 / classes for each class.
+GUESSES: dict[str, Callable[[int], float]] = {
+    "cross_entropy": math.log,
+    "bce": lambda classes: (math.log(classes) - (classes - 1) * math.log1p(-1 / classes)) / classes,
+}
+
+
+class Contrast(NamedTuple):
+    """What the comparison of N images gives.
+
+    Attributes:
+        losses: float32 [N], 0 for an image without another one of its class.
+        shares: float32 [N, classes], how similar an image is to the others of each class; the shares add up to 1.
+        gradient: float32 [N, D], of the sum of the losses with weight by the embeddings.
+    """
+
+    losses: torch.Tensor
+    shares: torch.Tensor
+    gradient: torch.Tensor
+
+
+def contrast(
+    embeddings: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, temperature: float, classes: int, rows: int
+) -> Contrast:
+    """Compare images by the angles between their embeddings: L_out, equation 2 of Khosla et al. 2020.
+
+    https://arxiv.org/abs/2004.11362. The anchors are taken a block at a time, always in the same order: memory is that
+    of a block, and the bits depend on the embeddings alone.
+
+    Args:
+        embeddings: float32 [N, D], of any length above 0.
+        labels: int64 [N].
+        weights: float32 [N]; images of weight 0 are neither anchors, nor compared with any.
+        temperature: by which the cosines are divided.
+        classes: of the data set.
+        rows: anchors of a block, a divisor of N.
+    """
+    leaves = embeddings.detach().requires_grad_()
+    one_hot, losses, shares = F.one_hot(labels, classes).float(), [], []
+    for anchors in torch.arange(len(labels), device=labels.device).split(rows):
+        with torch.enable_grad():
+            unit = F.normalize(leaves)
+            similarity = unit[anchors] @ unit.T / temperature
+            is_other = (weights > 0) & (torch.arange(len(labels), device=labels.device) != anchors[:, None])
+            is_positive = is_other & (labels == labels[anchors, None])
+            # The smallest number, not minus infinity: an image that is compared with none has a gradient of 0, not NaN.
+            kept = similarity.masked_fill(~is_other, torch.finfo(similarity.dtype).min)
+            log_share = kept - kept.logsumexp(1, keepdim=True)
+            found = -torch.where(is_positive, log_share, 0.0).sum(1) / is_positive.sum(1).clamp(min=1)
+            (found * weights[anchors]).sum().backward()
+        losses.append(found.detach())
+        shares.append(log_share.detach().exp() @ one_hot)
+    assert leaves.grad is not None
+    return Contrast(torch.cat(losses), torch.cat(shares), leaves.grad)

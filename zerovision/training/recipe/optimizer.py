@@ -1,0 +1,277 @@
+"""Parameter groups, the optimizer, and its state as all engines see it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zerovision.models.ensemble import Ensemble
+from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.recipe.composite import Composite, rules_of
+from zerovision.training.recipe.rules import MATRIX_RULES, OPTION_READERS, WHOLE_PARAMETER, read_options
+from zerovision.training.recipe.settings import RecipeSettings
+
+# Options of timm's rules, beside the rate, the decay and the momentum.
+OPTIONS: dict[str, dict[str, Any]] = {
+    # One pass over each flat tensor: 0.87 of the step time of PyTorch's default.
+    **{name: {"fused": True} for name in ("adam", "adamw", "sgd", "momentum", "nesterov")},
+    # Gradient clipping is the engine's.
+    **{name: {"max_grad_norm": None} for name in ("lamb", "lambc", "lambw", "lambcw", "lambcd", "clamb", "clambw")},
+}
+WITHOUT_BETAS = ("muon", "nmuon")  # whose class has them for other rules
+# What does not begin with zeros, by the rule's class.
+STARTS = {("RMSpropTF", "square_avg"): torch.ones_like, ("MADGRAD", "x0"): torch.clone}
+
+AVERAGES = "averages"  # of a parameter group: names of the averages of its weights that are in the optimizer's state
+
+
+class ParameterSettings(NamedTuple):
+    """Whether a parameter has weight decay, and the factor on its learning rate."""
+
+    decays: bool
+    rate_scale: float
+
+
+def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, ParameterSettings]:
+    """Return the settings of every parameter that is trained, by name.
+
+    Biases and norm weights are vectors: decaying them only hurts (Goyal et al. 2017, https://arxiv.org/abs/1706.02677,
+    section 3). With `--no-weight-decay model` those that a timm model's `no_weight_decay` names do not decay either.
+    With `--layer-decay` a layer's rate is that of the next one, towards the head, times the decay (Bao et al. 2021,
+    https://arxiv.org/abs/2106.08254, appendix); the layers are timm's, see `timm.optim.param_groups_layer_decay`.
+
+    Raises:
+        UserError: for a layer decay of a model of which one layer is trained, or that timm does not divide into layers.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if config.layer_decay == 1 and config.no_weight_decay == "vectors":
+        return {name: ParameterSettings(parameter.ndim > 1, 1.0) for name, parameter in trained.items()}
+    from timm.optim import param_groups_layer_decay
+
+    by_id: dict[int, ParameterSettings] = {}
+    for part in module.members if isinstance(module, Ensemble) else [module]:
+        spared: Any = getattr(part, "no_weight_decay", set) if config.no_weight_decay == "model" else set
+        groups = param_groups_layer_decay(
+            part,
+            weight_decay=1.0,
+            no_weight_decay_list=spared(),
+            layer_decay=config.layer_decay,
+        )
+        if config.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
+            raise UserError(
+                f"--layer-decay {config.layer_decay}: what is trained of {type(part).__name__} is one layer: "
+                "leave it out."
+            )
+        for group in groups:
+            settings = ParameterSettings(group["weight_decay"] > 0, group["lr_scale"])
+            by_id |= {id(parameter): settings for parameter in group["params"]}
+    return {name: by_id[id(parameter)] for name, parameter in trained.items()}
+
+
+def build_optimizer(
+    module: nn.Module, config: RecipeSettings, head_parameter_names: Collection[str], *, discriminative: bool
+) -> torch.optim.Optimizer:
+    """Build the optimizer with timm, with separate groups for weight decay or none, and for each learning rate.
+
+    Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_fallback', whether that schedule is
+    `fallback_schedule`, 'is_backbone', whether it waits for the head in the head's epochs, and 'whole_parameters',
+    whether its rule computes with whole parameters.
+
+    Args:
+        module: the model.
+        config: the run's configuration; `precision` as it was resolved, which is also that of Muon's products.
+        head_parameter_names: names of the classifier's parameters.
+        discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
+
+    Raises:
+        UserError: if the rule refuses a value or would update nothing, or as `parameter_settings`.
+    """
+    assert config.learning_rate != "auto"  # chosen before
+    settings = parameter_settings(module, config)
+    groups: dict[tuple[float, float, bool, str], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decay = config.weight_decay if settings[name].decays else 0.0
+        is_backbone, rule = discriminative and name not in head_parameter_names, config.optimizer
+        scale = settings[name].rate_scale * (config.backbone_learning_rate_scale if is_backbone else 1.0)
+        if rule in MATRIX_RULES and (name in head_parameter_names or not _is_matrix(parameter)):
+            scale, rule = scale * config.fallback_learning_rate_scale, config.fallback_optimizer
+        groups.setdefault((decay, scale, is_backbone, rule), []).append(parameter)
+    by_rule: dict[str, list[dict[str, Any]]] = {}
+    for (decay, scale, is_backbone, rule), parameters in groups.items():
+        group = {"params": parameters, "weight_decay": decay, "lr": config.learning_rate * scale}
+        group |= {"rate_scale": scale, "is_fallback": rule != config.optimizer, "is_backbone": is_backbone}
+        group["whole_parameters"] = rule in WHOLE_PARAMETER
+        by_rule.setdefault(rule, []).append(group)
+    if config.optimizer not in by_rule:
+        raise UserError(
+            f"--optimizer {config.optimizer}: nothing that is trained is a matrix or convolution that it updates (at "
+            f"least 4 by 4, one side at most 128 times the other): use --optimizer {config.fallback_optimizer}."
+        )
+    rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
+    return rules[0] if len(rules) == 1 else Composite(rules)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Return whether Muon can update a parameter: a matrix or convolution, neither depthwise nor very narrow."""
+    from timm.optim.muon import _is_suitable_for_muon
+
+    return bool(_is_suitable_for_muon(parameter))
+
+
+def _build_rule(name: str, param_groups: list[dict[str, Any]], config: RecipeSettings) -> torch.optim.Optimizer:
+    from timm.optim import create_optimizer_v2, get_optimizer_class
+
+    given = _given_options(name, config)
+    assert config.learning_rate != "auto"  # chosen before
+    is_fallback = name != config.optimizer
+    # The groups have their own rates; corrected decays refer to this one, the peak.
+    peak = config.learning_rate * (config.fallback_learning_rate_scale if is_fallback else 1)
+    options = {"lr": peak, "weight_decay": config.weight_decay, **given}
+    momentum = given.get("momentum", config.momentum)
+    if name in MATRIX_RULES:
+        param_groups = [{**group, "use_muon": True} for group in param_groups]
+    # "momentum" is timm's name of SGD without Nesterov's rule, which refuses a momentum of 0.
+    is_plain_sgd = name in ("sgd", "nesterov") and momentum == 0
+    try:
+        # timm passes the momentum only to the optimizers that have one.
+        options = {"momentum": momentum} | OPTIONS.get(name, {}) | options
+        if name in MATRIX_RULES and config.precision == "fp32":
+            from zerovision.training.recipe.composite import Fp32Muon
+
+            return Fp32Muon(param_groups, **getattr(get_optimizer_class(name), "keywords", {}) | options)
+        return create_optimizer_v2(param_groups, opt="momentum" if is_plain_sgd else name, **options)
+    except ValueError as error:
+        flag = "--fallback-optimizer" if is_fallback else "--optimizer"
+        cure = "" if momentum else f" Use {flag} sgd, or a momentum above 0."
+        raise UserError(f"{flag} {name} with a momentum of {momentum}: {one_line(error)}.{cure}") from None
+
+
+def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
+    """Return the options that the user gave for a rule.
+
+    Raises:
+        UserError: for one that the rule does not have.
+    """
+    from timm.optim import get_optimizer_class, get_optimizer_info
+
+    flag, text = "--optimizer-options", config.optimizer_options
+    if name != config.optimizer:
+        flag, text = "--fallback-options", config.fallback_options
+    options = read_options(flag, text)
+    known = {*inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters}
+    if name in WITHOUT_BETAS:
+        known.remove("betas")
+    for option in options:
+        if option not in known:
+            allowed = ", ".join(sorted(OPTION_READERS.keys() & known)) or "none"
+            raise UserError(f"{flag} {option}: {name} has no such option. Allowed: {allowed}.")
+    betas = get_optimizer_info(name).num_betas
+    if len(options.get("betas", range(betas))) != betas:
+        raise UserError(f"{flag} betas: {name} has {betas} of them.")
+    return options
+
+
+def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of the optimizer's state tensors per weight; SGD without momentum has none.
+
+    Averages of the weights are among them, see `zerovision.training.steps.weight_average`.
+    """
+    created = [_created_state(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
+    moments = dict.fromkeys(kind for state in created for kind, value in state.items() if _is_moment(value))
+    return (*moments, *optimizer.param_groups[0].get(AVERAGES, ()))
+
+
+def moments_of(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the live state tensors of a weight by their kinds, those of `moment_kinds` that it has."""
+    state, kinds = optimizer.state[weight], moment_kinds(optimizer)
+    return {kind: state[kind] for kind in kinds if kind in state}
+
+
+def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
+    """Create the optimizer's state of these weights as its first step would, before that step.
+
+    So every engine has moments to save, and a fused optimizer can skip its first step: SGD would otherwise use
+    uninitialized memory as its momentum.
+    """
+    groups = _groups(optimizer)
+    for weight in weights:
+        rule, group = groups(weight)
+        # The fused kernels read the count on the weights' device, the others keep it on the CPU.
+        place = weight.device if group.get("fused") else torch.device("cpu")
+        optimizer.state[weight] = {
+            kind: _first_value(rule, kind, value, weight, place) for kind, value in _created_state(rule, group).items()
+        }
+    set_applied_steps(optimizer, 0)
+
+
+@torch.no_grad()
+def restart(optimizer: torch.optim.Optimizer) -> None:
+    """Set the state to that before the first step, in place, all but the averages of the weights."""
+    groups = _groups(optimizer)
+    for weight, state in optimizer.state.items():
+        rule, group = groups(weight)
+        for kind, created in _created_state(rule, group).items():
+            if (type(rule).__name__, kind) in STARTS:
+                state[kind].copy_(STARTS[type(rule).__name__, kind](weight))
+            elif _is_moment(created):
+                state[kind].zero_()
+    set_applied_steps(optimizer, 0)
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer,
+) -> Callable[[torch.Tensor], tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Return what tells the rule and the group of a weight."""
+    groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
+    group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
+    return lambda weight: group_of.get(weight, groups[0])  # DeepSpeed fills its groups at stage 3 in each step
+
+
+def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> None:
+    """Set the number of updates, which bias corrections need, wherever the rules count it."""
+    for place in (*optimizer.state.values(), *optimizer.param_groups):
+        if isinstance(place.get("step"), torch.Tensor):
+            place["step"].fill_(applied_steps)
+        elif "step" in place:
+            place["step"] = applied_steps
+
+
+def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rule creates for a parameter in its first step; found once, by a step on zeros of 2 x 2.
+
+    Raises:
+        UserError: if there is something in it that no checkpoint holds.
+    """
+    if "created_state" not in group:
+        weight = nn.Parameter(torch.zeros(2, 2))
+        weight.grad = torch.zeros(2, 2)
+        settings = {name: value for name, value in group.items() if name not in ("params", "step")}
+        trial = type(rule)([{**settings, "params": [weight]}])  # type: ignore[call-arg]
+        trial.step()
+        if "step" in trial.param_groups[0]:
+            group["step"] = trial.param_groups[0]["step"]
+        created = {kind: value for kind, value in trial.state[weight].items() if value is not None}
+        for kind, value in created.items():
+            if not (kind == "step" or isinstance(value, bool) or _is_moment(value)):
+                raise UserError(f"{type(rule).__name__}: no checkpoint holds its state {kind!r}: use another rule.")
+        group["created_state"] = created
+    return group["created_state"]
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (2, 2)
+
+
+def _first_value(
+    rule: torch.optim.Optimizer, kind: str, created: Any, weight: torch.Tensor, place: torch.device
+) -> Any:
+    """Return the state of a kind that a weight begins with, given what the rule creates for 2 x 2 zeros."""
+    if _is_moment(created):
+        return STARTS.get((type(rule).__name__, kind), torch.zeros_like)(weight.detach())
+    return created.to(place, copy=True) if isinstance(created, torch.Tensor) else created

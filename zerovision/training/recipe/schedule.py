@@ -1,0 +1,218 @@
+"""The learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from zerovision.models import USUAL_RATE, model_spec
+from zerovision.training.recipe import read_tune
+from zerovision.training.recipe.rules import MATRIX_RULES
+
+if TYPE_CHECKING:  # which imports the table of this module
+    from zerovision.training.recipe.settings import RecipeSettings
+
+
+def _cosine(progress: float) -> float:
+    """Half a cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5)."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _polynomial(progress: float, power: float = 1.0) -> float:
+    return (1 - progress) ** power
+
+
+FEWEST_WARMUP_STEPS = 50  # of a network's own high rate: the first steps at it would throw a network off
+
+# How far the rate is above its final value, from 1 to 0, at each share of the decay.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": _cosine,
+    "linear": _polynomial,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),  # best for a stable rate: Haegele et al. 2024, arXiv:2405.18392
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, a stable rate for `stable_steps` with the warm-up, decay, and the final rate.
+
+    With `base_batch_size` the peak follows the linear scaling rule of Goyal et al. 2017
+    (https://arxiv.org/abs/1706.02677, section 2.1): peak = learning_rate * global_batch / base_batch_size.
+
+    Attributes:
+        peak: highest rate.
+        total_steps: optimizer steps of the run.
+        warmup_steps: until the peak.
+        final_scale: final rate as a share of the peak.
+        head_steps: in which the backbone is frozen.
+        shape: of the decay, as in `SHAPES`.
+        stable_steps: before the decay, if they are more than the warm-up.
+        cooldown_steps: at the final rate, at the end of the run.
+        drops: steps at which the rate is multiplied by `drop_rate`, in ascending order.
+        drop_rate: a factor.
+        fallback: the schedule of what `--fallback-optimizer` updates; None: this one.
+    """
+
+    peak: float
+    total_steps: int
+    warmup_steps: int
+    final_scale: float
+    head_steps: int = 0
+    shape: Callable[[float], float] = _cosine
+    stable_steps: int = 0
+    cooldown_steps: int = 0
+    drops: tuple[int, ...] = ()
+    drop_rate: float = 1.0
+    fallback: Schedule | None = None
+
+    def shortened(self, total_steps: int, *, only_head: bool) -> Schedule:
+        """Return the same schedule over another number of steps, with the head alone or all layers from the start."""
+        share = total_steps / self.total_steps
+        return dataclasses.replace(
+            self,
+            total_steps=total_steps,
+            warmup_steps=round(share * self.warmup_steps),
+            head_steps=total_steps if only_head else 0,
+            stable_steps=round(share * self.stable_steps),
+            cooldown_steps=round(share * self.cooldown_steps),
+            drops=tuple(round(share * drop) for drop in self.drops),
+            fallback=self.fallback and self.fallback.shortened(total_steps, only_head=only_head),
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step`, counted from 0 over the whole run."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        first, last = max(self.warmup_steps, self.stable_steps), self.total_steps - self.cooldown_steps
+        progress = 1.0 if step >= last else max(step - first, 0) / max(1, last - first)
+        scale = self.final_scale + (1 - self.final_scale) * self.shape(progress)
+        return self.peak * scale * self.drop_rate ** bisect_right(self.drops, step)
+
+    def learning_rates(self, step: int) -> tuple[float, float]:
+        """Return the learning rates of a step, before the groups' factors: this one's and the fallback's."""
+        return self.learning_rate(step), (self.fallback or self).learning_rate(step)
+
+    def group_learning_rate(self, step: int, group_scale: float, *, is_backbone: bool) -> float:
+        """Return a parameter group's learning rate: 0 for the backbone while only the head is trained."""
+        is_frozen = step < self.head_steps and is_backbone
+        return 0.0 if is_frozen else self.learning_rate(step) * group_scale
+
+    def set_learning_rates(self, groups: Iterable[dict[str, Any]], step: int) -> None:
+        """Set the learning rate of every parameter group for optimizer step `step`."""
+        for group in groups:
+            schedule = self.fallback if self.fallback and group["is_fallback"] else self
+            group["lr"] = schedule.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
+
+
+def has_slow_backbone(config: RecipeSettings) -> bool:
+    """Return whether a published backbone is trained below a new head, at a rate of its own."""
+    return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
+
+
+def head_epochs_of(config: RecipeSettings) -> int:
+    """Return the epochs in which only the new head is trained."""
+    return config.head_epochs if has_slow_backbone(config) else 0
+
+
+def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: int, head_epochs: int) -> Schedule:
+    """Build the schedule of a run.
+
+    Args:
+        config: the run's configuration.
+        steps_per_epoch: optimizer steps per epoch.
+        global_batch: images per optimizer step over all ranks and micro-steps.
+        head_epochs: epochs in which only the new head is trained; 0 to train all layers from the start.
+    """
+    assert config.learning_rate != "auto"  # chosen before
+    batch_scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
+    fields = {
+        "final_scale": config.final_learning_rate_scale,
+        "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
+    }
+    fallback = None
+    if name := _fallback_schedule(config):
+        changed = dataclasses.replace(config, schedule=name, fallback_schedule="")
+        fallback = build_schedule(changed, steps_per_epoch, global_batch, head_epochs)
+    return Schedule(
+        peak=config.learning_rate * batch_scale,
+        total_steps=config.epochs * steps_per_epoch,
+        warmup_steps=_warmup_steps(config, steps_per_epoch),
+        head_steps=head_epochs * steps_per_epoch,
+        fallback=fallback,
+        **(fields | SCHEDULES[config.schedule](config, steps_per_epoch)),
+    )
+
+
+def _fallback_schedule(config: RecipeSettings) -> str:
+    return config.fallback_schedule if config.optimizer in MATRIX_RULES else ""
+
+
+def schedule_names(config: RecipeSettings) -> set[str]:
+    """Return the names of the schedules that a run follows: one, or two if the fallback has its own."""
+    return {config.schedule, _fallback_schedule(config) or config.schedule}
+
+
+def stable_epochs(config: RecipeSettings) -> int:
+    """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
+    decaying = schedule_names(config) - {"constant"}
+    return min((SCHEDULES[name](config, 1).get("stable_steps", 0) for name in decaying), default=0)
+
+
+def _steps_fields(config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
+    """As `torch.optim.lr_scheduler.MultiStepLR` and `StepLR`; the warm-up counts."""
+    if config.milestones:
+        epochs = sorted(map(float, config.milestones.split(",")))
+    else:
+        every = config.epochs / 3 if config.decay_epochs == "auto" else config.decay_epochs
+        epochs = [every * number for number in range(1, math.ceil(config.epochs / every))]
+    drops = tuple(round(epoch * steps_per_epoch) for epoch in epochs)
+    return {"final_scale": 1.0, "drops": drops, "drop_rate": config.decay_rate}
+
+
+def _stable_fields(config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
+    decay = config.epochs / 5 if config.decay_epochs == "auto" else config.decay_epochs
+    epochs = max(0, math.floor(round(config.epochs - config.cooldown_epochs - decay, 6)))
+    return {"shape": SHAPES[config.decay_shape], "stable_steps": epochs * steps_per_epoch}
+
+
+# Fields of `Schedule` that make each.
+SCHEDULES: dict[str, Callable[[RecipeSettings, int], dict[str, Any]]] = {
+    "cosine": lambda _config, _steps: {"shape": _cosine},
+    "linear": lambda _config, _steps: {"shape": _polynomial},
+    "polynomial": lambda config, _steps: {"shape": partial(_polynomial, power=config.decay_power)},
+    "step": _steps_fields,
+    "constant": lambda _config, _steps: {"final_scale": 1.0},
+    "wsd": _stable_fields,
+}
+
+
+def _warmup_steps(config: RecipeSettings, steps_per_epoch: int) -> int:
+    if config.warmup_epochs == "auto":
+        steps = min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
+        is_high = config.learning_rate == config.default_rate > USUAL_RATE
+        return max(steps, FEWEST_WARMUP_STEPS) if is_high else steps
+    return round(config.warmup_epochs * steps_per_epoch)
+
+
+def schedule_notes(schedule: Schedule) -> list[str]:
+    """Return notes for the log: if most of the run is warm-up, and if a step decay lies after its end."""
+    notes = []
+    if 2 * schedule.warmup_steps > schedule.total_steps:
+        notes.append(
+            f"the learning rate is still warming up in {min(schedule.warmup_steps, schedule.total_steps)} of "
+            f"{schedule.total_steps} steps: "
+            "a lower --warmup-epochs, or more --epochs, trains at the rate that was asked for"
+        )
+    for part in (schedule, schedule.fallback):
+        if part is not None and part.drop_rate != 1:
+            late = sum(drop >= part.total_steps for drop in part.drops)
+            if late == len(part.drops):
+                notes.append("no decay of --schedule step lies within the run: the rate stays what it is")
+            elif late:
+                notes.append(f"{late} of the {len(part.drops)} decays of --schedule step lie after the run's end")
+    return notes

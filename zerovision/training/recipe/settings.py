@@ -1,0 +1,137 @@
+"""The settings of how weights are updated: optimizer, loss, schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from zerovision.models import USUAL_RATE, model_spec
+from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option
+from zerovision.training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
+from zerovision.training.recipe.rules import ALLOWED, ELEMENT_WISE, MATRIX_RULES, OPTION_READERS
+from zerovision.training.recipe.schedule import SCHEDULES
+
+CONTRASTIVE = ("supcon",)  # losses of a projection, not of a classifier
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeSettings(RunSettings):
+    """Optimizer, loss and schedule."""
+
+    optimizer: str = option(
+        "adamw",
+        "Update rule, by timm's name; sgd has Nesterov momentum. Under every strategy: "
+        f"{', '.join([*ELEMENT_WISE, 'lamb'])}. Under ddp alone: {', '.join(ALLOWED[len(ELEMENT_WISE) + 1 :])}.",
+    )
+    fallback_optimizer: str = option(
+        "adamw", f"{', '.join(MATRIX_RULES)}: rule of the head, and of all that is no matrix and no convolution."
+    )
+    fallback_learning_rate_scale: float = option(
+        1.0, "Learning rate of --fallback-optimizer, as a share of --learning-rate.", above=0, high=1000
+    )
+    fallback_schedule: str = option(
+        "", "How the learning rate of --fallback-optimizer falls, with the names of --schedule; default: as --schedule."
+    )
+    optimizer_options: str = option(
+        "", f"More of the rule, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}."
+    )
+    fallback_options: str = option("", "The same of --fallback-optimizer, such as momentum=0.85.")
+    weight_decay: float = option(0.05, "Decay of weights (decoupled in adamw); see --no-weight-decay.", low=0, high=10)
+    no_weight_decay: Literal["vectors", "model"] = option(
+        "vectors", "What has no weight decay: vectors (biases, norms); model: also what a timm model names."
+    )
+    layer_decay: float = option(
+        1.0, "Learning rate of a layer as a share of that of the next one, towards the head.", above=0, high=1
+    )
+    momentum: float = option(0.9, "Momentum of rules that have one, such as sgd.", low=0, high=0.9999)
+    gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0 switches clipping off.", low=0)
+    loss: Literal["cross_entropy", "bce", "supcon"] = option(
+        "cross_entropy",
+        "Training loss; bce: binary cross-entropy of each class, averaged over the classes; supcon: supervised "
+        "contrastive, trains features for a head that is trained after it.",
+    )
+    temperature: float = option(0.1, "--loss supcon: by which cosines are divided.", low=0.001, high=100)
+    gradient_cache: int = option(
+        0,
+        "--loss supcon: images that go through the network at a time; all of a step are compared; 0: --batch-size.",
+        low=0,
+        high=LARGEST_BATCH,
+    )
+    distill: str = option(
+        "",
+        "kl:T[:ALPHA] trains on the answers of --teacher: the divergence at temperature T, times T squared. ALPHA is "
+        "its share, the rest that of --loss; default: 1.",
+    )
+    teacher: str = option(
+        "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
+    )
+    teacher_classes: str = option(
+        "", "--teacher: a file with the data's name of each of its outputs, one a line; default: the names that it has."
+    )
+    label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
+    bce_target_threshold: float = option(
+        0.0, "--loss bce: smoothed and mixed targets above this are 1, the others 0; 0: as they are.", low=0, high=0.99
+    )
+    class_weights: str = option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
+    ema: float = option(
+        0.0,
+        "Evaluate and export an exponential moving average of the weights that keeps this share of itself in each step "
+        "(less early in the training); 0: the weights themselves.",
+        low=0,
+        high=0.999999,
+    )
+    lookahead: int = option(
+        0, "Steps between two pulls of the weights halfway back to slow ones (timm's default is 6); 0: none.", low=0
+    )
+    warmup_epochs: float | Literal["auto"] = option(
+        "auto",
+        "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run, and at "
+        "least 50 steps at a network's own rate.",
+        low=0,
+    )
+    schedule: str = option(
+        "cosine",
+        f"How the learning rate falls after the warm-up: {', '.join(SCHEDULES)}; wsd: warm-up, stable, decay.",
+    )
+    final_learning_rate_scale: float = option(
+        0.01,
+        "Learning rate at the end of the schedule, as a share of the peak; not of step and constant.",
+        low=0,
+        high=1,
+    )
+    decay_epochs: float | Literal["auto"] = option(
+        "auto",
+        "step: epochs between two decays; wsd: epochs of the decay, whole ones with the cooldown. auto: a third, or a "
+        "fifth, of the run.",
+        low=0.1,
+    )
+    decay_rate: float = option(0.1, "step: factor on the learning rate at each decay.", above=0, high=1)
+    milestones: str = option("", "step: epochs at which the rate decays, such as 30,60,80; default: --decay-epochs.")
+    decay_power: float = option(1.0, "polynomial: exponent; 1 is linear.", above=0, high=100)
+    decay_shape: Literal["sqrt", "linear", "cosine"] = option(
+        "sqrt", "wsd: how the rate falls with the share p of the decay; sqrt: as 1 - sqrt(p)."
+    )
+    cooldown_epochs: float = option(
+        0.0, "Last epochs of the run, at the final learning rate; not of step and constant.", low=0
+    )
+    base_batch_size: int = option(
+        0, "Scale --learning-rate by global batch / this (linear scaling rule); 0 leaves it alone.", low=0
+    )
+    early_stopping_patience: int = option(
+        0, "Epochs without a better validation score, see --best-by, before stopping; 0: never.", low=0
+    )
+    best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(
+        "top1", "Validation score that chooses the epoch whose weights are kept."
+    )
+
+    @property
+    def default_rate(self) -> float:
+        """What --learning-rate is if it is not given, as was measured of AdamW from random weights, else the usual."""
+        spec = model_spec(self.model_type)
+        is_trained = self.pretrained or bool(self.weights) or spec.always_pretrained
+        return USUAL_RATE if is_trained or self.optimizer != "adamw" else spec.learning_rate
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Whether the loss compares all images of a step, in place of one that each image has by itself."""
+        return self.loss in CONTRASTIVE

@@ -1,0 +1,237 @@
+"""Fine-tuning: which parameters of a network are trained in which epoch, and adapters beside those that are not."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from timm.models import group_parameters
+from timm.optim import auto_group_layers
+from torch import nn
+
+from zerovision.models.build import BuiltModel, channels_of
+from zerovision.models.dry_run import forward_failure, without_data
+from zerovision.models.ensemble import Ensemble
+from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
+from zerovision.training.base.errors import UserError
+from zerovision.training.recipe import read_tune
+
+# Of others the sum of a layer's weight and an adapter's does not give the sum of their outputs.
+ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)
+BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+SMALL_SHARE = 0.05  # of the model: adapters above it are told
+
+
+def tune(built: BuiltModel, word: str) -> BuiltModel:
+    """Freeze what `--tune` does not train, and add adapters, in place.
+
+    Args:
+        built: the network with its trained weights, on the CPU.
+        word: 'full', 'head', 'layers:N' or 'lora:R'.
+
+    Returns:
+        The same with a note for the log.
+
+    Raises:
+        UserError: for a network whose head is not known, that has fewer layers, no layer for an adapter, or that does
+            not work with adapters.
+    """
+    kind, number = read_tune(word)
+    module, heads = built.module, built.head_parameter_names
+    if kind == "full":
+        return built
+    if not heads:
+        raise UserError(f"--tune {word}: it is not known which layer of this model is its head: use --tune full.")
+    trained = heads | (_last_layers(module, heads, number) if kind == "layers" else frozenset())
+    trained &= {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    # Adapters are added first: peft freezes all else, the head too.
+    adapted = _add_adapters(built, number) if kind == "lora" else 0
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained or is_adapters(name))
+    count = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in module.parameters())
+    note = f"--tune {word}: {count:,} parameters are trained, {100 * count / total:.3g}% of all"
+    if adapted:
+        in_adapters = sum(parameter.numel() for name, parameter in module.named_parameters() if is_adapters(name))
+        note += f", adapters of rank {number} beside {adapted} layers"
+        if in_adapters > SMALL_SHARE * (total - in_adapters):
+            note += f"; they are {in_adapters / (total - in_adapters):.1%} of the model: a lower rank keeps them small"
+    return dataclasses.replace(built, notes=[*built.notes, note])
+
+
+def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> frozenset[str]:
+    """Return the names of the parameters in the last layers before the head, of each member of an ensemble."""
+    if isinstance(module, Ensemble):
+        names: frozenset[str] = frozenset()
+        for prefix, member in ((f"members.{i}.", member) for i, member in enumerate(module.members)):
+            own_heads = {name.removeprefix(prefix) for name in heads if name.startswith(prefix)}
+            names |= {prefix + name for name in _last_layers(member, own_heads, count)}
+        return names
+    layers: dict[int, list[str]] = {}
+    for name, layer in layer_of_parameters(module).items():
+        if name not in heads:
+            layers.setdefault(layer, []).append(name)
+    parts: list[list[str]] = []
+    for _, names_of_layer in sorted(layers.items()):
+        # A norm that timm counts as a layer of its own, such as that before the head, belongs to what it normalizes.
+        if parts and all(module.get_parameter(name).ndim < 2 for name in names_of_layer):
+            parts[-1] += names_of_layer
+        else:
+            parts.append(names_of_layer)
+    if count > len(parts):
+        raise UserError(f"--tune layers:{count}: there are {len(parts)} layers before the head: use --tune full.")
+    return frozenset(name for part in parts[-count:] for name in part)
+
+
+def layer_of_parameters(module: nn.Module) -> dict[str, int]:
+    """Return the number of each parameter's layer, from the input on, as timm groups them for layer-wise decay."""
+    matcher: Any = getattr(module, "group_matcher", None)
+    return auto_group_layers(module) if matcher is None else group_parameters(module, matcher(), reverse=True)
+
+
+def _add_adapters(built: BuiltModel, rank: int) -> int:
+    """Add LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) to all layers that are larger than their adapter.
+
+    Layers that the network does not call have none: it reads their weights itself, as BEiT does for queries, keys and
+    values.
+
+    W x becomes W x + B A x: A has `rank` rows and begins random, B begins with zeros.
+
+    Returns:
+        The number of these layers.
+
+    Raises:
+        UserError: without the package peft, if there is no such layer, or if the network does not work with adapters.
+    """
+    module, heads = built.module, built.head_parameter_names
+    size, channels = built.description["image_size"], channels_of(built.description)
+    called = set[str]()
+    hooks = [
+        layer.register_forward_hook(lambda *_, name=name: called.add(name))
+        for name, layer in _adaptable(module, rank)
+        if f"{name}.weight" not in heads
+    ]
+    forward_failure(module, size, 2, channels)
+    for hook in hooks:
+        hook.remove()
+    names = sorted(called)
+    if not names:
+        raise UserError(
+            f"--tune lora:{rank}: no layer of this model takes an adapter of this rank: use another --tune."
+        )
+    try:
+        from peft import LoraConfig, inject_adapter_in_model  # it takes seconds to import
+    except ImportError as error:
+        raise UserError(f"--tune lora:{rank}: the package peft cannot be imported ({error}): run make setup.") from None
+    # A pattern: of a list of names, peft would also adapt every layer whose name ends like one of them.
+    pattern = "|".join(map(re.escape, names))
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern), module)
+    failure = forward_failure(module, size, 2, channels)
+    if failure:
+        raise UserError(f"--tune lora:{rank}: this model does not work with adapters ({failure}): use another --tune.")
+    return len(names)
+
+
+def _adaptable(module: nn.Module, rank: int) -> Iterator[tuple[str, nn.Module]]:
+    for name, layer in module.named_modules():
+        if type(layer) not in ADAPTABLE:
+            continue
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
+        # peft adds no dilated adapter, and merges none of a grouped convolution.
+        is_plain = isinstance(layer, nn.Linear) or (
+            layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+        )
+        weight = layer.weight
+        if is_plain and rank * (weight[0].numel() + len(weight)) < weight.numel():
+            yield name, layer
+
+
+class Adapters:
+    """The adapters of a network, none if it has none: what merges them into its weights.
+
+    Args:
+        module: the network, whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        names = {name.rpartition(".lora_A.")[0] for name, _ in module.named_parameters() if is_adapters(name)}
+        self._layers: Mapping[str, Any] = {
+            name: without_data(module.get_submodule(name)) for name in sorted(names - {""})
+        }
+
+    @torch.no_grad()
+    def merge(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights of the network without adapters that computes the same, under its names.
+
+        Args:
+            weights: all tensors of the network by name, in CPU memory; or none. Those that are merged into change.
+        """
+        merged = dict(weights)
+        for name, empty in self._layers.items() if weights else ():
+            layer = copy.deepcopy(empty)
+            layer.load_state_dict({key: merged.pop(f"{name}.{key}") for key in layer.state_dict()}, assign=True)
+            layer.merge()  # adds to the base layer's weight, which nothing else holds
+            merged |= {f"{name}.{key}": tensor for key, tensor in layer.get_base_layer().state_dict().items()}
+        return merged
+
+
+class BackboneFreezer:
+    """Puts a model into training mode, all but the layers that are frozen.
+
+    BatchNorms of frozen layers normalize with their running statistics, and do not update them. In head-first
+    fine-tuning only the new head is trained for the first epochs: the graph is cut in front of it, so that no gradient
+    reaches the backbone and none is computed for it. Its parameters stay in the optimizer, at learning rate 0 (see
+    `Schedule.group_learning_rate`): sharding is laid out once for the whole run. The optimizer begins anew with the
+    backbone, whose moments of nothing would otherwise count as those of many steps (see `Engine.restart_optimizer`).
+    """
+
+    def __init__(self, module: nn.Module, head_parameter_names: Collection[str]) -> None:
+        """Take the model with its frozen parameters; an engine may shard them afterwards."""
+        self._module = module
+        head_names = {name.rpartition(".")[0] for name in head_parameter_names}
+        self._heads = [module.get_submodule(name) for name in sorted(head_names)]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._frozen_norms = [
+            norm for name, norm in module.named_modules() if isinstance(norm, BATCHNORMS) and _is_frozen(module, name)
+        ]
+
+    def start_epoch(self, *, only_head: bool) -> None:
+        """Set the mode of every layer; needed again after each `module.train()`."""
+        self._module.train()
+        for norm in self._frozen_norms:
+            norm.eval()
+        if only_head:
+            freeze_statistics(self._module)
+            if not self._hooks:
+                self._hooks = [head.register_forward_pre_hook(_detach_inputs) for head in self._heads]
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def freeze_statistics(module: nn.Module) -> None:
+    """Set every BatchNorm to evaluation mode: it normalizes with its running statistics and does not update them."""
+    for child in module.modules():
+        if isinstance(child, BATCHNORMS):
+            child.eval()
+
+
+def is_adapters(name: str) -> bool:
+    """Return whether a parameter is that of an adapter, by its name."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _is_frozen(module: nn.Module, name: str) -> bool:
+    """Return whether no parameter of a layer is trained; of the smallest part around it if it has none itself."""
+    while not (parameters := [*module.get_submodule(name).named_parameters()]) and name:
+        name = name.rpartition(".")[0]
+    return not any(parameter.requires_grad and not is_adapters(own) for own, parameter in parameters)
+
+
+def _detach_inputs(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(value.detach() for value in inputs)

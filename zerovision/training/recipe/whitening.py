@@ -1,0 +1,78 @@
+"""A first convolution that whitens small patches of the images, and is not trained.
+
+Its filters are eigenvectors of the covariance of patches of training images, those of the largest eigenvalues, each
+divided by the root of its eigenvalue; and their negatives, because what follows is often a ReLU (Jordan 2024,
+https://arxiv.org/abs/2404.00498, and its code, `init_whitening_conv`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zerovision.models.build import BuiltModel
+from zerovision.models.image_size import as_names
+from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
+from zerovision.training.base.errors import UserError
+from zerovision.training.data.datasets import DatasetPair, ImageDataset
+from zerovision.training.data.reading.images import ImageError
+
+MOST_IMAGES = 1000
+EPSILON = 5e-4  # added to the eigenvalues
+
+
+@torch.no_grad()
+def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None:
+    """Freeze a model's first convolution, with whitening filters.
+
+    Args:
+        built: the model, on the CPU.
+        data: whose training images are whitened, as they are in evaluation: at most 1000, evenly from the whole set.
+        computes: whether to compute the filters: one rank does, because all get its frozen weights.
+
+    Raises:
+        UserError: if the model has no such convolution, or one that pairs of filters cannot fill.
+    """
+    names = as_names(getattr(built.module, "default_cfg", {}).get("first_conv"))
+    stem = built.module.get_submodule(names[0]) if len(names) == 1 else None
+    # Others standardize their weights before they convolve with them.
+    if not isinstance(stem, nn.Conv2d) or type(stem) not in PLAIN_CONVOLUTIONS or stem.groups != 1:
+        raise UserError("--whitened-stem: this model has no single, plain first convolution: leave it out.")
+    filters, most = stem.out_channels, 2 * stem.weight[0].numel()
+    if filters % 2 or filters > most:
+        raise UserError(
+            f"--whitened-stem: the first convolution of this model has {filters} filters, an even number up to {most} "
+            "can whiten: leave it out."
+        )
+    if computes:
+        half = whitening_filters(_sample(data), stem.weight.shape[2:])[: filters // 2]
+        stem.weight.copy_(torch.cat([half, -half]).view_as(stem.weight))
+    stem.weight.requires_grad_(False)
+
+
+def whitening_filters(images: Iterable[torch.Tensor], size: tuple[int, ...]) -> torch.Tensor:
+    """Return the whitening filters of all patches, float32 [n, n] with n = C x height x width, by falling eigenvalue.
+
+    Args:
+        images: float32 [C, H, W] each.
+        size: height and width of a patch.
+    """
+    products, patches = torch.zeros(()), 0
+    for image in images:
+        columns = functional.unfold(image[None].double(), size)[0]
+        products, patches = products + columns @ columns.T, patches + columns.shape[1]
+    values, vectors = torch.linalg.eigh(products / patches)
+    return (vectors / (values + EPSILON).sqrt()).T.flip(0).float()
+
+
+def _sample(data: DatasetPair) -> Iterator[torch.Tensor]:
+    images = ImageDataset(data.train.source, data.preprocessing)
+    count = min(len(images), MOST_IMAGES)
+    for number in range(count):
+        try:
+            yield images[0, number * len(images) // count][0]
+        except ImageError:  # reported when it is trained on
+            continue

@@ -1,0 +1,322 @@
+"""What a run resumes from: the checkpoint is found, decides settings, and is refused if it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerovision.models.preparation import Preparation
+from zerovision.training.base.control_groups import usable_cores
+from zerovision.training.base.errors import AgreedError, UserError, one_line, shown
+from zerovision.training.base.run_folder import IMAGES, WEIGHTS, RunFolder
+from zerovision.training.base.units import plural
+from zerovision.training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
+from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_starting_weights
+from zerovision.training.config.global_batch import divide, divide_given, largest_divisor
+from zerovision.training.config.values import is_allowed
+from zerovision.training.data import FROM_WEIGHTS, data_options, load_data
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.image_list import describe_change, read_image_list
+from zerovision.training.data.values import SMALLEST_BYTE_STD
+from zerovision.training.engines.islands import number_of_islands, usable_islands
+from zerovision.training.other_epochs import before_decay
+from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects, ranks_per_machine
+from zerovision.training.world.exchange import whole_number
+from zerovision.training.world.world import World
+
+DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest.identity`
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the checkpoint of a run, or that there is none, decides before anything is built.
+
+    Attributes:
+        config: the settings, with those that a run keeps.
+        data: the data set, prepared as the run began with.
+        found: the checkpoint to resume from, None for a fresh start.
+        islands: that train by themselves, 1 without `--local-steps`.
+        notes: lines for the log.
+    """
+
+    config: TrainConfig
+    data: DatasetPair
+    found: FoundCheckpoint | None
+    islands: int
+    notes: list[str]
+
+
+def resolve(config: TrainConfig, folder: RunFolder, data: DatasetPair, world: World, *, is_restart: bool) -> Resolved:
+    """Find the checkpoint to resume from, and keep what the run began with; a collective.
+
+    Args:
+        config: what the user asked for.
+        folder: of the run.
+        data: of the configuration.
+        world: the ranks.
+        is_restart: whether the launcher started the run again.
+
+    Raises:
+        UserError: on all ranks, if there is no good checkpoint where the user asked for one, or if it does not fit.
+    """
+    found, notes = find_checkpoint(config, folder, world, is_restart=is_restart)
+    data = agreed(lambda: keep_preparation(config, data, found), world)
+    found, decay_notes = before_decay(config, found, world)
+    if found is None:
+        agreed(lambda: check_starting_weights(config, FLAG_OF), world)
+    divided = agreed(lambda: keep_global_batch(config, found, world), world)
+    divided, islands, island_notes = keep_islands(divided, found, world)
+    kept, thread_notes = keep_threads(divided, found, world)
+    notes = [*notes, *decay_notes, *island_notes, *thread_notes, *note_other_leaves(kept, found)]
+    return Resolved(keep_starting_weights(kept, found), data, found, islands, notes)
+
+
+def find_checkpoint(
+    config: TrainConfig, folder: RunFolder, world: World, *, is_restart: bool
+) -> tuple[FoundCheckpoint | None, list[str]]:
+    """Return the checkpoint to resume from, None for a fresh start, and notes for the log; a collective.
+
+    Raises:
+        UserError: on all ranks, if the user asked for a checkpoint and there is no good one.
+    """
+    candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
+    found, refused = choose(candidates, world)
+    if refused and found is None:
+        if config.resume not in ("auto", "never"):
+            raise AgreedError(f"--resume {config.resume}: no good checkpoint. {next(iter(refused.values()))}")
+        notes.append("no good checkpoint is left: starting from the beginning")
+    if world.is_main:
+        set_aside(folder.checkpoints, refused)
+    return found, notes + [f"checkpoint {path} is skipped: {reason}" for path, reason in refused.items()]
+
+
+def keep_starting_weights(config: TrainConfig, found: FoundCheckpoint | None) -> TrainConfig:
+    """Return the configuration with the weights that the checkpoint's run began with, which a resume does not load.
+
+    So what describes the run, and repeats it, names them. What is left to them is as the run has it, which may be older
+    than "auto".
+    """
+    if found is None:
+        return config
+    names = ["weights", "pretrained", *(name for name in FROM_WEIGHTS if getattr(config, name) == "auto")]
+    saved = {name: found.manifest.config.get(name, FIELDS[name].default) for name in names}
+    return dataclasses.replace(
+        config, **{name: value for name, value in saved.items() if is_allowed(value, FIELDS[name])}
+    )
+
+
+def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
+    """Return the configuration with the accumulation steps of the checkpoint's global batch, or of `--global-batch`.
+
+    With `--batch-size auto` the micro-batch is the checkpoint's, or what fewer or more ranks can share of it; without
+    a checkpoint it stays to be found.
+
+    Raises:
+        UserError: if the ranks and the batch size do not divide it; the message has values that do.
+    """
+    if found is None:
+        return config if config.batch_size == "auto" else divide_given(config, world.data.size)
+    global_batch = _saved_global_batch(config, found)
+    if config.batch_size == "auto":
+        saved = found.manifest.config.get("batch_size")
+        if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
+            raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is no whole number.")
+        share = max(1, global_batch // world.data.size)
+        config = dataclasses.replace(config, batch_size=largest_divisor(share, saved))
+    return divide(config, global_batch, world.data.size, "the checkpoint's global batch of")
+
+
+def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
+    """Return the global batch that a checkpoint was made with; raise a UserError if another one is asked for."""
+    global_batch = found.manifest.identity.get("global batch")
+    if type(global_batch) is not int or not 0 < global_batch < 2**63:
+        raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is no whole number.")
+    if config.global_batch not in (0, global_batch):
+        raise UserError(
+            f"--global-batch {config.global_batch}: the checkpoint's is {global_batch}. Leave it out to go on, or "
+            "start a new run with --weights."
+        )
+    return global_batch
+
+
+def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
+    """Return the data set, prepared as the checkpoint's was: for the weights that its run began with.
+
+    Of a channel of one value older checkpoints have the deviation 0; they have filter and crop in their configuration.
+
+    Raises:
+        UserError: if the checkpoint's is none.
+    """
+    saved = found.manifest.identity.get(NORMALIZATION) if found else None  # younger than the format
+    if found is None or saved is None:
+        return data
+    here = preparation_of(data)
+    try:
+        older = found.manifest.config | saved
+        left_open = [name for name in FROM_WEIGHTS if getattr(config, name) == "auto"]
+        left_open = [name for name in left_open if here[name] and older.get(name)]
+        kept = {name: older[name] for name in ("mean", "std", *left_open)}
+        if all(here[name] == value for name, value in kept.items()):
+            return data
+        kept["mean"] = tuple(map(float, saved["mean"]))
+        kept["std"] = tuple(max(float(one), SMALLEST_BYTE_STD) for one in saved["std"])
+        if not all(FROM_WEIGHTS[name](kept[name]) for name in left_open):
+            raise ValueError
+    except (TypeError, ValueError, LookupError):
+        raise UserError(f"checkpoint {found.path} cannot be used: its normalization is {shown(saved)}.") from None
+    return load_data(dataclasses.replace(data_options(config), made_for=(), **kept))
+
+
+def preparation_of(data: DatasetPair) -> dict[str, Any]:
+    """Return the means and standard deviations, per channel of pixels in 0..1, the filter, and the share of a crop."""
+    made = Preparation.of_run(data.preprocessing)
+    return {
+        "mean": [*made.mean],
+        "std": [*made.std],
+        "interpolation": made.interpolation,
+        "eval_crop": made.crop,
+    }
+
+
+def keep_islands(
+    config: TrainConfig, found: FoundCheckpoint | None, world: World
+) -> tuple[TrainConfig, int, list[str]]:
+    """Decide how many islands there are: as many as the run is meant to have, else one per machine; a collective.
+
+    A run that goes on keeps what it is meant to have, but fewer islands train if the ranks that are left cannot be
+    divided into as many.
+
+    Returns:
+        The configuration with the number that the run is meant to have, how many train now, and notes for the log.
+
+    Raises:
+        UserError: on all ranks, if a new run's ranks cannot be divided into them.
+    """
+    if not config.has_islands:
+        return config, 1, []
+    flag, size = f"--local-steps {config.local_steps}", world.data.size
+    meant = config.islands or (found.manifest.config.get("islands") if found else 0)
+    meant = meant or size // ranks_per_machine(world, flag)
+    if type(meant) is not int or meant < 2:
+        raise AgreedError(
+            f"{flag} needs 2 islands or more, here would be {shown(meant)}: give --islands N and a multiple of N "
+            f"ranks ({size} here), or leave {flag} out."
+        )
+    machines = {*gather_objects(world.local_size, whole_number, world)}
+    islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
+    if found is None and islands != meant:
+        cure = f", or give --islands {islands}" if islands > 1 else ""
+        raise AgreedError(
+            f"--islands {meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
+            f"machines or of a part of one: start a multiple of {meant} ranks{cure}."
+        )
+    before, notes = number_of_islands(found.manifest.parameters) if found else islands, []
+    if islands != before:
+        how = "the others' weights are dropped"
+        if islands > before:
+            how = "new ones begin with the outer weights and island 0's moments"
+        notes.append(
+            f"{plural(islands, 'island')} in place of the checkpoint's {before} ({meant} are meant to be): {how}, the "
+            "bytes will not be those of the run so far"
+        )
+    return dataclasses.replace(config, islands=meant), islands, notes
+
+
+def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration with the threads that a CPU rank shall have, and notes for the log; a collective.
+
+    They decide the last bits of every kernel: a run keeps those that it began with, on any number of ranks and cores,
+    unless the user gives others.
+    """
+    if world.device.type != "cpu":
+        return config, []
+    saved = found.manifest.config.get("threads_per_rank", 0) if found else 0  # younger than the format
+    if type(saved) is not int or not 0 <= saved <= FIELDS["threads_per_rank"].metadata["high"]:
+        raise AgreedError(f"the checkpoint's --threads-per-rank {shown(saved)} is no number of threads.")
+    own = broadcast_object(torch.get_num_threads(), whole_number, world)
+    threads, cores, notes = config.threads_per_rank or saved or own, usable_cores(), []
+    used = threads * world.local_size
+    if threads != own and used != cores:
+        cost = "slower (OMP_WAIT_POLICY=passive helps)" if used > cores else f"{cores - used} idle"
+        each, ranks = plural(threads, "thread"), plural(world.local_size, "rank")
+        notes.append(f"{each} x {ranks} on {cores} cores: {cost}, for the same bytes")
+    if saved and threads != saved:
+        notes.append(f"--threads-per-rank {threads} instead of {saved}: the bytes will not be those of the run so far")
+    return dataclasses.replace(config, threads_per_rank=threads), notes
+
+
+def note_other_leaves(config: TrainConfig, found: FoundCheckpoint | None) -> list[str]:
+    """Return a note for the log if the micro-batches are not those of the checkpoint."""
+    saved = found.manifest.config.get("batch_size") if found else config.batch_size
+    if saved == config.batch_size:
+        return []
+    return [
+        f"--batch-size {config.batch_size} instead of {shown(saved)}: the bytes will not be those of the run so far"
+    ]
+
+
+def check_fit(
+    found: FoundCheckpoint,
+    config: TrainConfig,
+    identity: dict[str, Any],
+    steps_per_epoch: int,
+    data: DatasetPair | None = None,
+) -> None:
+    """Refuse a checkpoint of another recipe, model, class list or data set, or of a position that this run never has.
+
+    Args:
+        found: the checkpoint.
+        config: this run's configuration.
+        identity: this run's, see `Manifest.identity`.
+        steps_per_epoch: optimizer steps of one epoch of this run.
+        data: this run's, to say how it differs.
+
+    Raises:
+        UserError: with the first difference.
+    """
+    manifest = found.manifest
+    for name, field in FIELDS.items():
+        if name in CHANGEABLE_ON_RESUME:
+            continue
+        # A flag that is younger than the checkpoint had its default.
+        saved, given = manifest.config.get(name, field.default), getattr(config, name)
+        if saved != given:
+            raise UserError(
+                f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}, this run has {shown(given)}: "
+                "give the same to go on, or start a new run with --weights."
+            )
+    for key, value in identity.items():
+        saved = manifest.identity.get(key)
+        if saved != value:
+            difference, run = _difference(saved, value), found.path.absolute().parent.parent
+            if key == DATA_SET and data is not None:
+                difference = describe_change(read_image_list(run / IMAGES), data)
+            raise UserError(
+                f"checkpoint {found.path} was made with another {key}: {one_line(difference, 400)}. Give the same, or "
+                f"start a new run from its weights: --weights {run / WEIGHTS} and another --run-name."
+            )
+    progress = manifest.progress
+    if progress.epoch > config.epochs or progress.step > steps_per_epoch:
+        cure = f" Give --epochs {progress.epoch} or more, or another --run-name."
+        raise UserError(
+            f"checkpoint {found.path} is at epoch {progress.epoch}, step {progress.step}: this run has "
+            f"{config.epochs} epochs of {steps_per_epoch} steps.{cure if progress.epoch > config.epochs else ''}"
+        )
+
+
+def _difference(saved: Any, given: Any) -> str:
+    """Return the first entry in which two values differ, or both values."""
+    if isinstance(saved, dict) and isinstance(given, dict):
+        for key in sorted({*saved, *given}, key=str):
+            if saved.get(key) != given.get(key):
+                return f"{key} {shown(saved.get(key))}, this run has {shown(given.get(key))}"
+    if isinstance(saved, list) and isinstance(given, list):
+        if len(saved) != len(given):
+            return f"{len(saved)} entries, this run has {len(given)}"
+        number = next(number for number, pair in enumerate(zip(saved, given, strict=True)) if pair[0] != pair[1])
+        return f"entry {number} is {shown(saved[number])}, this run has {shown(given[number])}"
+    return f"{shown(saved)}, this run has {shown(given)}"

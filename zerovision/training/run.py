@@ -1,0 +1,207 @@
+"""The table of contents of a run: join the ranks, build, train epoch by epoch, close."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from zerovision.training.auto_batch_size import choose_batch_size
+from zerovision.training.auto_learning_rate import choose_learning_rate
+from zerovision.training.base.errors import (
+    DIVERGED_EXIT_CODE,
+    FILE_SERVER_EXIT_CODE,
+    OUT_OF_MEMORY_EXIT_CODE,
+    RANK_0_MESSAGE_SECONDS,
+    USER_ERROR_EXIT_CODE,
+    AgreedError,
+    AnotherStartNeededError,
+    FileServerError,
+    RunEnded,
+    UserError,
+    known_failure,
+)
+from zerovision.training.base.heartbeat import SLOW_PHASE
+from zerovision.training.base.points import SCORE_NAMES
+from zerovision.training.base.timing import measured_communication
+from zerovision.training.cached_features import cache_features
+from zerovision.training.checkpoint.restore import restore
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.epoch import train_and_evaluate
+from zerovision.training.final_test import judge_test
+from zerovision.training.launched_run import run_launched
+from zerovision.training.messages import announce_end, announce_start
+from zerovision.training.observe.best_weights import bring_along, epoch_of, keep_finished
+from zerovision.training.observe.new_run import removed_if_refused
+from zerovision.training.observe.step_metrics import run_point
+from zerovision.training.out_of_memory import describe_failure, is_out_of_memory
+from zerovision.training.prepare import FIRST_START, RunStart, prepare
+from zerovision.training.setup import Run, build, train_context
+from zerovision.training.teacher import keep_answers
+from zerovision.training.world.collectives import agreed
+from zerovision.training.world.mesh import form_mesh
+from zerovision.training.world.preserved_process import preserved_process
+from zerovision.training.world.signals import StopRequest
+from zerovision.training.world.world import World, start_world, stop_world
+
+# Writes evaluation, model card and report of a run and returns lines for the log, as `end_of_run.leave_files`.
+Deliver = Callable[..., list[str]]
+
+
+def run(
+    config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | None = None, *, gpus: int | None = None
+) -> int:
+    """Train as the configuration says; every rank calls this.
+
+    Args:
+        config: what to train.
+        start: which start of the run this is.
+        deliver: writes the files about a finished run on rank 0; None for the weights and logs alone.
+        gpus: ranks to start on this machine, which leave the files that scripts/launch_distributed.sh does, whatever
+            `start` and `deliver` are; None to train in this process, which may be a rank that a launcher has started.
+
+    Returns:
+        The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
+        user's mistake; 65, 71, 74, 75 and 78 as in `zerovision.training.base.errors`; 1 for anything else.
+
+    Raises:
+        UserError: for a value that a flag would refuse.
+    """
+    return _run_here(config, start, deliver) if gpus is None else run_launched(config, gpus)
+
+
+@preserved_process()
+def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> int:
+    config = check_config(config, FLAG_OF)
+    start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+    start = dataclasses.replace(start, stop=StopRequest())
+    start.stop.install()
+    try:
+        world = start_world(deterministic=config.deterministic)
+    except OSError as error:  # a rank did not come, or belongs to another run
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    context = None
+    try:
+        context = set_up(config, world, start)
+        exit_code = train(context, start, deliver)
+    except (UserError, RunEnded) as error:
+        if world.is_main or not isinstance(error, (AgreedError, RunEnded)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # A launcher ends all ranks as soon as one has failed: rank 0 prints its line first.
+            time.sleep(RANK_0_MESSAGE_SECONDS)
+        exit_code = USER_ERROR_EXIT_CODE
+        if context is not None and isinstance(error, RunEnded):
+            exit_code = error.exit_code
+            context.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
+            context.loggers.message(f"gave up at step {error.step}")
+            if world.is_main:
+                _deliver(context, start, deliver, has_finished=False)
+    except Exception as error:
+        if is_out_of_memory(error):  # the launcher ends the others, and may start all again
+            print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
+            return OUT_OF_MEMORY_EXIT_CODE
+        if isinstance(error, (FileServerError, AnotherStartNeededError)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return FILE_SERVER_EXIT_CODE
+        # The other ranks do not know of it. Closing anything that needs them would wait for ever.
+        print(known_failure(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
+        return 1
+    start.stop.close()
+    if context is not None:
+        context.close()
+    stop_world()
+    return exit_code
+
+
+def set_up(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> Run:
+    """Build the run that a configuration describes, with what short trainings choose before; a collective.
+
+    Raises:
+        UserError: on all ranks, for a mistake that any of them found.
+    """
+    world = form_mesh(world, config.tensor_parallel, config.pipeline_parallel)
+    prepared = prepare(config, world, start)
+    with removed_if_refused(prepared.folder):
+        return build(choose_learning_rate(choose_batch_size(prepared, start), start))
+
+
+def train(context: Run, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
+    """Train to the last epoch, to early stopping or to a signal; return the exit code. A collective.
+
+    Raises:
+        RunEnded: on all ranks, if the run cannot go on.
+    """
+    config, world, state, stop = context.config, context.world, context.state, start.stop
+    _resume(context, start)
+    loop = train_context(context, start)
+    assert loop.saver is not None
+    with removed_if_refused(context.folder):
+        no_room = loop.saver.check_room(is_new=context.found is None and not start.origin.restarts)
+    announce_start(context)
+    if no_room:
+        context.loggers.message(f"note: {no_room}")
+    start.heartbeat.beat("first step", context.position, allowed_s=SLOW_PHASE * config.hang_timeout)
+    stop_signal = stop.poll_now(world)
+    if config.features == "cached" and not stop_signal:
+        with removed_if_refused(context.folder):
+            stop_signal = cache_features(context, loop)
+    stop_signal = stop_signal or keep_answers(context, loop)
+    first_position = context.position
+    with measured_communication(loop.timing.clock):
+        while state.progress.epoch < config.epochs and not stop_signal:
+            without_better = state.progress.epochs_without_better
+            if 0 < config.early_stopping_patience <= without_better:
+                score = SCORE_NAMES[config.best_by]
+                context.loggers.message(f"no better {score} for {without_better} epochs: stopping early")
+                break
+            stop_signal = train_and_evaluate(context, loop, loop.saver)
+        with loop.timing.clock.saving:
+            loop.saver.finish(stop, is_stop=bool(stop_signal))
+        if not stop_signal:
+            judge_test(context, loop)
+    images = context.plan.images(first_position, context.position)
+    announce_end(context, stop_signal, run_point(context.position, images, loop.timing, world))
+    if world.is_main:
+        # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.
+        _deliver(context, start, deliver, has_finished=not stop_signal)
+    if stop_signal:
+        return 128 + stop_signal
+    return DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
+
+
+def _resume(context: Run, start: RunStart) -> None:
+    """Restore the state from the checkpoint that was found, if there is one; a collective."""
+    found, loggers = context.found, context.loggers
+    for note in context.notes:
+        loggers.message(note)
+    if found is not None:
+        state, world, restarts = context.state, context.world, start.origin.restarts
+        agreed(lambda: restore(found, state, world), world)
+        progress = state.progress
+        loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
+        if world.is_main:
+            kept = keep_finished(context.folder, found.manifest, context.config.epochs)
+            brought = bring_along(found.path, context.folder, progress.best_epoch)
+            for line in filter(None, (kept, brought)):
+                loggers.message(line)
+        loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": restarts})
+    for kind, values in context.events.items():
+        loggers.event(kind, {"step": context.position} | values)
+
+
+def _deliver(context: Run, start: RunStart, deliver: Deliver | None, *, has_finished: bool) -> None:
+    if deliver is None:
+        return
+    if start.predict is not None:
+        start.predict(context.facts)
+    # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
+    with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
+    sources = {name: part.source for name, part in context.data.parts.items()}
+    for line in deliver(context.folder, sources, with_card=with_card, with_report=context.config.report):
+        context.loggers.message(line)
+    context.loggers.delivered()

@@ -1,0 +1,410 @@
+"""Builds a run: everything that it consists of, once, in the order in which a mistake is cheapest to report."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerovision.models.build import BuiltModel
+from zerovision.models.sides import sides
+from zerovision.models.tensor_plan import tensor_plan
+from zerovision.training.base.errors import AgreedError, UserError
+from zerovision.training.base.heartbeat import SLOW_PHASE
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint.frozen import FrozenWeights, keep_frozen
+from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.saver import Saver
+from zerovision.training.config import TrainConfig
+from zerovision.training.data.datasets import DatasetPair, ImageDataset
+from zerovision.training.data.image_list import ImageContents
+from zerovision.training.data.loader import Loader, build_loaders
+from zerovision.training.data.sampler import BatchPlan, EvaluationPlan, build_plan
+from zerovision.training.engines.build_engine import build_engine, note_engine, resolve_engine
+from zerovision.training.engines.compilation import auto_compiles, load_compiled_code, resolve_compile
+from zerovision.training.engines.deepspeed_config import deepspeed_config
+from zerovision.training.engines.engine import EngineSetup, PipelineSetup
+from zerovision.training.engines.flops import TrainingFlops
+from zerovision.training.engines.islands import form_islands
+from zerovision.training.engines.model import build_training_model
+from zerovision.training.engines.parameter_shards import frozen_parameters
+from zerovision.training.engines.strategies import ParallelPlan, check_micro_batches, plan_of
+from zerovision.training.engines.tensor_parallel import split_model
+from zerovision.training.engines.tensor_split import WHOLE
+from zerovision.training.observe.class_scores import check_best_by
+from zerovision.training.observe.environment import RunFacts, describe_run
+from zerovision.training.observe.loggers import open_loggers
+from zerovision.training.observe.neighbours import MOST_COMPARED, Neighbours
+from zerovision.training.observe.sample_history import MOST_IMAGES, SampleHistory
+from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.observe.step_metrics import start_timing
+from zerovision.training.other_epochs import note_other_epochs
+from zerovision.training.prepare import Prepared, RunStart
+from zerovision.training.recipe import read_tune
+from zerovision.training.recipe.loss import VIEWS, build_loss
+from zerovision.training.recipe.optimizer import build_optimizer
+from zerovision.training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
+from zerovision.training.recipe.tuning import Adapters, BackboneFreezer
+from zerovision.training.resume import DATA_SET, NORMALIZATION, check_fit, preparation_of
+from zerovision.training.steps.accumulate import Accumulate, Pipelined, Step
+from zerovision.training.steps.audit import Audited
+from zerovision.training.steps.context import TrainContext
+from zerovision.training.steps.gradient_cache import GradientCache
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.steps.outer_step import OuterSteps
+from zerovision.training.steps.weight_average import WeightAverages
+from zerovision.training.teacher import Teacher, load_teacher
+from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
+from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class Run(Prepared):
+    """Everything that a run consists of: what was prepared, with `compile` as resolved, and what is built of it.
+
+    Attributes:
+        built: the model, before it was sharded.
+        facts: on which a prediction of its memory depends.
+        plan: which samples are in which batch.
+        teacher: whose answers the run learns; None without.
+        step: how the micro-batches of a step are trained on.
+        schedule: learning rate by step.
+        head_epochs: epochs in which only the head is trained.
+        state: model, optimizer and position.
+        averages: of the weights, over the steps or over islands.
+        freezer: freezes what does not learn in an epoch.
+        adapters: of the model, to be merged into its weights.
+        frozen: the file of weights that are not trained; None if all are.
+        flops: counts the model's operations, on rank 0.
+        loggers: none on ranks other than 0.
+        events: of the engine, for metrics.jsonl: kind -> values.
+        train_loader: this rank's training batches.
+        val_loader: this rank's validation batches.
+        neighbours: tells classes in an evaluation; None if the model does.
+        keeps_probabilities: whether an evaluation does, as `SampleRecorder`.
+        contents: watches the files that the first epoch reads.
+        compiled_code: the file that keeps what `torch.compile` makes; None unless the run is compiled.
+    """
+
+    built: BuiltModel
+    facts: RunFacts
+    plan: BatchPlan
+    teacher: Teacher | None
+    step: Step
+    schedule: Schedule
+    head_epochs: int
+    state: TrainState
+    averages: WeightAverages | OuterSteps
+    freezer: BackboneFreezer
+    adapters: Adapters
+    frozen: FrozenWeights | None
+    flops: TrainingFlops | None
+    loggers: Loggers
+    events: dict[str, dict[str, Any]]
+    train_loader: Loader
+    val_loader: Loader
+    neighbours: Neighbours | None
+    keeps_probabilities: bool
+    contents: ImageContents
+    compiled_code: Path | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and the run that resumes from it must agree on, beside the recipe."""
+        return _identity(self.data, self.built, self.plan, self.teacher) | {NORMALIZATION: preparation_of(self.data)}
+
+    @property
+    def position(self) -> int:
+        """Optimizer steps of the run that are done."""
+        return self.plan.position(self.state.progress)
+
+    def close(self) -> None:
+        """Flush the logs, end the workers, release the engine."""
+        self.loggers.close()
+        self.train_loader.close()
+        self.val_loader.close()
+        if isinstance(self.averages, OuterSteps):
+            self.averages.close()
+        self.state.engine.close()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def build(prepared: Prepared) -> Run:
+    """Build a run; a collective.
+
+    Raises:
+        UserError: on all ranks, for a mistake that any of them found.
+    """
+    config, world, precision, data = prepared.config, prepared.world, prepared.precision, prepared.data
+    folder, found, strategy_json = prepared.folder, prepared.found, prepared.strategy_json
+    head_epochs = head_epochs_of(config)
+    views = VIEWS if config.is_contrastive else 1
+    dealt = (world.data.size, views, prepared.islands, parallel_plan(config, world).neighbours)
+    plan = agreed(lambda: build_plan(config, data.train.source, *dealt), world)
+    teacher = load_teacher(config, data, precision, world)
+    step = agreed(lambda: _build_step(config, data, plan, world, teacher), world)
+    if data.label_sets is not None:
+        importlib.import_module("sklearn.metrics")  # takes seconds, in which the first evaluation would count as hung
+    keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
+    # Worker processes take seconds to start: they do so while the model and the engine are built.
+    train_loader, val_loader, neighbours = agreed(lambda: _build_readers(config, data, plan, world), world)
+    built, flops = build_training_model(config, data, world, loads_weights=found is None)
+    if found is not None:
+        checkpoint, identity = found, _identity(data, built, plan, teacher)
+        agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
+    pixels = config.epochs * len(data.train) * math.prod(sides(data.train.preprocessing["image_size"]))
+    # Not a loss that compares images: its first pass would be another network, with other dropout.
+    # Nor a network in stages, which ends in the midst of a forward, or whose layers other ranks compute, too.
+    compiles = (
+        not config.is_contrastive
+        and config.features == "computed"  # else nothing is left to compile
+        and world.tensor.size == config.pipeline_parallel == 1
+        and resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
+    )
+    is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world)
+    same_code = "" if is_choice else "on" if compiles else "off"
+    setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
+    notes = [*prepared.notes, *note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)]
+    notes += note_engine(config.engine, engine_name, setup.plan, strategy_json, built.module)
+    first_step = plan.position(found.manifest.progress) if found else 0
+    loggers = Loggers([])
+    if world.is_main:
+        facts = describe_run(world, precision, data, built)
+        loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
+    facts_of_memory = prepared.memory_facts(engine_name)  # before the engine takes memory
+    freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
+    frozen = None
+    if read_tune(config.tune)[0] != "full":  # what is not trained is written once, beside the checkpoints
+        kept = (folder.checkpoints, frozen_parameters(built.module), found)
+        frozen = agreed(lambda: keep_frozen(*kept, is_main=world.is_main), world)
+    recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
+    compiled_code = load_compiled_code(recipe) if compiles else None
+    setup = dataclasses.replace(
+        setup,
+        must_compile=config.compile == "on",
+        records_graphs=config.compile != "off" and _computes_alike(config, head_epochs),
+        image_shape=data.image_shape,
+    )
+    groups = form_islands(world, prepared.islands) if config.has_islands else None
+    engine = build_engine(setup, engine_name, groups)
+    averages: WeightAverages | OuterSteps
+    if groups is None:
+        averages = WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch)
+    else:
+        steps, saved = plan.steps_per_epoch, found.manifest.config if found else {}
+        ended_at = first_step if saved.get("epochs") == first_step / steps else 0
+        averages = OuterSteps(engine, groups, world, config, config.epochs * steps, loggers, ended_at)
+        notes.append(averages.describe())
+    notes += setup.notes
+    changed: dict[str, Any] = {"config": dataclasses.replace(config, compile="on" if compiles else "off")}
+    return Run(
+        **vars(prepared) | changed | {"notes": notes},
+        built=built,
+        facts=facts_of_memory,
+        plan=plan,
+        teacher=teacher,
+        step=step,
+        schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
+        head_epochs=head_epochs,
+        state=TrainState(
+            engine, ScoreSums(len(data.class_names), world.device, data.label_targets(world.device)), Progress()
+        ),
+        averages=averages,
+        freezer=freezer,
+        adapters=adapters,
+        frozen=frozen,
+        flops=flops if config.features == "computed" else None,
+        loggers=loggers,
+        events=setup.events,
+        train_loader=train_loader,
+        val_loader=val_loader,
+        neighbours=neighbours,
+        keeps_probabilities=keeps,
+        contents=ImageContents(folder, data, {"train": train_loader, "val": val_loader}, world, loggers),
+        compiled_code=compiled_code,
+    )
+
+
+def _computes_alike(config: TrainConfig, head_epochs: int) -> bool:
+    """Return whether a network's forward and backward are the same kernels in every step, of this rank alone."""
+    is_whole = config.ranks_per_replica == 1 and not config.sync_batchnorm
+    is_all_trained = read_tune(config.tune)[0] == "full" and not head_epochs and config.features == "computed"
+    return is_whole and is_all_trained and not config.is_contrastive and not config.activation_checkpointing
+
+
+def _build_step(config: TrainConfig, data: DatasetPair, plan: BatchPlan, world: World, teacher: Teacher | None) -> Step:
+    """Return how a step trains: on the loss of each image, or on one over all images of a step.
+
+    Raises:
+        UserError: Images have weights of their own that the loss does not know.
+    """
+    if data.train.source.loss_weights is not None and (config.is_contrastive or config.mixup or config.cutmix):
+        cause = f"--loss {config.loss}" if config.is_contrastive else "--mixup and --cutmix"
+        raise UserError(f"--data {config.data}: {cause} cannot weight single images: leave out the column weight.")
+    if config.is_contrastive:
+        return GradientCache(world.data, plan.leaves, config.temperature, len(data.class_names))
+    is_multilabel = data.label_sets is not None
+    told = (config, data.class_names, data.train_counts, world.device)
+    loss = build_loss(*told, is_multilabel=is_multilabel, teacher=teacher)
+    return Pipelined(loss) if config.has_stages else Accumulate(loss)
+
+
+def _build_readers(
+    config: TrainConfig, data: DatasetPair, plan: BatchPlan, world: World
+) -> tuple[Loader, Loader, Neighbours | None]:
+    """Return the loaders of `build_loaders`, and the training images that tell classes if no classifier is trained."""
+    if not config.is_contrastive:
+        return *build_loaders(config, data, plan, world), None
+    compared = ImageDataset(data.train.source, data.preprocessing, most_bad=data.train.most_bad)
+    train, val = build_loaders(config, data, plan, world, [compared])
+    stride = -(-len(compared) // MOST_COMPARED)
+    each_once = EvaluationPlan(-(-len(compared) // stride), config.micro_batch, world.data.size, stride)
+    loader = Loader(compared, each_once, world.data.rank, workers=train.pool or 0, device=world.device)
+    return train, val, Neighbours(loader, len(data.class_names), world.data)
+
+
+def parallel_plan(config: TrainConfig, world: World) -> ParallelPlan:
+    """Return how the state is distributed over the ranks; a collective."""
+    shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
+    return plan_of(config.strategy, world.data.size, config.offload, shards, world.tensor.size, world.pipeline.size)
+
+
+def set_up_engine(
+    config: TrainConfig,
+    built: BuiltModel,
+    strategy_json: dict[str, Any],
+    precision: str,
+    world: World,
+    *,
+    compiles: bool,
+) -> tuple[EngineSetup, str]:
+    """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
+    parallel = parallel_plan(config, world)
+    name = agreed(lambda: resolve_engine(config.engine, parallel, strategy_json, built.module), world)
+    needing = {
+        f"--loss {config.loss}": config.is_contrastive,
+        f"--features {config.features}": config.features == "cached",
+        f"--local-steps {config.local_steps}": config.has_islands,
+        f"--audit {config.audit}": config.audit > 0,
+        f"--pipeline-parallel {config.pipeline_parallel}": config.pipeline_parallel > 1,
+    }
+    setting = next((setting for setting, is_given in needing.items() if is_given), None)
+    if setting is not None and name != "torch":
+        raise AgreedError(
+            f"{setting} is for --engine torch, these settings take {name}: leave out --offload and --deepspeed-config."
+        )
+    split = WHOLE
+    if world.tensor.size > 1:
+        divided = agreed(lambda: tensor_plan(built.module, config.model_type, world.tensor.size), world)
+        copy_from_main([*built.module.parameters()], world)
+        split = split_model(built.module, divided, world.tensor)
+    discriminative = has_slow_backbone(config)
+    resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
+    heads = built.head_parameter_names
+    optimizer = agreed(lambda: build_optimizer(built.module, resolved, heads, discriminative=discriminative), world)
+    pipeline = None
+    if config.pipeline_parallel > 1:
+        schedule, steps = config.pipeline_schedule, config.gradient_accumulation_steps
+        if config.has_stages:
+            agreed(lambda: check_micro_batches(schedule, config.pipeline_parallel, steps), world)
+        pipeline = PipelineSetup(world, schedule, config.pipeline_split, config.ensemble_members.split(","))
+    setup = EngineSetup(
+        built.module,
+        optimizer,
+        parallel,
+        precision,
+        world.data,
+        batch_size=config.micro_batch,
+        accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        deepspeed_config=deepspeed_config(
+            strategy_json,
+            batch_size_per_rank=config.micro_batch,
+            accumulation_steps=config.gradient_accumulation_steps,
+            gradient_clipping=config.gradient_clipping,
+            offload=config.offload,
+        ),
+        compiles=compiles,
+        split=split,
+        pipeline=pipeline,
+    )
+    return setup, name
+
+
+def train_context(context: Run, start: RunStart) -> TrainContext:
+    """Build what the loop uses in every step; a collective."""
+    config, world, state, loggers = context.config, context.world, context.state, context.loggers
+    saver = Saver(
+        context.folder.checkpoints,
+        context.identity,
+        config,
+        context.plan,
+        state,
+        world,
+        loggers,
+        start.heartbeat,
+        patience_s=SLOW_PHASE * config.hang_timeout,
+        frozen=context.frozen,
+    )
+    guard = NonFiniteGuard(
+        state.engine,
+        world.data,
+        loggers,
+        config.max_bad_steps,
+        context.data.train.source.name,
+        skipped=state.progress.skipped_steps,
+        consecutive=state.progress.bad_steps_in_row,
+        by_island=config.has_islands,
+    )
+    step = context.step
+    if config.audit:
+        assert isinstance(step, Accumulate)
+        leaves = context.plan.accumulation_steps
+        step = Audited(step, config.audit, world, leaves, lambda: context.position, loggers)
+    tells_classes = context.neighbours is None and context.data.label_sets is None
+    is_kept = tells_classes and config.features != "cached" and len(context.data.train) <= MOST_IMAGES
+    return TrainContext(
+        world=world,
+        plan=context.plan,
+        schedule=context.schedule,
+        num_classes=len(context.data.class_names),
+        image_shape=context.data.image_shape,
+        label_sets=context.data.label_targets(world.device),
+        seed=config.seed,
+        step=step,
+        log_every_steps=config.log_every_steps,
+        epochs=config.epochs,
+        loggers=loggers,
+        stop=start.stop,
+        guard=guard,
+        heartbeat=start.heartbeat,
+        saver=saver,
+        averages=context.averages,
+        neighbours=context.neighbours,
+        log_hashes=config.log_hashes,
+        keeps_probabilities=context.keeps_probabilities,
+        history=SampleHistory(context.folder.path, world, config.epochs) if is_kept else None,
+        local_steps=config.local_steps,
+        timing=start_timing(world, context.flops, config.profile, context.folder.path, loggers),
+    )
+
+
+def _identity(data: DatasetPair, built: BuiltModel, plan: BatchPlan, teacher: Teacher | None) -> dict[str, Any]:
+    taught = {} if teacher is None else {"teacher": teacher.digest}
+    in_shards = {"division into shards": hashlib.sha256(plan.places).hexdigest()} if plan.places else {}
+    return (
+        taught
+        | in_shards
+        | {
+            "model": built.description,
+            "class list": data.class_names,
+            DATA_SET: data.fingerprint,
+            "global batch": plan.global_batch,
+        }
+    )

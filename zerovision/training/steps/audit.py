@@ -1,0 +1,205 @@
+"""`--audit`: every so many steps a rank's first micro-batch is computed again on another, and gradients are compared.
+
+Processors that compute wrong without an error are rare, but large clusters have some (Hochschild et al. 2021, "Cores
+that don't count", https://doi.org/10.1145/3458336.3465297). Which rank computes a leaf changes no bit of its gradient,
+so that any can check any other. If two differ, all ranks compute the leaf, what most of them get tells which was wrong,
+and the step begins anew: it leaves the bytes of a step in which nothing went wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE, RunEnded, UserError, printable
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.transfer import to_device
+from zerovision.training.engines.engine import StepResult
+from zerovision.training.engines.torch_engine import TorchEngine
+from zerovision.training.observe.settings import ObserveSettings
+from zerovision.training.observe.step_hashes import tensor_hash
+from zerovision.training.steps.accumulate import Accumulate, StepInput, TimedEngine
+from zerovision.training.world.collectives import copy_from_main, gather_objects
+from zerovision.training.world.exchange import list_of, number, row_of, text
+from zerovision.training.world.world import World
+
+MOST_FINDINGS = 3  # about one rank: the last ends the run
+SENT = ("images", "labels", "weights", "targets", "loss_weights", "indices")  # of a batch, as far as it has them
+
+Hashes = list[tuple[str, str]]
+"""Of the gradients of a leaf: names of parameters, in their order, and hashes."""
+
+
+def check_audit(config: ObserveSettings, world: World) -> None:
+    """Raise UserError if gradients cannot be compared: on one rank, or on GPUs that need not repeat their bits."""
+    every = config.audit
+    if every and world.size == 1:
+        raise UserError(
+            f"--audit {every}: a single rank has no other to compare with: start two or more, or leave it out."
+        )
+    if every and world.device.type == "cuda" and not config.deterministic:
+        raise UserError(f"--audit {every}: a GPU repeats its bits with --deterministic only: give both, or none.")
+
+
+class _WrongLeafError(Exception):
+    """Two ranks have different gradients of a leaf; all ranks raise it."""
+
+
+class _Watched(TimedEngine):
+    """An engine that calls `check` with the hashes of the gradients of the first backward, before they are used.
+
+    Args:
+        engine: the engine.
+        hashes: whether to hash; else `check` gets an empty list.
+        check: may raise.
+    """
+
+    def __init__(self, engine: TimedEngine, check: Callable[[Hashes], None], *, hashes: bool) -> None:
+        super().__init__(engine.engine, engine.clock)
+        self._check: Callable[[Hashes], None] | None = check
+        self._hashes = hashes
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._check is None:
+            return super().backward(loss)
+        found: dict[str, str] = {}
+
+        def note(gradient: torch.Tensor, name: str) -> None:
+            found[name] = tensor_hash(gradient)
+
+        trained = [item for item in self.engine.module.named_parameters() if item[1].requires_grad and self._hashes]
+        hooks = [parameter.register_hook(partial(note, name=name)) for name, parameter in trained]
+        super().backward(loss)
+        for hook in hooks:
+            hook.remove()
+        check, self._check = self._check, None
+        return check(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A `zerovision.training.steps.accumulate.Step` that is checked every so many steps.
+
+    Attributes:
+        step: that is checked.
+        every: optimizer steps from one check to the next.
+        world: the ranks, at least two.
+        leaves_per_rank: micro-batches of a rank in a step.
+        position: returns how many steps of the run precede this one.
+        loggers: of the run.
+        most_findings: about one rank that end the run.
+        findings: so far, by rank.
+    """
+
+    step: Accumulate
+    every: int
+    world: World
+    leaves_per_rank: int
+    position: Callable[[], int]
+    loggers: Loggers
+    most_findings: int = MOST_FINDINGS
+    findings: Counter[int] = field(default_factory=Counter)
+
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
+        """See `zerovision.training.steps.accumulate.Step`.
+
+        Raises:
+            RunEnded: on all ranks, if a rank has computed wrong too often.
+        """
+        audit, left = divmod(self.position() + 1, self.every)
+        if left:
+            return self.step(engine, given)
+        batches = iter(given.batches)
+        first = next(batches)
+        # Each rank in turn; the one that checks it is another every time.
+        owner = audit % self.world.size
+        checker = (owner + 1 + audit // self.world.size % (self.world.size - 1)) % self.world.size
+        given = given._replace(batches=chain([first], batches))
+        shared = self._share(first, given.loss_scale, owner)
+        if shared is None:
+            return self.step(engine, given)
+        (batch, owners_scale), kept, torch_engine = shared, engine.buffers.copy(), engine.engine
+        assert isinstance(torch_engine, TorchEngine)
+
+        def compute() -> Hashes:
+            given.seed_leaf((owner - self.world.rank) * self.leaves_per_rank)  # the leaf of the owner
+            loss = self.step.losses(torch_engine, batch, owners_scale)[2]
+            found = [(name, tensor_hash(gradient)) for name, gradient in torch_engine.gradients(loss).items()]
+            engine.buffers.restore(kept)
+            return sorted(found)
+
+        def check(hashes: Hashes) -> None:
+            rows = self._gather(again if self.world.rank == checker else hashes)
+            if rows[owner] == rows[checker]:
+                self.loggers.event("audit", {"step": self.position() + 1, "rank": owner, "again_on": checker})
+                return
+            torch_engine.drop_leaf()
+            engine.buffers.restore(kept)
+            self._blame(rows, self._gather(compute()), owner, checker)
+            raise _WrongLeafError
+
+        while True:
+            again = compute() if self.world.rank == checker else []
+            watched = _Watched(engine, check, hashes=self.world.rank == owner)
+            try:
+                return self.step(watched, given._replace(batches=chain([first], batches)))
+            except _WrongLeafError:
+                continue
+
+    def _share(self, own: Batch, loss_scale: float, owner: int) -> tuple[Batch, float] | None:
+        """Return the owner's micro-batch, and its factor on losses; None if a rank has no images. A collective."""
+        given = {name: tensor for name in SENT if (tensor := getattr(own, name)) is not None}
+        tensors: dict[str, Any] = {name: to_device(tensor, self.world.device) for name, tensor in given.items()}
+        form = repr([(name, one.dtype, one.shape, one.stride()) for name, one in tensors.items()])
+        rows = gather_objects((form, loss_scale), row_of(text, number), self.world)
+        if len({form for form, _ in rows}) > 1:  # after an image that cannot be read: all ranks stop after this step
+            return None
+        if self.world.rank != owner:
+            tensors = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            copy_from_main([tensor], self.world, owner)
+        return dataclasses.replace(own, **tensors), rows[owner][1]
+
+    def _gather(self, hashes: Hashes) -> list[Hashes]:
+        return gather_objects(hashes, list_of(row_of(text, text)), self.world)
+
+    def _blame(self, first: list[Hashes], again: list[Hashes], owner: int, checker: int) -> None:
+        """Log which rank was wrong, and end the run if it was too often; a collective.
+
+        Args:
+            first: of the two ranks that were compared, by rank.
+            again: what every rank has computed then.
+            owner: one of them.
+            checker: the other.
+        """
+        step, ranks = self.position() + 1, range(self.world.size)
+        right, votes = Counter(map(tuple, again)).most_common(1)[0]
+        is_decided = 2 * votes > self.world.size
+        both = [(first[rank] or again[rank], again[rank]) for rank in ranks]
+        wrong = [rank for rank in ranks if not is_decided or any(tuple(hashes) != right for hashes in both[rank])]
+        hosts = [printable(host) for host in gather_objects(socket.gethostname(), text, self.world)]
+        who = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong)
+        differing = sorted({name for name, _ in set(first[owner]) ^ set(first[checker])})
+        self.loggers.message(
+            f"step {step}: {who} computed wrong: rank {owner} and rank {checker} have other gradients of the same "
+            f"images in {len(differing)} layer(s), such as {differing[0]}; the step begins anew"
+        )
+        named = {"ranks": wrong, "hosts": [hosts[rank] for rank in wrong], "parameters": differing}
+        self.loggers.event("wrong_gradient", {"step": step} | named)
+        self.findings.update(wrong)
+        if (most := max(self.findings.values())) >= self.most_findings:
+            raise RunEnded(
+                f"{who} computed wrong, {most} times in this start (--audit): leave that machine out, and go on with "
+                "--resume auto.",
+                WRONG_GRADIENT_EXIT_CODE,
+                step,
+            )

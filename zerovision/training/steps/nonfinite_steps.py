@@ -1,0 +1,188 @@
+"""Steps with a gradient that is not finite: undone on all ranks, counted, and logged with the names of the samples.
+
+The engine does not apply an update if the global gradient norm is not finite (one NaN in one image of one rank is
+enough). By then the forward pass has updated BatchNorm's statistics: they are restored here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.data.reader import Batch
+from zerovision.training.engines.engine import Engine, StepResult
+from zerovision.training.engines.precision import DynamicLossScale
+from zerovision.training.world.collectives import gather_objects, largest_over_ranks
+from zerovision.training.world.exchange import flag, list_of, row_of, text
+from zerovision.training.world.world import World
+
+NAMES_IN_MESSAGE = 4
+
+
+class _Evidence(NamedTuple):
+    """What shows which samples of a micro-batch are finite, without its images.
+
+    Attributes:
+        indices: int64 [B] on the CPU.
+        image_sums: [B] on the device; the sum of an image's values is finite if they are.
+        losses: [B] on the device.
+    """
+
+    indices: torch.Tensor
+    image_sums: torch.Tensor
+    losses: torch.Tensor
+
+
+class _PendingStep(NamedTuple):
+    """A step whose outcome, the bool tensor `applied` [], has not been read from the device."""
+
+    step: int
+    applied: torch.Tensor
+    evidence: list[_Evidence]
+
+
+class _Cause(NamedTuple):
+    """What one rank found about a skipped step: whether its losses were finite, what was not, in which samples."""
+
+    losses_finite: bool
+    culprit: str
+    names: list[str]
+
+
+class NonFiniteGuard:
+    """Undoes steps that the engine skipped, and ends a run of nothing but skipped steps.
+
+    Args:
+        engine: the engine.
+        world: the ranks that read different images.
+        loggers: log skipped steps.
+        most_consecutive: consecutive skipped steps that end the run, 0 for no limit.
+        name_of: returns the path of a sample by its index in the training set.
+        skipped: steps skipped before a resume.
+        consecutive: how many of them were the latest steps.
+        by_island: whether each island of ranks decides by itself, and they hear of each other in `settle`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        loggers: Loggers,
+        most_consecutive: int,
+        name_of: Callable[[int], str],
+        skipped: int = 0,
+        consecutive: int = 0,
+        *,
+        by_island: bool = False,
+    ) -> None:
+        self._engine, self._world, self._loggers, self._by_island = engine, world, loggers, by_island
+        self._most_consecutive, self._name_of = most_consecutive, name_of
+        self._buffers = engine.buffers
+        self._kept: list[torch.Tensor] = []
+        self._evidence: list[_Evidence] = []
+        self._pending: list[_PendingStep] = []
+        self.skipped, self.consecutive = skipped, consecutive
+
+    def before_step(self) -> None:
+        """Copy what a skipped step must not change."""
+        self._kept = self._buffers.copy()
+        self._evidence = []
+
+    def note(self, batch: Batch, losses: torch.Tensor) -> None:
+        """Keep the losses [B] of a micro-batch and one number per image until the outcome is read; no sync."""
+        self._evidence.append(
+            _Evidence(batch.indices, batch.images.sum(tuple(range(1, batch.images.ndim))), losses.detach())
+        )
+
+    def after_step(self, result: StepResult | None, step: int) -> bool | torch.Tensor:
+        """Undo the step if it was skipped, and return whether it was applied; a collective if it was not.
+
+        If the outcome is still on the device, the step is undone there without a sync, and counted and logged by the
+        next `settle`.
+
+        Args:
+            result: of the engine's step.
+            step: the run's step, from 1, for the message.
+
+        Raises:
+            RunEnded: on all ranks, after too many consecutive skipped steps.
+        """
+        if result is not None and isinstance(result.applied, torch.Tensor):
+            self._buffers.restore_unless(result.applied, self._kept)
+            self._pending.append(_PendingStep(step, result.applied, self._evidence))
+            return result.applied
+        if result is None or result.applied:
+            self.consecutive = 0
+            return True
+        self._buffers.restore(self._kept)
+        self._count_skipped(step, self._evidence)
+        return False
+
+    def settle(self) -> None:
+        """Read the outcomes that are still on the device: a sync; a collective if a step was skipped, or with islands.
+
+        A step counts as skipped if any island has skipped it.
+
+        Raises:
+            RunEnded: as `after_step`.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        skipped = ~torch.stack([one.applied for one in pending])
+        skipped_anywhere = largest_over_ranks(skipped.int(), self._world) if self._by_island else skipped
+        for (step, _, evidence), is_own, is_skipped in zip(
+            pending, skipped.tolist(), skipped_anywhere.tolist(), strict=True
+        ):
+            if is_skipped:
+                self._count_skipped(step, evidence if is_own else [])
+            else:
+                self.consecutive = 0
+
+    def _count_skipped(self, step: int, evidence: list[_Evidence]) -> None:
+        """Count and log a skipped step, and end the run after too many; a collective."""
+        cause = self._find_cause(evidence)
+        causes = [_Cause(*row) for row in gather_objects(cause, row_of(flag, text, list_of(text)), self._world)]
+        scale = self._engine.loss_scale
+        self.skipped += 1
+        can_be_halved = scale is not None and scale.value > DynamicLossScale.MINIMUM
+        if can_be_halved and all(cause.losses_finite for cause in causes):
+            return  # fp16's loss scale was merely too large
+        self.consecutive += 1
+        rank, worst = min(enumerate(causes), key=lambda item: (item[1].losses_finite, not item[1].names))
+        if self._world.group:  # of a mesh: the first of the ranks that read these images
+            rank = dist.get_global_rank(self._world.group, rank)
+        skipped = f"skipped on the island of rank {rank} (" if self._by_island else "skipped on all ranks ("
+        shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
+        more = f" and {len(worst.names) - NAMES_IN_MESSAGE} more" if len(worst.names) > NAMES_IN_MESSAGE else ""
+        self._loggers.message(
+            f"step {step} {skipped}{self.consecutive} in a row): {worst.culprit} is not finite "
+            f"on rank {rank}, samples {shown}{more}"
+        )
+        names = [name for cause in causes if cause.losses_finite == worst.losses_finite for name in cause.names]
+        self._loggers.event(
+            "skipped_step", {"step": step, "in_row": self.consecutive, "culprit": worst.culprit, "samples": names}
+        )
+        if 0 < self._most_consecutive <= self.consecutive:
+            raise RunEnded(
+                f"{self.consecutive} steps in a row were skipped because the gradient was not finite (--max-bad-steps):"
+                " look at the samples named in the log, lower --learning-rate, or resume from an earlier checkpoint.",
+                TOO_MANY_BAD_STEPS_EXIT_CODE,
+                step,
+            )
+
+    def _find_cause(self, evidence: list[_Evidence]) -> _Cause:
+        """Return what this rank contributed: a broken image first, then a loss, else the gradient of the whole step."""
+        indices = [index for one in evidence for index in one.indices.tolist()]
+        images_ok = [is_finite for one in evidence for is_finite in one.image_sums.isfinite().tolist()]
+        losses_ok = [is_finite for one in evidence for is_finite in one.losses.isfinite().tolist()]
+        culprit, found = "the gradient", indices
+        for what, are_ok in (("the loss", losses_ok), ("an image", images_ok)):
+            if not all(are_ok):
+                culprit, found = what, [index for index, is_ok in zip(indices, are_ok, strict=True) if not is_ok]
+        return _Cause(all(losses_ok), culprit, [self._name_of(index) for index in found])

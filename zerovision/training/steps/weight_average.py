@@ -1,0 +1,123 @@
+"""Averages of the weights over the steps: the exponential moving average, and lookahead's slow weights.
+
+They are in the optimizer's state beside its moments, so that they are sharded, saved and resumed as those are.
+
+The moving average (EMA) is what is evaluated and exported. It averages BatchNorm's statistics too, as timm does:
+running statistics follow the weights of the latest steps, those of the EMA are older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from zerovision.training.engines.engine import Engine
+from zerovision.training.recipe.optimizer import AVERAGES
+
+EMA, SLOW_WEIGHTS = "ema", "slow_weights"  # kinds of tensors in the optimizer's state
+LOOKAHEAD_SHARE = 0.5  # of the way from the slow weights to the fast ones: timm.optim.Lookahead's alpha
+WARM_UP_GAMMA, WARM_UP_POWER = 1.0, 2 / 3  # timm.utils.ModelEmaV3's
+
+
+class WeightAverages:
+    """The averages of an engine's weights that a run asks for: none, one or both.
+
+    Args:
+        engine: before its state is restored.
+        ema_decay: share of the moving average that a step keeps; 0 for none.
+        lookahead_steps: steps between two pulls of lookahead; 0 for none.
+        steps_per_epoch: optimizer steps of an epoch.
+    """
+
+    def __init__(self, engine: Engine, ema_decay: float, lookahead_steps: int, steps_per_epoch: int) -> None:
+        self._engine, self._decay = engine, ema_decay
+        self._lookahead_steps, self._steps_per_epoch = lookahead_steps, steps_per_epoch
+        kinds = ((EMA,) if ema_decay else ()) + ((SLOW_WEIGHTS,) if lookahead_steps else ())
+        for group in engine.optimizer.param_groups:
+            group[AVERAGES] = kinds
+        for weights, state in engine.optimizer.state.items():
+            state.update({kind: weights.detach().clone() for kind in kinds})
+        if ema_decay:
+            engine.buffers.keep_averages()
+
+    def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
+        """Update the averages; a collective.
+
+        Args:
+            applied: whether the step changed the weights, also as a bool tensor [] on their device.
+            step: of the run, from 1; skipped ones count.
+        """
+        if self._lookahead_steps:
+            self._pull(applied, step)
+        if self._decay and applied is not False:
+            self._update_ema(applied, step)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the model compute with the EMA inside the block, if there is one; a collective at both ends.
+
+        Afterwards every bit is as before. After an error the weights are not put back: other ranks may not know of it.
+        """
+        if not self._decay:
+            yield
+            return
+        with_ema = partial(exchange_with, kind=EMA)
+        self._engine.change_weights(with_ema)
+        with self._engine.buffers.averages_in_use():
+            yield
+        self._engine.change_weights(with_ema)
+
+    @torch.no_grad()
+    def _update_ema(self, applied: bool | torch.Tensor, step: int) -> None:
+        weight = 1 - ema_decay_at(step, self._decay)
+        weights = [*self._engine.optimizer.state]
+        averages = [state[EMA] for state in self._engine.optimizer.state.values()]
+        if averages and isinstance(applied, torch.Tensor):  # not read from the device
+            moved, share = torch._foreach_lerp(averages, weights, weight), applied * 1.0
+            torch._foreach_mul_(moved, share)  # one of the two summands is zeros
+            torch._foreach_mul_(averages, 1.0 - share)
+            torch._foreach_add_(averages, moved)
+        elif averages:
+            torch._foreach_lerp_(averages, weights, weight)
+        self._engine.buffers.update_averages(weight * applied)
+
+    def _pull(self, applied: bool | torch.Tensor, step: int) -> None:
+        """Pull the slow weights to the fast ones, which go on from there, if it is time.
+
+        Lookahead is by Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead
+        the slow weights begin at the first pull, which moves nothing, and as in timm's train.py the end of an epoch is
+        one. There is none after a skipped step, which leaves the weights as they are.
+        """
+        if step % self._lookahead_steps == 0 or step % self._steps_per_epoch == 0:
+            is_first = step == min(self._lookahead_steps, self._steps_per_epoch)
+            # `applied` as a number, also on the device.
+            self._engine.change_weights(partial(_pull_slow_weights, share=applied * 1.0, is_first=is_first))
+
+
+def ema_decay_at(step: int, decay: float) -> float:
+    """Return the share that the EMA keeps in a step of the run, counted from 1; the first one keeps nothing.
+
+    With a warm-up, as `timm.utils.ModelEmaV3.get_decay(step)` with use_warmup.
+    """
+    return min(1 - (1 + (step - 1) / WARM_UP_GAMMA) ** -WARM_UP_POWER, decay)
+
+
+def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind: str) -> None:
+    """Exchange weights with what the optimizer's state has of a kind; see `Engine.change_weights`."""
+    kept = weights.clone()
+    weights.copy_(state[kind])
+    state[kind].copy_(kept)
+
+
+def _pull_slow_weights(
+    weights: torch.Tensor, state: dict[str, torch.Tensor], *, share: float | torch.Tensor, is_first: bool
+) -> None:
+    """Pull with a share of 1, leave the weights as they are with 0."""
+    slow = state[SLOW_WEIGHTS]
+    if is_first:
+        slow.copy_(weights)
+    slow.add_((weights - slow) * (LOOKAHEAD_SHARE * share))
+    weights.lerp_(slow, share)

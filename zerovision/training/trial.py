@@ -1,0 +1,161 @@
+"""A short run beside the run, on its ranks: what `--learning-rate auto` and `--batch-size auto` measure with.
+
+It is built as the run is, of the same data, in a folder inside the run's that is removed after it, and closed before
+the run's own model is built: the training is the one that begins without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zerovision.training.base.errors import RunEnded
+from zerovision.training.base.progress import Progress
+from zerovision.training.base.run_folder import RunFolder
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe.new_run import make_folders
+from zerovision.training.observe.step_metrics import Timing
+from zerovision.training.prepare import Prepared, RunStart
+from zerovision.training.recipe.schedule import Schedule
+from zerovision.training.setup import Run, build
+from zerovision.training.steps.context import TrainContext
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.world.collectives import agreed
+from zerovision.training.world.world import World
+
+MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
+
+
+def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, Any]:
+    """Return what the result of a trial holds for, as JSON has it: the recipe's settings, the data, and more."""
+    names = FIELDS.keys() - CHANGEABLE_ON_RESUME | {"data", "data_root", *more}
+    return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)} | facts))
+
+
+class TrialStopped(Exception):
+    """The run was asked to stop during a trial: every rank raises it at the same point."""
+
+
+@contextmanager
+def trial(prepared: Prepared, start: RunStart, name: str) -> Iterator[Run]:
+    """Build a run, and leave nothing of it behind; a collective.
+
+    Args:
+        prepared: the run that this is a trial for, with the settings to try.
+        start: which start of the run this is.
+        name: of the trial's folder inside the run's, which is removed.
+
+    Raises:
+        TrialStopped: instead, if the run was asked to stop.
+    """
+    if start.stop.poll_now(prepared.world):
+        raise TrialStopped
+    world, folder = prepared.world, RunFolder(prepared.folder.path / name, "trial")
+    quiet = dataclasses.replace(prepared.config, compile="off", progress="off", loggers="none", profile=0)
+    if world.is_main:
+        shutil.rmtree(folder.log_dir, ignore_errors=True)  # of a trial that did not end
+    agreed(lambda: make_folders(folder) if world.is_main else None, world)
+    context = build(dataclasses.replace(prepared, config=quiet, folder=folder, lock=None, notes=[]))
+    is_stopped = False
+    try:
+        yield context
+    except TrialStopped:
+        is_stopped = True
+    context.close()
+    if world.is_main:
+        shutil.rmtree(folder.log_dir, ignore_errors=True)
+    if is_stopped:
+        raise TrialStopped
+
+
+def free_memory(world: World) -> None:
+    """Return what a trial had, before the next model comes to the device; call it when nothing refers to the trial."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError):  # of glibc alone
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
+    """Return a plan, and the epochs of it, that have that many steps; fewer than `epochs` more, to be equally long."""
+    epochs = math.ceil(steps / plan.steps_per_epoch)
+    most = math.ceil(steps / epochs) * plan.global_batch
+    return dataclasses.replace(plan, num_samples=min(plan.num_samples, most)), epochs
+
+
+def train_shortly(
+    context: Run,
+    plan: BatchPlan,
+    epochs: Sequence[int],
+    schedule: Schedule,
+    loggers: Loggers,
+    start: RunStart,
+    *,
+    only_head: bool = False,
+) -> None:
+    """Train; a collective.
+
+    It ends early, too, after `MOST_BAD_STEPS` in a row that were not finite.
+
+    Args:
+        context: a run that was built for it.
+        plan: as of `shortened`.
+        epochs: whose images are used, each as far as the plan goes.
+        schedule: learning rate by step.
+        loggers: get every step.
+        start: of the run.
+        only_head: whether the head alone is trained.
+
+    Raises:
+        TrialStopped: if the run was asked to stop, after the step that was under way.
+    """
+    world, state, signal = context.world, context.state, 0
+    loop = TrainContext(
+        world=world,
+        plan=plan,
+        schedule=schedule,
+        num_classes=len(context.data.class_names),
+        image_shape=context.data.image_shape,
+        seed=context.config.seed,
+        step=context.step,
+        log_every_steps=1,
+        epochs=len(epochs),
+        loggers=loggers,
+        stop=start.stop,
+        guard=NonFiniteGuard(
+            state.engine,
+            world.data,
+            Loggers([]),
+            MOST_BAD_STEPS,
+            context.data.train.source.name,
+            by_island=context.config.has_islands,
+        ),
+        heartbeat=start.heartbeat,
+        timing=Timing(),
+        averages=context.averages,
+    )
+    context.freezer.start_epoch(only_head=only_head)
+    with contextlib.suppress(RunEnded):  # nothing but steps that are not finite
+        for number, epoch in enumerate(epochs):
+            state.progress = Progress(epoch=number)  # the schedule goes on, whatever the images
+            signal = train_one_epoch(state, context.train_loader.epoch(epoch), loop).stop_signal
+            state.sums.reset()
+            if signal:
+                break
+    loop.stop.close()
+    if signal:
+        raise TrialStopped

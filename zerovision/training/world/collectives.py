@@ -1,0 +1,148 @@
+"""Collectives of tensors, of small values, and of errors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zerovision.training.base.errors import AgreedError, UserError
+from zerovision.training.base.timing import communication
+from zerovision.training.world import exchange
+from zerovision.training.world.exchange import Parser, optional, text, whole_number
+from zerovision.training.world.world import World
+
+Result = TypeVar("Result")
+
+BROADCAST_BYTES = 32 * 2**20  # of many tensors at a time
+
+
+def barrier(world: World) -> None:
+    """Wait for all ranks; a collective."""
+    if world.size > 1:
+        with communication():
+            dist.barrier(group=world.group)
+
+
+def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise sum of a tensor over all ranks; a collective."""
+    total = values.clone()
+    if world.size > 1:
+        with communication():
+            dist.all_reduce(total, group=world.group)
+    return total
+
+
+def largest_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise maximum of a tensor over all ranks; a collective."""
+    largest = values.clone()
+    if world.size > 1:
+        with communication():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.group)
+    return largest
+
+
+def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
+    rows = values.new_empty(world.size, values.numel())
+    if world.size == 1:
+        return rows.copy_(values)
+    with communication():
+        dist.all_gather_into_tensor(rows.view(-1), values, group=world.group)
+    return rows
+
+
+def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise mean of a tensor [n] over all ranks; a collective.
+
+    They are added in the order of the ranks, whatever n is: an all-reduce would add some elements in another order.
+    """
+    if world.size == 1:
+        return values
+    part = -(-len(values) // world.size)
+    padded = torch.nn.functional.pad(values, (0, part * world.size - len(values)))
+    rows, result = values.new_empty(world.size, part), torch.empty_like(padded)
+    with communication():
+        dist.all_to_all_single(rows.view(-1), padded, group=world.group)
+    mean = rows[0]
+    for row in rows[1:]:
+        mean += row
+    with communication():
+        dist.all_gather_into_tensor(result, mean.div_(world.size), group=world.group)
+    return result[: len(values)]
+
+
+def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -> None:
+    """Replace tensors of one dtype by rank 0's, or another rank's, in place; a collective.
+
+    The tensors may be on the CPU, whatever the ranks' device is. Each broadcast is of some 32 MB, or of one tensor:
+    a whole model is not copied at once.
+    """
+    if world.size == 1:
+        return
+    ends = itertools.accumulate(tensor.nbytes for tensor in tensors)
+    for _, places in itertools.groupby(zip(ends, tensors, strict=True), lambda place: place[0] // BROADCAST_BYTES):
+        together = [tensor.detach() for _, tensor in places]
+        flat = torch.cat([tensor.reshape(-1) for tensor in together]).to(world.device)
+        with communication():
+            dist.broadcast(flat, group=world.group, group_src=source)
+        for tensor, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> int:
+    """Return how many ranks every machine has, which a flag needs to be the same number; a collective.
+
+    Raises:
+        UserError: on all ranks, if machines have different numbers of them.
+    """
+    sizes = {*gather_objects(world.local_size, whole_number, world)}
+    if len(sizes) > 1:
+        raise AgreedError(
+            f"{flag}: the machines have {' and '.join(map(str, sorted(sizes)))} ranks: start the same number on each."
+        )
+    return world.local_size
+
+
+def error_on_any_rank(error: str | None, world: World) -> str | None:
+    """Return the error message of the lowest rank that has one, on every rank; a collective."""
+    if world.size == 1:
+        return error
+    messages = gather_objects(error, optional(text), world)
+    return next((message for message in messages if message is not None), None)
+
+
+def agreed(action: Callable[[], Result], world: World) -> Result:
+    """Run an action on every rank; if any raises a `UserError`, raise it on all. A collective."""
+    message = None
+    result: Any = None
+    try:
+        result = action()
+    except UserError as error:
+        message = str(error)
+    message = error_on_any_rank(message, world)
+    if message is not None:
+        raise AgreedError(message)
+    return result
+
+
+def gather_objects(
+    value: Any, parse: Parser[Result], world: World, group: dist.ProcessGroup | None = None
+) -> list[Result]:
+    """Return every rank's small value, in rank order, on every rank; a collective of `world.signal_group` or `group`.
+
+    The other arguments and the error are those of `zerovision.training.world.exchange.gather`.
+    """
+    if world.size == 1:
+        return [exchange.as_received(value, parse)]
+    return exchange.gather(value, parse, group or world.signal_group)
+
+
+def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
+    """Return rank 0's small value on every rank; a collective. Arguments and error as of `gather_objects`."""
+    if world.size == 1:
+        return exchange.as_received(value, parse)
+    return exchange.broadcast(value, parse, world.signal_group)

@@ -1,0 +1,175 @@
+"""Which rank this process is, by the variables of the launcher that started it.
+
+torchrun, deepspeed, accelerate (`--multi_gpu`, on CPUs too) and our own launchers set RANK, LOCAL_RANK and WORLD_SIZE.
+srun numbers its processes in variables of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import shown_path
+from zerovision.training.base.settings import REPO_ROOT
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_LINE_VARIABLE = "ZEROVISION_LINE"  # what was typed to start our launcher
+# Of mpirun alone: in a Slurm job its processes have the variables of the srun that started its daemons, too.
+_OF_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+_SIZES = {  # how many processes were started, and by what; srun sets PMI_SIZE too
+    **{"OMPI_COMM_WORLD_SIZE": "mpirun", "MV2_COMM_WORLD_SIZE": "mpirun"},
+    **{"SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "mpirun"},
+}
+PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
+_FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
+_WAYS = (
+    "Start with scripts/launch_distributed.sh (sbatch scripts/slurm_distributed.sh under Slurm), or with "
+    "torchrun --nproc_per_node=N scripts/train_distributed.py."
+)
+
+
+def launched_world() -> tuple[int, int, int, int]:
+    """Return (rank, local rank, ranks on this machine, all ranks) from the environment; (0, 0, 1, 1) by default.
+
+    Raises:
+        UserError: if the variables are incomplete or not numbers; see `adopt_rank`, too.
+    """
+    adopt_rank()
+    # LOCAL_SIZE is deepspeed's variable, LOCAL_WORLD_SIZE torchrun's.
+    local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+    if not given:
+        return 0, 0, 1, 1
+    try:
+        rank, local_rank, size = (int(given[name]) for name in RANK_VARIABLES)
+        return rank, local_rank, int(local_size), size
+    except (KeyError, ValueError):
+        said = ", ".join(f"{name}={given.get(name, 'missing')}" for name in RANK_VARIABLES)
+        raise UserError(
+            f"the launcher's environment is incomplete: {said}. Start through deepspeed or torchrun."
+        ) from None
+
+
+def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:
+    """Let the ranks that this launcher will start know how it was started."""
+    os.environ[_LINE_VARIABLE] = shlex.join([*start, shown_path(REPO_ROOT / "scripts" / script), *arguments])
+
+
+def remembered_line() -> dict[str, str]:
+    """Return the variable of `remember_line`, for ranks on other machines; empty without."""
+    return {name: os.environ[name] for name in (_LINE_VARIABLE,) if name in os.environ}
+
+
+def line_to_go_on(run_name: str, otherwise: Sequence[str]) -> str:
+    """Return the line that goes on with a run: as it was typed for our launcher, or another one, and two flags."""
+    words = shlex.split(os.environ.get(_LINE_VARIABLE, "")) or otherwise
+    flags, pairs = ("--run-name", "--resume"), zip(["", *words], words, strict=False)
+    kept = [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
+    return shlex.join([*kept, f"--run-name={run_name}", "--resume=auto"])
+
+
+def environment_for_ranks() -> dict[str, str]:
+    """Return the environment for a launcher that this process starts.
+
+    Raises:
+        UserError: if this process is itself a rank that a launcher started, or in one of several pods.
+    """
+    environment = dict(os.environ)
+    if environment.get("MASTER_PORT") == PORT_OF_NONE:  # another thread trains, alone, in this process
+        for name in (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+    if "LOCAL_RANK" not in environment:  # a job of one pod
+        refuse_a_pod_alone(environment)
+        environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
+    if "RANK" in environment:
+        raise UserError("gpus: this process is a rank already, and its launcher has started the others: leave it out.")
+    return environment
+
+
+def adopt_rank() -> None:
+    """Give a process of srun torchrun's variables, by which PyTorch, DeepSpeed and we know the ranks.
+
+    Does nothing if they are set, or if the process is the only one.
+
+    Raises:
+        UserError: if several processes were started or asked for, and this one cannot know its rank or the others.
+    """
+    refuse_a_pod_alone(os.environ)
+    if os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") == "1":  # a job of one pod
+        os.environ.setdefault("LOCAL_RANK", "0")
+    if any(name in os.environ for name in RANK_VARIABLES):
+        return
+    numbers = _numbers_of_srun()
+    if numbers is None or any(name in os.environ for name in _OF_MPIRUN):
+        _refuse_a_single_process()
+        return
+    host = "127.0.0.1" if numbers[2] == numbers[3] else _first_host()
+    port = job_port(_number("SLURM_JOB_ID"))
+    place = {"MASTER_ADDR": os.environ.get("MASTER_ADDR") or host, "MASTER_PORT": os.environ.get("MASTER_PORT") or port}
+    names = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE")
+    os.environ |= {name: str(value) for name, value in (*zip(names, numbers, strict=True), *place.items())}
+
+
+def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
+    """Refuse to train here alone if the variables say that this is one of several pods, each a node of one training.
+
+    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, and no LOCAL_RANK; its newer versions, and TrainJob, the
+    defaults of torchrun's flags, as PET_NNODES.
+
+    Raises:
+        UserError: if it is one of several.
+    """
+    pods = environment.get("PET_NNODES") or (environment.get("WORLD_SIZE") if "RANK" in environment else "") or "1"
+    if "LOCAL_RANK" in environment or pods.rpartition(":")[2] in ("0", "1"):  # '1:4' are 1 to 4
+        return
+    names = [name for name in ("RANK", "WORLD_SIZE", "PET_NNODES") if name in environment]
+    said = ", ".join(f"{name}={environment[name]}" for name in names)
+    raise UserError(
+        f"{said}, but no LOCAL_RANK: this is one of several pods, and each would train alone. Type torchrun "
+        "scripts/train_distributed.py ... in each, with the flags that docs/cluster.md, Kubernetes, gives it; to train "
+        f"in this one alone, unset {' '.join(names)}."
+    )
+
+
+def job_port(job: int) -> int:
+    """Return a Slurm job's own port: jobs of one user, and tasks of one array, may share a node."""
+    return _FIRST_JOB_PORT + job % _JOB_PORTS
+
+
+def _numbers_of_srun() -> tuple[int, ...] | None:
+    """Return rank, local rank, all ranks and ranks of this machine of a task of one srun; None of any other process."""
+    # Not SLURM_NTASKS, which is also set in the shell of a job; a pseudo-terminal is an interactive shell's.
+    size, node = _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_NODEID")
+    # '2(x3),1' are 2 tasks on each of 3 nodes, and 1 on the fourth.
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = [int(count) for count, times in groups for _ in range(int(times or 1))]
+    if size < 2 or not 0 <= node < len(tasks) or "SLURM_PTY_PORT" in os.environ:
+        return None
+    return _number("SLURM_PROCID"), _number("SLURM_LOCALID"), size, tasks[node]
+
+
+def _first_host() -> str:
+    """Return the first node of an srun, which has rank 0: gpu03 of 'gpu[03-05,9],cpu1'."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]
+
+
+def _refuse_a_single_process() -> None:
+    """Raise a UserError if several ranks were requested, but this process would train on its own."""
+    for name, launcher in _SIZES.items():
+        if (size := _number(name)) > 1 and not (launcher == "srun" and "SLURM_PTY_PORT" in os.environ):
+            raise UserError(f"{launcher} started {size} processes, and each would train on its own. {_WAYS}")
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+        raise UserError(
+            "accelerate was asked for several processes and started one on its own: give it --multi_gpu, which starts "
+            f"them on CPUs too, in place of --cpu. {_WAYS}"
+        )
+
+
+def _number(name: str) -> int:
+    """Return a variable's value, -1 if it is missing or not a number."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else -1

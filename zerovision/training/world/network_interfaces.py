@@ -1,0 +1,126 @@
+"""A machine's addresses and network interfaces, the one by which others reach it, and free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from zerovision.training.base.errors import UserError, shown
+
+IP = {socket.AF_INET, socket.AF_INET6}
+
+
+def own_addresses() -> list[tuple[str, str, str]]:
+    """Return (interface, IPv4 address, netmask) for every interface that is up, without loopback."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return [
+        (name, entry.address, entry.netmask or "255.255.255.255")
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family == socket.AF_INET and not is_loopback(entry.address)
+    ]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether other machines cannot use this address: 127.0.0.1, Debian's 127.0.1.1, ::1, or not an address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return True
+
+
+def interface_of(address: str, addresses: Sequence[Sequence[str]]) -> str:
+    """Return the interface that has the address, '' if none has."""
+    return next((name for name, own, _ in addresses if own == address), "")
+
+
+def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -> str:
+    """Return the address in one network with any of the other machines', else the first one, '' if there is none.
+
+    Args:
+        others: addresses of other machines.
+        addresses: this machine's, from `own_addresses`.
+    """
+    for _, own, netmask in addresses:
+        network = ipaddress.ip_network(f"{own}/{netmask}", strict=False)
+        if any(not is_loopback(other) and ipaddress.ip_address(other) in network for other in others):
+            return own
+    return addresses[0][1] if addresses else ""
+
+
+def route_towards(host: str) -> str:
+    """Return this machine's address on the route to a host, '' without a route; nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
+    return ""
+
+
+def interface_towards(host: str) -> str:
+    """Return the interface by which other machines reach this one, from the route to one of them; '' if unclear.
+
+    Args:
+        host: name or address of a machine that all know. If it is this one, and its name resolves to a loopback
+            address, the route out of the local network is used (to an unassigned address of RFC 5737).
+    """
+    address = route_towards(host)
+    if is_loopback(address):
+        address = route_towards("192.0.2.1")
+    addresses = own_addresses()
+    if is_loopback(address):
+        address = address_towards([], addresses)
+    return interface_of(address, addresses)
+
+
+def free_port(wanted: int = 0) -> int:
+    """Return the wanted port (0: any) if a process could listen on it now, on all addresses as torch's store does.
+
+    Raises:
+        OSError: if it is in use.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", wanted))
+        probe.listen()
+        return probe.getsockname()[1]
+
+
+def port_if_free(wanted: int) -> int:
+    """Return the wanted port if it is free, else 0."""
+    try:
+        return free_port(wanted)
+    except OSError:
+        return 0
+
+
+def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -> None:
+    """Refuse GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME if they choose none of this machine's interfaces.
+
+    gloo takes exact names; NCCL names by their beginning ('=' before them: exactly these, '^': all but these), each
+    perhaps with a port behind it. Both take several with commas.
+
+    Args:
+        environment: the variables that the ranks will have.
+        has_gpus: whether the ranks use NCCL beside gloo.
+
+    Raises:
+        UserError: if nothing is chosen.
+    """
+    present = [name for name, entries in psutil.net_if_addrs().items() if {one.family for one in entries} & IP]
+    gloo, nccl = (environment.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
+    here = f"this machine has {', '.join(sorted(present))}"
+    if missing := [name for name in gloo.split(",") if name and name not in present]:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME {shown(gloo)}: no interface {shown(missing[0])}, {here}. Correct or unset it."
+        )
+    excludes, pattern = nccl.startswith("^"), nccl.removeprefix("^")
+    is_exact, names = pattern.startswith("="), [word.partition(":")[0] for word in pattern.removeprefix("=").split(",")]
+    named = {
+        name for name in present for word in names if word and (name == word if is_exact else name.startswith(word))
+    }
+    if has_gpus and any(names) and (named == {*present} if excludes else not named):
+        raise UserError(f"NCCL_SOCKET_IFNAME {shown(nccl)} leaves no interface, {here}. Correct or unset it.")

@@ -1,0 +1,98 @@
+"""Training and evaluating inside somebody's Python process, such as a notebook, without changing that process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.world.signals import handling_stop_signals
+from zerovision.training.world.world import stop_world
+
+FLAGS = (
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "allow_tf32"),
+    (torch.backends.cuda.matmul, "allow_tf32"),
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+)
+# Process group, environment and settings are the process's: one training or evaluation after the other has them.
+_IN_USE = threading.RLock()
+_GENERATORS = threading.RLock()  # one thread would restore what another has drawn
+
+
+@contextmanager
+def preserved_process() -> Iterator[None]:
+    """Restore what a run changes in its process, unless a launcher started it; a decorator, too.
+
+    Restored are signal handlers, the environment, the CPU's random generators and PyTorch's global settings; the
+    process group is destroyed. The process of a launched rank belongs to the run: a signal that comes after its end
+    must still find the run's handlers. If another thread trains or evaluates, this one waits for its end.
+
+    Raises:
+        UserError: if the process has a process group already.
+    """
+    if not _IN_USE.acquire(blocking=False):
+        print("note: another thread of this process trains or evaluates: waiting for its end", file=sys.stderr)
+        _IN_USE.acquire()
+    try:
+        with contextlib.nullcontext() if "RANK" in os.environ else _restored_process():
+            yield
+    finally:
+        _IN_USE.release()
+
+
+@contextmanager
+def _restored_process() -> Iterator[None]:
+    if dist.is_initialized():
+        raise UserError("this process has a process group: call torch.distributed.destroy_process_group() first.")
+    environment = dict(os.environ)
+    try:
+        with _restored_generators(), preserved_torch_settings(), handling_stop_signals():
+            yield
+    finally:
+        stop_world()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextmanager
+def preserved_torch_settings() -> Iterator[None]:
+    """Restore PyTorch's global settings when the block ends."""
+    flags = [(owner, name, getattr(owner, name)) for owner, name in FLAGS]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        for owner, name, value in flags:
+            setattr(owner, name, value)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Restore the global CPU generators of Python, NumPy and torch when the block ends; one thread at a time."""
+    with _GENERATORS, _restored_generators():
+        yield
+
+
+@contextmanager
+def _restored_generators() -> Iterator[None]:
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

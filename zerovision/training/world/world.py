@@ -1,0 +1,283 @@
+"""The process group: joining and leaving.
+
+Only this module chooses between NCCL and gloo.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from zerovision.training.base.control_groups import usable_cores
+from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.heartbeat import SECRET_VARIABLE
+from zerovision.training.base.units import plural
+from zerovision.training.world import secure_store
+from zerovision.training.world.gpus import machine_gpus, visible_gpus
+from zerovision.training.world.launchers import PORT_OF_NONE, launched_world
+from zerovision.training.world.network_interfaces import check_chosen_interfaces, interface_towards
+
+LOOPBACK = "lo"
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all ranks, or among those of one group of a mesh.
+
+    Attributes:
+        rank: of this process, from 0.
+        local_rank: among the ranks of this machine.
+        local_size: ranks on this machine.
+        size: ranks on all machines.
+        device: of this rank.
+        signal_group: gloo group for small values and for stopping, None for a single rank.
+        save_group: gloo group for the thread that writes checkpoints, None for a single rank and in groups of a mesh.
+        group: of collectives of tensors; None for all ranks.
+        mesh: this rank's groups, if the ranks form a mesh, see `zerovision.training.world.mesh`.
+    """
+
+    rank: int
+    local_rank: int
+    local_size: int
+    size: int
+    device: torch.device
+    signal_group: dist.ProcessGroup | None = None
+    save_group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
+    mesh: Mesh | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only rank that writes files and logs."""
+        return self.rank == 0
+
+    @property
+    def data(self) -> World:
+        """The ranks that read different images and have the same part of the model: all, unless there is a mesh."""
+        return self.mesh.data if self.mesh else self
+
+    @property
+    def tensor(self) -> World:
+        """The ranks that share the arithmetic of the same layers for the same images."""
+        return self.mesh.tensor if self.mesh else self.alone()
+
+    @property
+    def pipeline(self) -> World:
+        """The ranks that have consecutive layers, in their order, and the same images."""
+        return self.mesh.pipeline if self.mesh else self.alone()
+
+    def __deepcopy__(self, _copied: dict[int, Any]) -> World:
+        """Return itself: a copy of a layer that several ranks compute is computed by the same ones."""
+        return self
+
+    def alone(self) -> World:
+        """Return a world of this rank only."""
+        return World(0, 0, 1, 1, self.device)
+
+    def units(self) -> tuple[str, str]:
+        """Return what reads images of its own, in words: one, and all of them with their number."""
+        unit = "GPU" if self.device.type == "cuda" else "CPU rank"
+        ranks = self.size // self.data.size
+        one, short = (unit, unit) if ranks == 1 else (f"group of {ranks} {unit}s", "group")
+        return one, plural(self.data.size, short)
+
+    def describe(self) -> str:
+        """Return a short description of the ranks' hardware, of their network interface if needed, and of a mesh."""
+        is_gpu = self.device.type == "cuda"
+        interface = os.environ.get("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", "").removeprefix("=")
+        network = f" on {interface}" if interface and self.size > self.local_size else ""
+        mesh = f", {self.mesh.describe()}" if self.mesh else ""
+        if is_gpu:
+            return f"{self.size} x {torch.cuda.get_device_name(self.device)}{network}{mesh}"
+        ranks = "1 CPU process" if self.size == 1 else f"{self.size} CPU ranks over gloo"
+        return f"{ranks}{network}, {plural(torch.get_num_threads(), 'thread')} each{mesh}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A rank's groups in ranks that are divided into data x pipeline x tensor.
+
+    Attributes:
+        data: see `World.data`.
+        pipeline: see `World.pipeline`.
+        tensor: see `World.tensor`.
+    """
+
+    data: World
+    pipeline: World
+    tensor: World
+
+    def describe(self) -> str:
+        """Return the sizes of the dimensions that are divided."""
+        sizes = {"data": self.data.size, "pipeline": self.pipeline.size, "tensor": self.tensor.size}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if name == "data" or size > 1)
+
+
+def start_world(*, deterministic: bool = False) -> World:
+    """Join the process group, over NCCL on GPUs and gloo on CPUs; every rank must call this.
+
+    Args:
+        deterministic: whether to use PyTorch's deterministic algorithms; an operation without one warns.
+
+    Raises:
+        UserError: if this machine has fewer GPUs than ranks, or GPUs that torch cannot use, or the master port is in
+            use; see `check_chosen_interfaces`, too.
+    """
+    rank, local_rank, local_size, size = launched_world()
+    _configure_libraries(deterministic=deterministic)
+    device = _choose_device(local_rank, local_size)
+    is_alone = size == local_size
+    if size > 1:
+        check_chosen_interfaces(os.environ, has_gpus=device.type == "cuda")
+    _choose_interface(is_alone=is_alone)
+    backend, bound_to = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    try:
+        rendezvous = _rendezvous(rank, size, is_alone=is_alone)
+        # With the device given, NCCL connects at once, so that failures to connect show here; barriers use this GPU.
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **rendezvous)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(f"port {port} is in use: give a free one with --master_port, or in MASTER_PORT.") from None
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise UserError(
+            "several ranks were given one GPU: give each its own (srun --gpus-per-task=1), or all GPUs to every rank."
+        ) from None
+    # Over gloo, from CPU to CPU, small values and stop requests never wait for a GPU's queue. The thread that writes
+    # checkpoints has a group of its own, because it runs beside them.
+    signal_group, save_group = (
+        cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None for _ in range(2)
+    )
+    return World(rank, local_rank, local_size, size, device, signal_group, save_group)
+
+
+def stop_world() -> None:
+    """Leave the process group; every rank must call this."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
+    """Return the arguments of `init_process_group` for joining the group; none for PyTorch's own rendezvous.
+
+    If the environment contains the run's secret, every rank proves first that it knows it. The secret is removed from
+    the environment, so that the processes that a rank starts do not inherit it.
+
+    Raises:
+        UserError: see `secure_store.open_store`.
+        ConnectionError, TimeoutError: see `secure_store.authenticate`.
+    """
+    secret = os.environ.pop(SECRET_VARIABLE, "")
+    if size == 1:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # opens no port
+    if not secret:
+        return {}
+    # Under torchrun its own process hosts the store, and all ranks connect to it.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and not is_torchruns
+    store = secure_store.open_store(address, port, COLLECTIVE_TIMEOUT, is_host=is_host, is_alone=is_alone)
+    if is_torchruns:  # the store outlives torchrun's restarts
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    store = secure_store.authenticate(store, secret, rank, size, COLLECTIVE_TIMEOUT, is_ours=is_host)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def _choose_interface(*, is_alone: bool) -> None:
+    """Set gloo's and NCCL's interface to the one on the route to the master, unless the launcher or the user has.
+
+    By default gloo uses the address that the host's own name resolves to: 127.0.1.1 on Debian, or one in a network
+    without the other machines. NCCL reads '=name' as exactly this interface; it does not use loopback.
+    """
+    if is_alone:
+        if any(name == LOOPBACK for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        return
+    interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def _configure_libraries(*, deterministic: bool) -> None:
+    """Set PyTorch's switches and variables for its libraries; must come before CUDA's first use."""
+    if "RANK" not in os.environ:
+        # For DeepSpeed, which looks for MPI if they are missing; nothing listens on this port.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT_OF_NONE)
+    # Otherwise the last bit of MKL's products may depend on a matrix's address.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
+    # Otherwise the profiler's library logs every start, and an error if there is no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    use_exact_fp32()
+    # cuDNN's own choice of kernels. Timing all of them takes up to half a minute of a start, and gained nothing: see
+    # docs/performance.md.
+    torch.backends.cudnn.benchmark = False
+    if deterministic:  # as in https://docs.pytorch.org/docs/stable/notes/randomness.html
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Filling new memory would only help to debug reads of uninitialized tensors, and costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _choose_device(local_rank: int, local_size: int) -> torch.device:
+    """Return this rank's GPU; without GPUs the CPU, of which each rank gets its share of the cores.
+
+    2 ranks with 2 threads each on 2 cores took 15 times as long.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong is said in one line
+        has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        _refuse_unusable_gpus()
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, usable_cores() // local_size))
+        return torch.device("cpu")
+    present = torch.cuda.device_count()
+    # As `srun --gpus-per-task=1` has it.
+    sees_its_own_alone = present == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if local_size > present and not sees_its_own_alone:
+        raise UserError(f"{local_size} GPUs asked for, {present} present: ask for fewer.")
+    device = torch.device("cuda", 0 if sees_its_own_alone else local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _refuse_unusable_gpus() -> None:
+    """Raise a UserError with torch's reason if this machine has GPUs, which torch cannot use, and they are not hidden.
+
+    A CPU is asked for by an empty CUDA_VISIBLE_DEVICES.
+    """
+    gpus = visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not gpus:
+        return
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        reason = one_line(error).rstrip(".")
+        raise UserError(
+            f"torch {torch.__version__} cannot use the {len(gpus)} GPU(s) of this machine: {reason}. "
+            "Mend that (scripts/doctor.py helps), or compute on the CPU: put CUDA_VISIBLE_DEVICES= before the command."
+        ) from None
+
+
+def use_exact_fp32() -> None:
+    """Disable TF32, so that GPUs compute fp32 in fp32; no effect on a CPU.
+
+    TF32 keeps 10 of the 23 bits of mantissa (https://docs.pytorch.org/docs/stable/notes/cuda.html), and cuDNN uses it
+    by default. Under autocast nearly every operation that it speeds up runs in 16 bits anyway. These are PyTorch's
+    older switches: torch.compile in 2.11 reads them, and they raise once the newer ones (`fp32_precision`) differ from
+    them, while setting them sets the newer ones too.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
