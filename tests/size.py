@@ -28,6 +28,7 @@ BUDGET = {
     "zerovision/delivery": 2950,
 }
 ELSEWHERE = {
+    "zerovision/commands": "scripts",
     "zerovision/training/config": "zerovision/training/base",
     "zerovision/training/steps": "zerovision/training",
 }  # whose budget such a room shares

@@ -54,7 +54,7 @@ def train_alone(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]
 
 def train_here(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run the entry as `train_alone` does, but in this process, which has imported already what it needs."""
-    from scripts.train_distributed import train
+    from zerovision.commands.train_distributed import train
 
     output, errors = io.StringIO(), io.StringIO()
     with (

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from scripts.replay import parse, replay
+from zerovision.commands.replay import parse, replay
 from zerovision.training.checkpoint.manifest import ShardFacts, read_manifest, shard_name, write_manifest
 from zerovision.training.config.command_line import run_script
 

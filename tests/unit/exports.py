@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.export import export, parse
+from zerovision.commands.export import export, parse
 from zerovision.models.build import build_model
 from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config.command_line import run_script

@@ -12,7 +12,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from test_evaluate_predict import call, data, digit_folder, logits, run
 
-from scripts import evaluate, predict
+from zerovision.commands import evaluate, predict
 from zerovision.delivery.calibration import HIGHEST_TEMPERATURE, calibration_file, read_calibration
 from zerovision.delivery.export.export_job import ExportSettings
 from zerovision.delivery.export.export_model import export_model

@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from scripts.train_distributed import train
+from zerovision.commands.train_distributed import train
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import LAST

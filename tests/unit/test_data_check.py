@@ -10,7 +10,7 @@ import pytest
 from made_data import save_animation
 from PIL import Image
 
-from scripts import doctor
+from zerovision.commands import doctor
 from zerovision.planning.data_check import check_data
 from zerovision.training.data import DataOptions
 

@@ -78,7 +78,7 @@ def doctor_flags() -> set[str]:
 
 def script_module(name: str) -> ModuleType | None:
     """Return the script of a finished model's verb, None for another file."""
-    return importlib.import_module(f"scripts.{name}") if name in VERBS else None
+    return importlib.import_module(f"zerovision.commands.{name}") if name in VERBS else None
 
 
 @cache

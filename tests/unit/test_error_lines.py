@@ -23,10 +23,10 @@ from unittest import mock
 
 import torch
 
-from scripts import audit_data, doctor, evaluate, export, plan, predict, report
-from scripts.train_distributed import train
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.launching import environment
+from zerovision.commands import audit_data, doctor, evaluate, export, plan, predict, report
+from zerovision.commands.train_distributed import train
 from zerovision.launch import single_node
 from zerovision.launch.cluster import multi_node
 from zerovision.launch.slurm import job

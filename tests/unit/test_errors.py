@@ -68,7 +68,7 @@ def test_a_run_is_found_from_other_folders(tmp_path, monkeypatch):
     (run / "config.json").write_text("{}")
     weights = run / "model.safetensors"
     weights.write_bytes(bytes(8) + b"{}")
-    monkeypatch.setattr("zerovision.delivery.trained_model.REPO_ROOT", tmp_path / "repository")
+    monkeypatch.setattr("zerovision.delivery.trained_model.log_folder", lambda: tmp_path / "repository" / "logs")
     monkeypatch.chdir(other)
     for word in ("digits", "logs/runs/digits", "logs/runs/digits/", "logs/runs/digits/model.safetensors"):
         assert find_model(word) == TrainedModel(weights, run)

@@ -17,6 +17,7 @@ PACKAGES = (
     "zerovision/launch",
     "zerovision/delivery",
     "zerovision/planning",
+    "zerovision/commands",
     "scripts",
 )
 
@@ -53,7 +54,11 @@ ARROWS = {
     "zerovision/launch": {"zerovision/training", "models"},
     "zerovision/planning": {"zerovision/launch", "zerovision/training", "models"},
     "zerovision/delivery": {"zerovision/training", "models"},
-    "scripts": {"zerovision/launch", "zerovision/planning", "zerovision/delivery", "zerovision/training", "models"},
+    "zerovision/commands": {
+        *(f"zerovision/{room}" for room in ("launch", "planning", "delivery", "training")),
+        "models",
+    },
+    "scripts": {"zerovision/commands"},
 }
 
 
@@ -176,7 +181,7 @@ def test_the_environment_is_read_where_it_belongs():
     allowed = {
         *(f"zerovision/training/world/{name}.py" for name in ("launchers", "world", "preserved_process")),
         *(
-            "scripts/train_distributed.py",
+            "zerovision/commands/train_distributed.py",
             "zerovision/training/base/heartbeat.py",
             "zerovision/training/engines/deepspeed_engine.py",
         ),

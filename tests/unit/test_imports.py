@@ -43,7 +43,7 @@ except SystemExit as end:
 """
 LOAD = "from zerovision.training.checkpoint.weights import load_model; load_model(sys.argv[1])"
 NOT_IMPORTED = {
-    "import models": ("torch", "timm", "numpy"),
+    "import zerovision.models": ("torch", "timm", "numpy"),
     "import zerovision.training.config.command_line": ("torch", "timm", "deepspeed"),
     "import zerovision.training.data, zerovision.training.data.augmentations": ("torch",),
     "import zerovision.delivery.report.page, zerovision.delivery.trained_model": ("torch",),

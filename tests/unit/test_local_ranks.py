@@ -151,6 +151,8 @@ def test_ranks_whose_parent_has_used_cuda_are_programs_of_their_own(tmp_path: Pa
 
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
-    code = "import sys; from zerovision.launch import local_ranks; print('torch' in sys.modules, 'psutil' in sys.modules)"
+    code = (
+        "import sys; from zerovision.launch import local_ranks; print('torch' in sys.modules, 'psutil' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, env=environment(), capture_output=True)
     assert result.stdout == b"False False\n", result.stderr

@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
 from test_evaluate_predict import ROOT, call
 
-from scripts import evaluate, predict
+from zerovision.commands import evaluate, predict
 from zerovision.delivery.audit.audit import audit
 from zerovision.delivery.export.export_job import ExportSettings
 from zerovision.delivery.export.export_model import export_model

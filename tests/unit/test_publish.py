@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
-from scripts.publish import parse, publish
+from zerovision.commands.publish import parse, publish
 from zerovision.models.build import build_model
 from zerovision.models.sides import ImageSize, sides
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.settings import REPO_ROOT
+from zerovision.training.base.places import REPO_ROOT
 from zerovision.training.world.launchers import launched_world, line_to_go_on, remember_line
 
 ACCELERATE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # 1.15

@@ -18,7 +18,7 @@ from made_data import KINDS, SPLIT, make_photos
 from PIL import Image, ImageColor
 from range_server import RangeServer
 
-from scripts.train_distributed import train as run_command
+from zerovision.commands.train_distributed import train as run_command
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.training.base.errors import FileServerError, UserError
 from zerovision.training.config import TrainConfig

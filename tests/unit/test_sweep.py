@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.sweep import parse
+from zerovision.commands.sweep import parse
 from zerovision.launch import sweep as sweeps
 from zerovision.launch.sweep import Sweep, prepare
 from zerovision.launch.sweep_table import best_trial, rows_of, write_table

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from zerovision.training.base.errors import UserError, nearest
+from zerovision.training.base.places import log_folder
 from zerovision.training.base.run_folder import CONFIG, WEIGHTS
-from zerovision.training.config import REPO_ROOT, TrainConfig
+from zerovision.training.config import TrainConfig
 from zerovision.training.config.file import read_values
 
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
@@ -51,7 +52,7 @@ def find_model(given: str | Path) -> TrainedModel:
         UserError: if there is none, or if the file could run code when it is loaded.
     """
     path = Path(os.path.expanduser(given))
-    path = path if os.path.exists(path) else REPO_ROOT / path  # 'logs/runs/NAME/...', typed in another folder
+    path = path if os.path.exists(path) else log_folder().parent / path  # 'logs/runs/NAME/...', typed in another folder
     if os.path.isfile(path):
         _check_is_safetensors(path)
         return TrainedModel(path, path.parent if _is_run(path.parent) else None)
@@ -68,9 +69,9 @@ def find_run(given: str | Path) -> Path:
     Raises:
         UserError: if there is none.
     """
-    runs = REPO_ROOT / "logs" / "runs"
+    runs = log_folder() / "runs"
     path = Path(os.path.expanduser(given))
-    for folder in (path, runs / given, REPO_ROOT / path):
+    for folder in (path, runs / given, log_folder().parent / path):
         if given and os.path.isdir(folder):
             if not _is_run(folder):
                 raise UserError(f"folder '{folder}' is no run: it has no config.json. Give logs/runs/NAME.")

@@ -26,14 +26,15 @@ from zerovision.training.base.errors import (
 from zerovision.training.base.heartbeat import end_with_caller
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import outlast_readers
+from zerovision.training.base.places import ENTRIES
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MOST_RANKS
-from zerovision.training.config import FIELDS, REPO_ROOT, TrainConfig
+from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.config.check import check_launched_strategy
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.engines.deepspeed_config import read_strategy_json
 
-ENTRY = str(REPO_ROOT / "scripts/train_distributed.py")
-DOCTOR = str(REPO_ROOT / "scripts/doctor.py")
+ENTRY = str(ENTRIES / "train_distributed.py")
+DOCTOR = str(ENTRIES / "doctor.py")
 LARGEST = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
 LARGEST |= {name: int(FIELDS[name].metadata["high"]) for name in ("batch_size", "epochs")}
 WORD_OF = {"--model-type": "model", "--strategy": "strategy", "--batch-size": "batch_size", "--epochs": "epochs"}

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from zerovision.launch.arguments import LaunchArguments
 from zerovision.training.base.errors import UserError
-from zerovision.training.config import REPO_ROOT, TrainConfig
+from zerovision.training.base.places import ENTRIES
+from zerovision.training.config import TrainConfig
 from zerovision.training.config.global_batch import check_division
 from zerovision.training.observe.new_run import refuse_existing, run_folder
 
-PLANNER = str(REPO_ROOT / "scripts/plan.py")
+PLANNER = str(ENTRIES / "plan.py")
 AUTO = "auto"
 
 

@@ -15,10 +15,10 @@ import psutil
 
 from zerovision.launch.local_ranks import CHANNEL_VARIABLE, LONGEST_ORDER
 from zerovision.launch.process_tree import is_alive, send
-from zerovision.training.config import REPO_ROOT
+from zerovision.training.base.places import LAUNCH
 from zerovision.training.observe.memory_limit import OWN_LIMITS
 
-LOCAL_RANKS = str(REPO_ROOT / "zerovision/launch/local_ranks.py")
+LOCAL_RANKS = str(LAUNCH / "local_ranks.py")
 PRELOADED = ("zerovision.training.run", "zerovision.delivery.end_of_run")
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes: mallopt(3) takes no more
 POLL_SECONDS = 0.02

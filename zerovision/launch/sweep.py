@@ -33,15 +33,15 @@ from zerovision.training.base.atomic_write import replacing, write_json
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
 from zerovision.training.base.heartbeat import CALLER_VARIABLE
+from zerovision.training.base.places import LAUNCH
 from zerovision.training.base.points import best_epoch, merit, score_in
 from zerovision.training.base.run_folder import METRICS, shown_path
 from zerovision.training.base.units import plural
-from zerovision.training.config import REPO_ROOT
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.world.gpus import machine_gpus, visible_gpus
 
-LAUNCHER = REPO_ROOT / "zerovision" / "launch" / "single_node.py"
-MULTI_NODE = REPO_ROOT / "zerovision" / "launch" / "cluster" / "multi_node.py"
+LAUNCHER = LAUNCH / "single_node.py"
+MULTI_NODE = LAUNCH / "cluster" / "multi_node.py"
 SCRIPT = "launch_distributed.sh"
 MOST_TRIALS = 1000
 POLL_SECONDS = 0.2

@@ -12,15 +12,16 @@ from pathlib import Path
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.heartbeat import CALLER_VARIABLE
+from zerovision.training.base.places import LAUNCH
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE
-from zerovision.training.config import FLAG_OF, REPO_ROOT, TrainConfig
+from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import OF_LAUNCHERS, check_config, check_launched_strategy
 from zerovision.training.config.file import read_preset
 from zerovision.training.config.values import WORDS_OF_LAUNCH, changed_flags
 from zerovision.training.world.launchers import environment_for_ranks
 from zerovision.training.world.signals import handling_stop_signals
 
-LAUNCHER = REPO_ROOT / "zerovision" / "launch" / "single_node.py"
+LAUNCHER = LAUNCH / "single_node.py"
 
 
 def run_launched(config: TrainConfig, gpus: int) -> int:

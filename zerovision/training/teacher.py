@@ -21,8 +21,8 @@ from zerovision.models.dry_run import forward_failure
 from zerovision.models.preparation import Preparation, differences
 from zerovision.models.timm_models import published_config
 from zerovision.training.base.errors import UserError, one_line, shown
+from zerovision.training.base.places import log_folder
 from zerovision.training.base.run_folder import WEIGHTS
-from zerovision.training.base.settings import REPO_ROOT
 from zerovision.training.base.small_files import read_small_text
 from zerovision.training.base.units import format_duration, plural
 from zerovision.training.cached_features import SampleRows
@@ -232,7 +232,7 @@ def _stated_classes(path: str) -> Names:
 def _load_file(config: TrainConfig) -> tuple[nn.Module, _Outputs, Preparation]:
     """Return the network of a run or a file, its classes, and how its images were prepared."""
     given = Path(os.path.expanduser(config.teacher))
-    logs = (run_folder(config).path.parent, REPO_ROOT / "logs" / "runs")
+    logs = (run_folder(config).path.parent, log_folder() / "runs")
     places = [given, *(folder / WEIGHTS for folder in (given, *(log / config.teacher for log in logs)))]
     path = next((place for place in places if place.is_file()), None)
     if path is None:

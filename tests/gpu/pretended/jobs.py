@@ -14,10 +14,10 @@ import torch
 from timm.layers import set_fused_attn
 
 from benchmarks.gpu.contestants import make_network, our_contestant, timm_contestant
-from scripts import train_distributed
 from tests.gpu.pretended.faults import FAULTS
 from tests.gpu.pretended.garbage import replace
 from tests.gpu.pretended.watch import Watch, launches
+from zerovision.commands import train_distributed
 from zerovision.training.config.command_line import run_script
 from zerovision.training.steps.epoch_observer import EpochObserver
 from zerovision.training.world.world import start_world

@@ -36,9 +36,10 @@ from zerovision.models.build import build_model
 from zerovision.models.timm_models import check_timm_name
 from zerovision.training.base.atomic_write import errors_of_writing, replacing
 from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.places import log_folder
 from zerovision.training.base.run_folder import shown_path
 from zerovision.training.checkpoint.weights import load_model
-from zerovision.training.config import REPO_ROOT, TrainConfig
+from zerovision.training.config import TrainConfig
 from zerovision.training.data import load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.settings import MULTILABEL
@@ -69,7 +70,7 @@ def audit(
         UserError: for a mistake in the arguments, data that cannot be loaded, and files that cannot be written.
     """
     place = os.path.basename(os.path.abspath(os.path.expanduser(data)))
-    default = REPO_ROOT / "logs" / "audits" / (slug(place) or "data")
+    default = log_folder() / "audits" / (slug(place) or "data")
     folder = Path(os.path.expanduser(output)) if output else default
     check_output(folder)
     is_published = run.startswith(TIMM)

@@ -30,7 +30,7 @@ from zerovision.launch.cluster.rendezvous import Hosts
 from zerovision.launch.node_run import receive_signals
 from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from zerovision.training.base.errors import UserError
-from zerovision.training.config import REPO_ROOT
+from zerovision.training.base.places import log_folder
 from zerovision.training.world.launchers import remember_line
 
 
@@ -59,7 +59,7 @@ def _hosts(given: LaunchArguments) -> list[str]:
     if given.hosts:
         return split_hosts(given.hosts, given.nodes)[: given.nodes]
     default = Path("hostfile.txt")
-    path = Path(given.hostfile) if given.hostfile else default if default.is_file() else REPO_ROOT / default
+    path = Path(given.hostfile) if given.hostfile else default if default.is_file() else log_folder().parent / default
     return list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
 
 

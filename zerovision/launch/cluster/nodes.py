@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from zerovision.launch.cluster.agent import BEAT_SECONDS, LOST_SECONDS
 from zerovision.launch.cluster.channel import Channel, Message
 from zerovision.launch.cluster.hosts import Command, srun_command, ssh_command
-from zerovision.training.config import REPO_ROOT
+from zerovision.training.base.places import LAUNCH
 
 LINES_KEPT = 10
 POLL_SECONDS = 0.05
@@ -41,7 +41,7 @@ PASSING = (
     "connection failure",  # srun's, until Slurm counts the node as down, and requeues the job by itself
     "Node failure",
 )
-AGENT = [sys.executable, "-u", str(REPO_ROOT / "zerovision/launch/cluster/agent.py")]
+AGENT = [sys.executable, "-u", str(LAUNCH / "cluster/agent.py")]
 SHELLS: dict[str, Callable[[str, list[str]], Command]] = {"ssh": ssh_command, "srun": srun_command}
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from zerovision.launch.arguments import LaunchArguments, check_training
 from zerovision.launch.process_tree import extensions_folder
-from zerovision.training.config import REPO_ROOT, TrainConfig
+from zerovision.training.base.places import log_folder
+from zerovision.training.config import TrainConfig
 from zerovision.training.observe.environment import software
 from zerovision.training.world.launchers import remembered_line
 
@@ -53,7 +54,7 @@ class Plan:
     @property
     def log_dir(self) -> str:
         """The folder of all logs, which all nodes share."""
-        return os.path.abspath(os.path.expanduser(self.config.log_dir or REPO_ROOT / "logs"))
+        return os.path.abspath(os.path.expanduser(self.config.log_dir or log_folder()))
 
     def environment(self) -> dict[str, str]:
         """Return the variables of the ranks beside those of their machine."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from zerovision.launch.cluster.hosts import Command, read_hostfile, split_hosts, srun_command, ssh_command
 from zerovision.launch.slurm.arguments import host_names
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.places import log_folder
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES
-from zerovision.training.config import REPO_ROOT, TrainConfig
+from zerovision.training.config import TrainConfig
 from zerovision.training.config.command_line import OneLineParser, parse_args
 from zerovision.training.data import DATASETS, data_options, find_dataset
 from zerovision.training.data.settings import DATA_ROOT
@@ -125,7 +126,7 @@ def request_of(given: argparse.Namespace) -> Request:
     return Request(
         slots={host: given.gpus_per_node or promised for host, promised in list(slots.items())[: given.nodes]},
         command=command,
-        log_dir=str(Path(config.log_dir).expanduser().absolute() if config.log_dir else REPO_ROOT / "logs"),
+        log_dir=str(Path(config.log_dir).expanduser().absolute() if config.log_dir else log_folder()),
         data=data_fields(config) if given.has_training or given.data is not None else None,
         training=config if given.has_training else None,
     )

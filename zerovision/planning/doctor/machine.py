@@ -17,8 +17,8 @@ from zerovision.planning.doctor.table import Row
 from zerovision.training.base.atomic_write import existing_part
 from zerovision.training.base.control_groups import free_memory, quota_note, usable_cores, usable_memory
 from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.base.places import REPO_ROOT
 from zerovision.training.base.units import format_bytes
-from zerovision.training.config import REPO_ROOT
 from zerovision.training.observe.environment import software
 from zerovision.training.world.network_interfaces import free_port, own_addresses
 

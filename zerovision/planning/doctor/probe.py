@@ -23,7 +23,7 @@ from typing import Any
 from zerovision.launch.cluster.hosts import Command
 from zerovision.training.base.atomic_write import leave_mark, sees_mark
 from zerovision.training.base.errors import UserError
-from zerovision.training.config import REPO_ROOT
+from zerovision.training.base.places import ENTRIES, REPO_ROOT
 
 RECORD_SEPARATOR = "\x1e"
 # Question -> the function that answers it; its module is imported when the question comes.
@@ -35,7 +35,7 @@ ANSWERS = {
     "try_paths": "zerovision.planning.doctor.examination:try_paths",
     "network": "zerovision.planning.doctor.network:measure_network",
 }
-PROBE = [sys.executable, str(REPO_ROOT / "scripts" / "doctor.py"), "--probe"]
+PROBE = [sys.executable, str(ENTRIES / "doctor.py"), "--probe"]
 LEAVE_SECONDS = 2.0
 
 Answer = dict[str, Any]

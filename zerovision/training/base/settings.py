@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any, Literal
 
 from zerovision.models import MODELS, MOST_MEMBERS, USUAL_RATE
+from zerovision.training.base.places import PRESET_FOLDER
 
-REPO_ROOT = Path(__file__).resolve().parents[3]
-PRESET_FOLDER = REPO_ROOT / "zerovision" / "presets"
 PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # that any command takes
 LARGEST_BATCH = 65_536  # images of one forward pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from zerovision.training.base.settings import REPO_ROOT
+from zerovision.training.base.places import REPO_ROOT
 from zerovision.training.observe.settings import ObserveSettings
 
 __all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "REPO_ROOT", "TrainConfig"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.settings import REPO_ROOT
+from zerovision.training.base.places import REPO_ROOT
 from zerovision.training.base.small_files import read_small_text
 from zerovision.training.engines.deepspeed_schema import check_deepspeed_json
 from zerovision.training.engines.strategies import STRATEGIES

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zerovision.training.base.control_groups import cpu_quota, usable_cores
-from zerovision.training.base.settings import REPO_ROOT
+from zerovision.training.base.places import CHECKOUT, REPO_ROOT
 
 if TYPE_CHECKING:
     from zerovision.models.build import BuiltModel
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("torch", "torchvision", "deepspeed", "timm")  # that all machines of a training need in the same version
 PACKAGES = (*LIBRARIES, "tensorboard", "numpy", "pillow", "safetensors")
-CODE = ("models", "zerovision", "scripts", "deepspeed_configs")
+CODE = ("models", "zerovision", "scripts", "deepspeed_configs") if CHECKOUT else (".",)
 CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
 
 T = TypeVar("T")
@@ -122,7 +122,9 @@ def package_version(name: str) -> str | None:
 
 
 def git(*arguments: str) -> str | None:
-    """Return git's answer for this repository, whoever owns its files; None without git or if it fails."""
+    """Return git's answer for this repository, whoever owns its files; None outside a checkout, or if git fails."""
+    if not CHECKOUT:  # the folder of packages may lie in a repository of somebody else
+        return None
     command = ["git", "-c", "safe.directory=*", "-C", str(REPO_ROOT), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

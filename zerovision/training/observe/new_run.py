@@ -14,9 +14,9 @@ from typing import IO
 
 from zerovision.training.base.atomic_write import check_renames, remove_leftovers
 from zerovision.training.base.errors import AnotherStartNeededError, UserError, one_line, shown
+from zerovision.training.base.places import log_folder
 from zerovision.training.base.run_folder import CHECKPOINTS, EXPORT, LAST, WEIGHTS, RunFolder
 from zerovision.training.base.run_lock import LOCK, Origin, lock_run
-from zerovision.training.base.settings import REPO_ROOT
 from zerovision.training.observe.settings import ObserveSettings
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -28,7 +28,7 @@ def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
     Raises:
         UserError: if `--log-dir` is no possible folder.
     """
-    folder = RunFolder(REPO_ROOT / "logs", config.run_name or name)
+    folder = RunFolder(log_folder(), config.run_name or name)
     try:
         if config.log_dir:
             folder = dataclasses.replace(folder, log_dir=Path(config.log_dir).expanduser().resolve())

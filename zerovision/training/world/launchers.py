@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.places import ENTRIES
 from zerovision.training.base.run_folder import shown_path
-from zerovision.training.base.settings import REPO_ROOT
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _LINE_VARIABLE = "ZEROVISION_LINE"  # what was typed to start our launcher
@@ -55,7 +55,7 @@ def launched_world() -> tuple[int, int, int, int]:
 
 def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:
     """Let the ranks that this launcher will start know how it was started."""
-    os.environ[_LINE_VARIABLE] = shlex.join([*start, shown_path(REPO_ROOT / "scripts" / script), *arguments])
+    os.environ[_LINE_VARIABLE] = shlex.join([*start, shown_path(ENTRIES / script), *arguments])
 
 
 def remembered_line() -> dict[str, str]:

@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from zerovision.training.base.places import PACKAGE
 from zerovision.training.base.run_folder import TRACKERS, RunFolder
-from zerovision.training.base.settings import REPO_ROOT
 from zerovision.training.observe.loggers.text import EventLogger
 
 MOST_WAITING = 1000  # events
@@ -36,7 +36,7 @@ class TrackerLogger(EventLogger):
         self._name, self._dropped, self._is_done = name, 0, False
         place = folder.path / TRACKERS
         place.mkdir(exist_ok=True)
-        path = os.pathsep.join(filter(None, [str(REPO_ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
         with (place / f"{name}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, name, str(folder.log_dir), folder.name],

@@ -1,0 +1,66 @@
+"""Train an image classifier: the entry that every launcher starts, once per rank.
+
+bash scripts/launch_distributed.sh mobilenet ddp 8 16 50
+deepspeed --num_gpus=8 scripts/train_distributed.py --model-type efficientnet --strategy fsdp_stage2
+torchrun --nproc_per_node=8 scripts/train_distributed.py --model-type vgg --strategy fsdp_stage3
+accelerate launch --multi_gpu --num_processes 8 scripts/train_distributed.py --model-type vgg
+srun --ntasks=8 python scripts/train_distributed.py --model-type vgg
+python scripts/train_distributed.py --epochs 1          # one process, no launcher
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from zerovision.training.base.errors import USER_ERROR_EXIT_CODE, UserError
+from zerovision.training.base.heartbeat import LEAVE_SECONDS, HeartbeatWriter
+from zerovision.training.base.lasting_output import finish_output, outlast_readers
+from zerovision.training.config.command_line import parse_args, run_script
+from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.world.launchers import adopt_rank
+
+
+def train(arguments: list[str]) -> int:
+    """Train as the command line says; return the exit code."""
+    adopt_rank()
+    config, only_check = parse_args(arguments)
+    read_strategy_json(config.strategy, config.deepspeed_config)
+    if only_check:
+        print("all is well with these settings; python scripts/doctor.py --check-data FOLDER looks at the images")
+        return 0
+    heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
+    # Imported late: `--help` and the launchers' check need none of it.
+    from zerovision.delivery.end_of_run import leave_files
+    from zerovision.planning.run_memory import plan_memory, write_prediction
+    from zerovision.training.base.run_lock import Origin
+    from zerovision.training.prepare import RunStart
+    from zerovision.training.run import run
+
+    start = RunStart(Origin.of(os.environ), heartbeat, write_prediction, plan_memory)
+    try:
+        exit_code = run(config, start, leave_files)
+    except UserError:
+        heartbeat.ended(USER_ERROR_EXIT_CODE)
+        raise
+    if exit_code == 0:
+        heartbeat.succeeded()
+    heartbeat.ended(exit_code)
+    return exit_code
+
+
+def main() -> int:
+    """Run the command line and leave with its exit code."""
+    # Until the run listens for signals itself, Ctrl-C ends the process at once and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    outlast_readers()
+    exit_code = run_script("error", list, train)
+    finish_output(LEAVE_SECONDS)
+    # Not sys.exit: everything is closed and synced by now, and taking the interpreter down under the threads of gloo,
+    # NCCL and DeepSpeed now and then ends in an abort after a run that went well (about 1 in 50 here).
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
