@@ -56,7 +56,7 @@ def _content(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return weights, moments and all versions of the buffers, put together from the shards of all ranks."""
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
     whole = {f"{kind}/{name}": one for kind, tensors in whole_tensors(reader).items() for name, one in tensors.items()}
-    buffers = {name: torch.stack([part[row] for part, row in rows]) for name, rows in reader.buffer_rows().items()}
+    buffers = reader.buffers(range(reader.versions), reader.versions)
     return whole | {f"buffer/{name}": buffer for name, buffer in buffers.items()}
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.stored_tensors import whole_tensors
-from zerovision.models.weights_metadata import METADATA_KEY
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint.manifest import MANIFEST_FILE, Manifest, _digest, shard_name
 from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
@@ -102,7 +101,7 @@ def write_checkpoint(
     shards = []
     for rank in range(ranks):
         engine, snapshot = PretendedRank(rank, ranks, seed), Snapshot()
-        snapshot.take(engine.state(), engine.epoch_sums)
+        snapshot.take(engine.state(), engine.epoch_sums, rank=rank)
         shards.append(write_shard(temporary / shard_name(rank), snapshot))
     content = {
         "progress": progress,
@@ -110,6 +109,7 @@ def write_checkpoint(
         "config": {"epochs": 5},
         "applied_steps": 9,
         "loss_scale": None,
+        "data_ranks": ranks,
         "parameters": {name: list(shape) for name, shape in SHAPES.items()},
         "shards": tuple(shards),
     }
@@ -140,11 +140,11 @@ def forge_manifest(checkpoint: Path, change) -> None:
     path.write_text(json.dumps(content | {"sha256": _digest(content)}))
 
 
-def forge_shard(checkpoint: Path, rank: int, tensors: dict[str, torch.Tensor], layout) -> None:
+def forge_shard(checkpoint: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
     """Replace a shard, and the hash of it in the manifest."""
     path = checkpoint / shard_name(rank)
     path.unlink()
-    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(layout)})
+    save_file(tensors, path)
     trust_shard(checkpoint, rank)
 
 

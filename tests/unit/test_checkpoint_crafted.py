@@ -87,7 +87,7 @@ def test_a_pickle_as_a_shard_is_not_executed(tmp_path, protocol):
 def test_a_torch_file_as_a_shard_is_not_executed(tmp_path):
     marker = tmp_path / "executed"
     path = write_checkpoint(tmp_path / "c", PROGRESS)
-    torch.save({"weights.0": Exploit(marker)}, path / shard_name(0))
+    torch.save({"weights/scale@": Exploit(marker)}, path / shard_name(0))
     trust_shard(path, 0)
     assert_not_filled(path)
     (path / MANIFEST_FILE).write_bytes(pickle.dumps(Exploit(marker)))
@@ -142,6 +142,7 @@ DEEP = json.loads("[" * 200 + "]" * 200)
 MANIFESTS = {
     "a million shards": lambda c: c.update(shards=[{"bytes": 1, "sha256": "0"}] * 10**6),
     "no shards": lambda c: c.update(shards=[]),
+    "ranks as text": lambda c: c.update(data_ranks="2"),
     "shards as a dict": lambda c: c.update(shards={"bytes": 1, "sha256": "0"}),
     "shards as text": lambda c: c.update(shards="../../x"),
     "shards as a number": lambda c: c.update(shards=2),
@@ -199,7 +200,7 @@ def test_crafted_manifests(tmp_path, craft):
 def test_deeply_nested_json(tmp_path, depth):
     path = tmp_path / "step-00001-0000002"
     path.mkdir()
-    text = '{"format": "zerovision checkpoint 2", "sha256": "0", "config": ' + "[" * depth + "]" * depth + "}"
+    text = '{"format": "zerovision checkpoint 3", "sha256": "0", "config": ' + "[" * depth + "]" * depth + "}"
     (path / MANIFEST_FILE).write_text(text)
     refusal(path)
 
@@ -221,70 +222,89 @@ def test_a_huge_manifest_is_not_read(tmp_path):
 # The shards.
 
 
-def layout_of(rank, size=2):
+def tensors_of(rank, size=2):
     snapshot, engine = Snapshot(), PretendedRank(rank, size)
-    snapshot.take(engine.state(), engine.epoch_sums)
-    return snapshot.tensors, json.loads(json.dumps(snapshot.layout))
+    snapshot.take(engine.state(), engine.epoch_sums, rank=rank)
+    return dict(snapshot.tensors)
 
 
-LAYOUTS = {
-    "negative offset": lambda t, la: la["shards"][0][1].__setitem__(0, -1),
-    "offset beyond the parameter": lambda t, la: la["shards"][0][1].__setitem__(0, 4),
-    "offset beyond 64 bits": lambda t, la: la["shards"][0][1].__setitem__(0, 10**30),
-    "offset as text": lambda t, la: la["shards"][0][1].__setitem__(0, "0"),
-    "offset as a fraction": lambda t, la: la["shards"][0][1].__setitem__(0, 0.0),
-    "infinite offset": lambda t, la: la["shards"][0][1].__setitem__(0, math.inf),
-    "an offset less": lambda t, la: la["shards"][0][1].pop(),
-    "no offsets": lambda t, la: la["shards"][0].pop(),
-    "offsets nested": lambda t, la: la["shards"][0].__setitem__(1, DEEP),
-    "unknown parameter": lambda t, la: la["shards"][0].__setitem__(0, "other"),
-    "parameter with a path": lambda t, la: la["shards"][0].__setitem__(0, "../../../etc/passwd"),
-    "parameter with line breaks": lambda t, la: la["shards"][0].__setitem__(0, "a\nb\x1b[2J\ud800"),
-    "parameter as a list": lambda t, la: la["shards"][0].__setitem__(0, ["stem.weight"]),
-    "a shard less": lambda t, la: la["shards"].pop(),
-    "a shard more": lambda t, la: la["shards"].append(["stem.bias", [0]]),
-    "a shard twice": lambda t, la: (
-        la["shards"].append(la["shards"][0]),
-        t.update({f"{k}.{len(la['shards']) - 1}": t[f"{k}.0"].clone() for k in ("weights", *MOMENTS)}),
-    ),
-    "a shard as a number": lambda t, la: la["shards"].append(1),
-    "shards as a dict": lambda t, la: la.update(shards={"0": []}),
-    "shards as text": lambda t, la: la.update(shards="../../x"),
-    "shards missing": lambda t, la: la.pop("shards"),
-    "moments missing": lambda t, la: la.pop("moments"),
-    "other moments than rank 0": lambda t, la: la.update(moments=["exp_avg"]),
-    "moments as lists": lambda t, la: la.update(moments=[[["exp_avg"]]]),
-    "moments nested": lambda t, la: la.update(moments=DEEP),
-    "weights with a dimension more": lambda t, la: t.update({"weights.0": t["weights.0"][None]}),
-    "weights without dimension": lambda t, la: t.update({"weights.0": torch.tensor(1.0)}),
-    "weights in bf16": lambda t, la: t.update({"weights.0": t["weights.0"].bfloat16()}),
-    "weights as integers": lambda t, la: t.update({"weights.0": t["weights.0"].int()}),
-    "weights and moments cut": lambda t, la: t.update(
-        {f"{k}.0": t[f"{k}.0"][..., :-1].clone() for k in ("weights", *MOMENTS)}
-    ),
-    "weights missing": lambda t, la: t.pop("weights.0"),
-    "moment cut": lambda t, la: t.update({"exp_avg.0": t["exp_avg.0"][..., :-1].clone()}),
-    "moment missing": lambda t, la: t.pop("exp_avg_sq.0"),
-    "buffer missing": lambda t, la: t.pop("buffer/norm_mean"),
-    "buffer of another shape": lambda t, la: t.update({"buffer/norm_mean": torch.zeros(1)}),
-    "sums missing": lambda t, la: t.pop("epoch_sums"),
-    "sums of another shape": lambda t, la: t.update({"epoch_sums": torch.zeros(10**4, dtype=torch.float64)}),
+BIAS = "stem.bias@"  # of which rank 1 has the end
+KEYS = {
+    "negative offset": "-1",
+    "offset beyond the parameter": "5",
+    "offset beyond 64 bits": str(10**30),
+    "offset of many digits": "9" * 5000,
+    "offset as text": "zero",
+    "offset as a fraction": "0.0",
+    "infinite offset": "inf",
+    "an offset more": "4,0",
+    "no offsets": "",
 }
 
 
-@pytest.mark.parametrize("craft", LAYOUTS)
+@pytest.mark.parametrize("craft", KEYS)
+@pytest.mark.parametrize("kind", ["weights", "exp_avg"])
+def test_crafted_offsets(tmp_path, craft, kind):
+    path, tensors = write_checkpoint(tmp_path, PROGRESS), tensors_of(1)
+    (key,) = [key for key in tensors if key.startswith(f"{kind}/{BIAS}")]
+    tensors[f"{kind}/{BIAS}{KEYS[craft]}"] = tensors.pop(key)
+    forge_shard(path, 1, tensors)
+    assert_not_filled(path)
+
+
+def key_of(tensors, start):
+    return next(key for key in tensors if key.startswith(start))
+
+
+def replace(tensors, start, change):
+    key = key_of(tensors, start)
+    tensors[key] = change(tensors[key])
+
+
+def rename(tensors, start, new):
+    tensors[new] = tensors.pop(key_of(tensors, start))
+
+
+SHARDS = {
+    "unknown parameter": lambda t: rename(t, "weights/", "weights/other@0"),
+    "parameter with a path": lambda t: rename(t, "weights/", "weights/../../../etc/passwd@0"),
+    "parameter with line breaks": lambda t: rename(t, "weights/", "weights/a\nb\x1b[2J@0"),
+    "a key without a kind": lambda t: rename(t, "weights/", "weights"),
+    "another kind than rank 0's": lambda t: rename(t, "exp_avg/", "momentum/stem.bias@0"),
+    "a kind without a parameter": lambda t: t.update({"exp_avg@": torch.zeros(())}),
+    "a box more": lambda t: t.update({"weights/stem.bias@0": torch.zeros(1)}),
+    "a moment more": lambda t: t.update({"exp_avg/stem.bias@0": torch.zeros(1)}),
+    "weights with a dimension more": lambda t: replace(t, "weights/", lambda one: one[None]),
+    "weights without dimension": lambda t: replace(t, "weights/", lambda _: torch.tensor(1.0)),
+    "weights in bf16": lambda t: replace(t, "weights/", torch.Tensor.bfloat16),
+    "weights as integers": lambda t: replace(t, "weights/", torch.Tensor.int),
+    "weights and moments cut": lambda t: [
+        replace(t, f"{kind}/{BIAS}", lambda one: one[..., :-1].clone()) for kind in ("weights", *MOMENTS)
+    ],
+    "weights missing": lambda t: t.pop(key_of(t, "weights/")),
+    "moment cut": lambda t: replace(t, f"exp_avg/{BIAS}", lambda one: one[..., :-1].clone()),
+    "moment in bf16": lambda t: replace(t, "exp_avg/", torch.Tensor.bfloat16),
+    "moment missing": lambda t: t.pop(key_of(t, "exp_avg_sq/")),
+    "buffer missing": lambda t: t.pop(key_of(t, "buffer/norm_mean")),
+    "buffer of another leaf": lambda t: rename(t, "buffer/norm_mean", "buffer/norm_mean@7,0"),
+    "buffer of two leaves": lambda t: replace(t, "buffer/norm_mean", lambda one: one.repeat(2, 1)),
+    "sums missing": lambda t: t.pop(key_of(t, "epoch_sums/")),
+    "sums of another shape": lambda t: replace(t, "epoch_sums/", lambda _: torch.zeros(10**4, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("craft", SHARDS)
 def test_crafted_shards(tmp_path, craft):
-    path = write_checkpoint(tmp_path, PROGRESS)
-    tensors, layout = layout_of(1)
-    LAYOUTS[craft](tensors, layout)
-    forge_shard(path, 1, tensors, layout)
+    path, tensors = write_checkpoint(tmp_path, PROGRESS), tensors_of(1)
+    SHARDS[craft](tensors)
+    forge_shard(path, 1, tensors)
     assert_not_filled(path)
 
 
 def test_the_shard_is_read_where_it_is_not_crafted(tmp_path):
     # Else the refusals above might have another reason.
     path = write_checkpoint(tmp_path, PROGRESS)
-    forge_shard(path, 1, *layout_of(1))
+    forge_shard(path, 1, tensors_of(1))
     engine = PretendedRank(seed=5)
     state = TrainState(engine, ScoreSums(2, ALONE.device), Progress())
     restore(choose([path], ALONE)[0], state, ALONE)
@@ -292,48 +312,48 @@ def test_the_shard_is_read_where_it_is_not_crafted(tmp_path):
     assert torch.equal(engine.weights["stem.bias"], PretendedRank().weights["stem.bias"])
 
 
-@pytest.mark.parametrize("layout", [None, 1, "x", [], {}, DEEP])
-def test_layouts_of_another_type(tmp_path, layout):
-    path = write_checkpoint(tmp_path, PROGRESS)
-    forge_shard(path, 0, layout_of(0)[0], layout)
-    assert_not_filled(path)
-
-
 def sums_of(*values):
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor([values], dtype=torch.float64)
 
 
 ON_ALL_RANKS = {
-    "buffer of another dtype": ("buffer/norm_mean", torch.zeros(1, 7, dtype=torch.int64)),
-    "buffer more": ("buffer/../../x", torch.zeros(1)),
-    "sums of one number": ("epoch_sums", torch.zeros(1)),
-    "sums of nan": ("epoch_sums", sums_of(math.nan, 1, 2, 3)),
-    "sums of an infinite loss": ("epoch_sums", sums_of(math.inf, 1, 2, 3)),
-    "sums of nan images": ("epoch_sums", sums_of(1, 1, 2, math.nan)),
-    "sums of fewer images than right ones": ("epoch_sums", sums_of(1, 1, 2, 1)),
-    "sums of more top-1 than top-5": ("epoch_sums", sums_of(1, 3, 2, 4)),
-    "sums below zero": ("epoch_sums", sums_of(1, -1, 2, 3)),
-    "sums in another dtype": ("epoch_sums", sums_of(1, 1, 2, 3).float()),
+    "buffer of another dtype": ("buffer/norm_mean@", torch.zeros(1, 7, dtype=torch.int64)),
+    "buffer of another shape": ("buffer/norm_mean@", torch.zeros(1, 1)),
+    "sums of one number": ("epoch_sums/@", torch.zeros(1, 1)),
+    "sums of nan": ("epoch_sums/@", sums_of(math.nan, 1, 2, 3)),
+    "sums of an infinite loss": ("epoch_sums/@", sums_of(math.inf, 1, 2, 3)),
+    "sums of nan images": ("epoch_sums/@", sums_of(1, 1, 2, math.nan)),
+    "sums of fewer images than right ones": ("epoch_sums/@", sums_of(1, 1, 2, 1)),
+    "sums of more top-1 than top-5": ("epoch_sums/@", sums_of(1, 3, 2, 4)),
+    "sums below zero": ("epoch_sums/@", sums_of(1, -1, 2, 3)),
+    "sums in another dtype": ("epoch_sums/@", sums_of(1, 1, 2, 3).float()),
 }
 
 
 @pytest.mark.parametrize("craft", ON_ALL_RANKS)
 def test_tensors_crafted_on_all_ranks(tmp_path, craft):
     path = write_checkpoint(tmp_path, PROGRESS)
+    start, tensor = ON_ALL_RANKS[craft]
     for rank in range(2):
-        tensors, layout = layout_of(rank)
-        forge_shard(path, rank, tensors | dict([ON_ALL_RANKS[craft]]), layout)
+        tensors = tensors_of(rank)
+        replace(tensors, start, lambda _: tensor)
+        forge_shard(path, rank, tensors)
     assert_not_filled(path)
+
+
+def test_a_buffer_that_the_model_does_not_have(tmp_path):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    for rank in range(2):
+        forge_shard(path, rank, tensors_of(rank) | {f"buffer/../../x@{rank}": torch.zeros(1)})
+    assert "buffers" in assert_not_filled(path)
 
 
 @pytest.mark.parametrize("kind", ["momentum_buffer", "step", "exp_avg2"])
 def test_moments_that_the_optimizer_does_not_have(tmp_path, kind):
     path = write_checkpoint(tmp_path, PROGRESS)
     for rank in range(2):
-        tensors, layout = layout_of(rank)
-        for number in range(len(layout["shards"])):
-            tensors[f"{kind}.{number}"] = tensors.pop(f"exp_avg_sq.{number}")
-        forge_shard(path, rank, tensors, layout | {"moments": ["exp_avg", kind]})
+        tensors = {key.replace("exp_avg_sq/", f"{kind}/"): tensor for key, tensor in tensors_of(rank).items()}
+        forge_shard(path, rank, tensors)
     assert "moments" in assert_not_filled(path)
 
 
@@ -341,9 +361,9 @@ HEADERS = {
     "longer than the file": (10**15).to_bytes(8, "little") + b"{}",
     "longer than memory": (2**63).to_bytes(8, "little") + b"{}",
     "no JSON": (4).to_bytes(8, "little") + b"\xff\xff\xff\xff",
-    "terabytes": b'{"weights.0":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}',
-    "beyond 64 bits": b'{"weights.0":{"dtype":"F32","shape":[9223372036854775807,4],"data_offsets":[0,0]}}',
-    "negative": b'{"weights.0":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}',
+    "terabytes": b'{"weights/scale@":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}',
+    "beyond 64 bits": b'{"weights/scale@":{"dtype":"F32","shape":[9223372036854775807,4],"data_offsets":[0,0]}}',
+    "negative": b'{"weights/scale@":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}',
     "nothing": b"",
 }
 
@@ -369,7 +389,7 @@ def test_gigantic_parameters_are_refused_before_memory_is_taken(tmp_path, shape)
 
 
 def test_the_builder_has_what_the_crafted_ones_alter():
-    tensors, layout = layout_of(1)
-    assert len(layout["shards"][0][1]) > 1
-    assert tuple(layout["moments"]) == MOMENTS
-    assert {"weights.0", "exp_avg.0", "buffer/norm_mean", "epoch_sums"} <= set(tensors)
+    keys = tensors_of(1).keys()
+    kinds = {key.partition("/")[0] for key in keys}
+    assert kinds == {"weights", *MOMENTS, "buffer", "epoch_sums"}
+    assert {"weights/stem.bias@4", "buffer/norm_mean@1,0", "epoch_sums/@1,0"} <= {*keys}

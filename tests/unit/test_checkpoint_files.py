@@ -114,10 +114,13 @@ def test_a_snapshot_is_a_copy(monkeypatch, block):
     engine, snapshot = PretendedRank(), Snapshot()
     for _ in range(2):  # the second uses the memory of the first again
         state = engine.state()
-        weights = {f"weights.{number}": shard.tensors["weights"].clone() for number, shard in enumerate(state.shards)}
+        weights = {
+            shards.box_key("weights", shard.name, shard.offsets): shard.tensors["weights"].clone()
+            for shard in state.shards
+        }
         before = weights | {
-            "buffer/norm_mean": engine.module.norm_mean.clone()[None],
-            "epoch_sums": engine.epoch_sums.clone(),
+            "buffer/norm_mean@0,0": engine.module.norm_mean.clone()[None],
+            "epoch_sums/@0,0": engine.epoch_sums.clone()[None],
         }
         snapshot.take(state, engine.epoch_sums)
         engine.module.norm_mean += 1
@@ -153,8 +156,8 @@ def test_a_snapshot_of_a_gpu_pins_a_few_blocks_once(monkeypatch, block, calls):
             snapshot.take(state, torch.empty(4, dtype=torch.float64, device="cuda"))
     assert pinned.calls == calls
     assert len(snapshot.tensors) == 2 * len(SHAPES) + 2
-    for number, shape in enumerate(SHAPES.values()):
-        assert snapshot.tensors[f"weights.{number}"].shape == shape
+    for name, shape in SHAPES.items():
+        assert snapshot.tensors[shards.box_key("weights", name, [0] * len(shape))].shape == shape
     assert {tensor.device.type for tensor in snapshot.tensors.values()} == {"cpu"}
 
 
@@ -184,6 +187,7 @@ def test_a_manifest_comes_out_as_it_went_in(tmp_path):
         loss_scale={"value": 65536.0, "good_steps": 12.0},
         parameters={"weight": [4, 3], "scale": []},
         shards=(ShardFacts(10, "ab"), ShardFacts(11, "cd")),
+        data_ranks=2,
     )
     write_manifest(tmp_path, given)
     assert read_manifest(tmp_path) == given

@@ -92,7 +92,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stay
     assert (folder / "evaluation" / "scores.json").exists()
 
 
-def a_library(tensors, path: Path, metadata) -> None:
+def a_library(tensors, path: Path, metadata=None) -> None:
     """Write as the safetensors of a later day might."""
     (path.parent / ".part.7").touch(0o600)
     path.with_suffix(".safetensors.lock").touch(0o600)

@@ -1,4 +1,4 @@
-"""The weights that a fine-tuning run does not train: one file beside its checkpoints, which name it by its hash."""
+"""The weights that a fine-tuning run does not train: one file, written once and linked into its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from zerovision.training.base.atomic_write import replacing, sync_to_disk, unfinished
+from zerovision.training.base.atomic_write import replacing, sync_to_disk
 from zerovision.training.base.errors import UserError, one_line
-from zerovision.training.checkpoint.manifest import ShardFacts, frozen_name
+from zerovision.training.checkpoint.manifest import FROZEN, ShardFacts
 from zerovision.training.checkpoint.shards import write_frozen
 from zerovision.training.checkpoint.store import FoundCheckpoint
 
@@ -24,11 +24,21 @@ class FrozenWeights:
 
     Attributes:
         names: of the parameters in it.
+        path: of the file.
         facts: its size and hash; None on ranks other than 0, which write no manifest.
     """
 
     names: frozenset[str]
+    path: Path
     facts: ShardFacts | None
+
+    def link_into(self, folder: Path) -> None:
+        """Put the file into a folder, by a hard link where that is possible."""
+        try:
+            os.link(self.path, folder / FROZEN)
+        except OSError:
+            shutil.copyfile(self.path, folder / FROZEN)
+            sync_to_disk(folder / FROZEN)
 
 
 def keep_frozen(
@@ -45,30 +55,18 @@ def keep_frozen(
     Raises:
         UserError: if they cannot be written, or the checkpoint has none.
     """
-    names = frozenset(parameters)
-    if not is_main:
-        return FrozenWeights(names, None)
-    try:
-        if found is None:
-            return FrozenWeights(names, _write(folder, parameters))
-        facts = found.manifest.frozen
-        if facts is None:
-            raise UserError(f"checkpoint {found.path} cannot be used: it names no file of frozen weights.")
-        source, path = found.path.parent / frozen_name(facts), folder / frozen_name(facts)
-        if not path.exists() or not path.samefile(source):
-            with replacing(path, durable=True) as temporary:
-                shutil.copyfile(source, temporary)
-        return FrozenWeights(names, facts)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"the frozen weights cannot be written to {folder}: {one_line(error)}.") from None
-
-
-def _write(folder: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFacts:
-    temporary = unfinished(folder / "frozen", "tmp")
-    try:
-        facts = write_frozen(temporary, parameters)
-        os.replace(temporary, folder / frozen_name(facts))
-        sync_to_disk(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return facts
+    names, path, facts = frozenset(parameters), folder / FROZEN, None
+    if is_main:
+        try:
+            if found is None:
+                facts = write_frozen(path, parameters)
+            else:
+                facts = found.manifest.frozen
+                if facts is None:
+                    raise UserError(f"checkpoint {found.path} cannot be used: it has no file of frozen weights.")
+                if not path.exists() or not path.samefile(found.path / FROZEN):
+                    with replacing(path, durable=True) as temporary:
+                        shutil.copyfile(found.path / FROZEN, temporary)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"the frozen weights cannot be written to {folder}: {one_line(error)}.") from None
+    return FrozenWeights(names, path, facts)

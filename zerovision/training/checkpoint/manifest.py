@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,8 @@ from zerovision.training.base.errors import one_line
 from zerovision.training.base.progress import Progress
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = "zerovision checkpoint 2"
+FROZEN = "frozen.safetensors"  # weights that are not trained
+FORMAT = "zerovision checkpoint 3"
 LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
 MOST_SHARDS = 100_000
 LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
@@ -51,6 +51,7 @@ class Manifest:
         loss_scale: state of the dynamic loss scale, None unless fp16.
         parameters: shape of every parameter.
         shards: one entry per rank.
+        data_ranks: ranks that had images of their own.
         frozen: of the file of weights that are not trained, None if they are in the shards.
     """
 
@@ -61,6 +62,7 @@ class Manifest:
     loss_scale: dict[str, float] | None
     parameters: dict[str, list[int]]
     shards: tuple[ShardFacts, ...]
+    data_ranks: int = 1
     frozen: ShardFacts | None = None
 
 
@@ -69,9 +71,10 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
 
 
-def frozen_name(facts: ShardFacts) -> str:
-    """Return the name of the file of frozen weights, which lies beside the checkpoints that need it."""
-    return f"frozen-{facts.sha256[:16]}.safetensors"
+def file_names(manifest: Manifest) -> dict[str, ShardFacts]:
+    """Return the files of a checkpoint beside the manifest, by name."""
+    files = {shard_name(rank): facts for rank, facts in enumerate(manifest.shards)}
+    return files | ({FROZEN: manifest.frozen} if manifest.frozen else {})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -147,22 +150,14 @@ def _parse(content: dict[str, Any]) -> Manifest:
         parameters={
             name: [_count(size, f"shape of {name}") for size in shape] for name, shape in content["parameters"].items()
         },
+        data_ranks=_count(content["data_ranks"], "data_ranks"),
         shards=tuple(map(_shard_facts, shards)),
-        frozen=_frozen_facts(content.get("frozen")),
+        frozen=_shard_facts(content["frozen"]) if content.get("frozen") else None,
     )
 
 
 def _shard_facts(shard: dict[str, Any]) -> ShardFacts:
     return ShardFacts(_count(shard["bytes"], "bytes"), str(shard["sha256"]))
-
-
-def _frozen_facts(file: dict[str, Any] | None) -> ShardFacts | None:
-    """Return the facts of a file whose name is made from its hash, which therefore must be one."""
-    if file is None:
-        return None
-    if not re.fullmatch(r"[0-9a-f]{64}", file["sha256"]):
-        raise ValueError("sha256")
-    return _shard_facts(file)
 
 
 def _count(value: Any, name: str) -> int:

@@ -167,13 +167,14 @@ class Saver:
             "applied_steps": state.applied_steps,
             "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
             "parameters": {name: list(shape) for name, shape in state.shapes.items()},
+            "data_ranks": self._world.data.size,
             "frozen": self._frozen.facts if self._frozen else None,
         }
         # Of ranks with the same images one saves their sums, of ranks with the same layers one their buffers.
         is_first = self._world.tensor.is_main
         sums = self._state.sums.state() if is_first and self._world.pipeline.is_main else None
         saved = state if is_first else dataclasses.replace(state, buffers={})
-        self._snapshot.take(saved, sums, self._frozen.names if self._frozen else ())
+        self._snapshot.take(saved, sums, self._frozen.names if self._frozen else (), self._world.data.rank)
         save = self._running = _Save(
             checkpoint_name(progress),
             position=self._plan.position(progress),
@@ -279,6 +280,8 @@ class Saver:
         def prepare() -> None:
             discard(self._folder, save.name)
             temporary.mkdir(parents=True)
+            if self._frozen:
+                self._frozen.link_into(temporary)
 
         def commit_all() -> None:
             # Before the checkpoint: a run that resumes from it takes these weights for written.

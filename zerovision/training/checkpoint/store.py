@@ -18,10 +18,9 @@ from zerovision.training.checkpoint.manifest import (
     MANIFEST_FILE,
     DamagedCheckpoint,
     Manifest,
+    file_names,
     file_size,
-    frozen_name,
     read_manifest,
-    shard_name,
     write_manifest,
 )
 from zerovision.training.checkpoint.shards import verify_shard
@@ -130,11 +129,8 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
         error, manifest = None, None
         try:
             manifest = read_manifest(path)
-            files = [(path / shard_name(rank), facts) for rank, facts in enumerate(manifest.shards)]
-            if manifest.frozen is not None:
-                files.append((path.parent / frozen_name(manifest.frozen), manifest.frozen))
-            for file, facts in files[world.rank :: world.size]:
-                verify_shard(file, facts)
+            for name, facts in [*file_names(manifest).items()][world.rank :: world.size]:
+                verify_shard(path / name, facts)
         except DamagedCheckpoint as damage:
             error = str(damage)
         error = error_on_any_rank(error, world)
