@@ -180,7 +180,7 @@ class _Box(NamedTuple):
     stored: Any
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def place(self) -> tuple[slice, ...]:
         return index_of(self.offsets, self.sizes)
 
 
@@ -245,9 +245,9 @@ class CheckpointReader:
     def _read(self, kind: str, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         part = torch.empty([along.stop - along.start for along in index])
         for box in self._boxes[kind][name]:
-            common = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(index, box.index, strict=True)]
+            common = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(index, box.place, strict=True)]
             if all(low < high for low, high in common):
-                part[_within(index, common)] = box.stored[_within(box.index, common)]
+                part[_within(index, common)] = box.stored[_within(box.place, common)]
         return part
 
     def buffers(self, leaves: Sequence[int], total: int) -> dict[str, torch.Tensor]:
@@ -304,9 +304,9 @@ def _are_whole(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
         is_inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
             0 <= offset <= whole - size for offset, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
         )
-        if not is_inside or seen[box.index].any():
+        if not is_inside or seen[box.place].any():
             return False
-        seen[box.index] = True
+        seen[box.place] = True
     return True
 
 
