@@ -30,7 +30,7 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.data.folder_listing import SYSTEM_NAMES
 from zerovision.training.data.label_sets import SEPARATOR
 from zerovision.training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
-from zerovision.training.data.reading.image_notes import collected_notes, noting
+from zerovision.training.data.reading.image_notes import collected_notes
 from zerovision.training.data.reading.image_numbers import takes_numbers
 from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError
 from zerovision.training.data.reading.model_input import ModelInput
@@ -278,7 +278,7 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
     if len(content) > MAX_FILE_BYTES:
         raise UserError(f"standard input holds more than {MAX_FILE_BYTES / 1e6:g} MB: '-' reads one image, or paths.")
     try:
-        with noting(STDIN_NAME), Image.open(io.BytesIO(content)):
+        with Image.open(io.BytesIO(content)):
             is_image = True
     except UnidentifiedImageError:
         is_image = False

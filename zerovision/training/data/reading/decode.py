@@ -10,7 +10,6 @@ Pillow and averaged over blocks. Pillow also decides about every file in which l
 
 from __future__ import annotations
 
-import io
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -21,7 +20,7 @@ from PIL import Image, ImageOps
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.augment import BoxChooser
 from zerovision.training.data.reading.formats import without_metadata
-from zerovision.training.data.reading.image_notes import add_note, noting
+from zerovision.training.data.reading.image_notes import add_notes
 from zerovision.training.data.reading.images import CHANNEL_MODES, MAX_PIXELS, ImageError, open_image, opened, read_file
 from zerovision.training.data.reading.native import crop_jpeg
 
@@ -94,7 +93,7 @@ def decode_shrunk(
 ) -> np.ndarray:
     """Decode the image shrunk as far as `image_size` pixels allow, and of a JPEG only the part if that is safe."""
     data = read_file(path) if data is None else data
-    header = jpeg_header(data, path, max_pixels)
+    header = jpeg_header(data, max_pixels)
     if header is None:
         return crop(reduced(open_image(path, max_pixels, data, channels), image_size), choose)
     numerator = scale_numerator(header.height, header.width, image_size)
@@ -124,7 +123,7 @@ def header_size(path: str, data: bytes | None = None, max_pixels: int = MAX_PIXE
     """
     data = without_metadata(read_file(path) if data is None else data)
     try:
-        with noting(path), opened(data, max_pixels) as image:
+        with opened(data, max_pixels) as image:
             return image.height, image.width
     except Exception as error:  # as in `open_image`: Pillow raises nearly every type
         raise ImageError(path, str(error) or type(error).__name__) from None
@@ -183,7 +182,7 @@ class JpegHeader(NamedTuple):
     is_plain: bool
 
 
-def jpeg_header(data: bytes, path: str = "", max_pixels: int = MAX_PIXELS) -> JpegHeader | None:
+def jpeg_header(data: bytes, max_pixels: int = MAX_PIXELS) -> JpegHeader | None:
     """Read the header of a JPEG file of 8 bits, grey or of three colours, and of at most `max_pixels`.
 
     Returns None for all other files, which Pillow decodes or refuses. The markers are those of ITU-T T.81, annex B.
@@ -210,7 +209,7 @@ def jpeg_header(data: bytes, path: str = "", max_pixels: int = MAX_PIXELS) -> Jp
         position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
     if size is None or not 0 < size[0] * size[1] <= max_pixels:
         return None
-    orientation = _orientation(data, path) if has_metadata else 1
+    orientation = _orientation(data, max_pixels) if has_metadata else 1
     return JpegHeader(*size, orientation, is_plain=orientation == 1 and data.endswith(_END_OF_IMAGE))
 
 
@@ -221,13 +220,13 @@ def _read_odd_jpeg(path: str, data: bytes, height: int, width: int, warning: str
         pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
     except ValueError:
         return None
-    add_note(path, f"libjpeg: {warning}")
+    add_notes(path, [f"libjpeg: {warning}"])
     return pixels
 
 
-def _orientation(data: bytes, path: str) -> int:
+def _orientation(data: bytes, max_pixels: int) -> int:
     try:
-        with noting(path), Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+        with opened(data, max_pixels) as image:
             orientation = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # as in `open_image`, which ends up with upright pixels too
         return 1

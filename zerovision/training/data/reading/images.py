@@ -21,7 +21,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.reading.formats import ARRAY_EXTENSION, pillow_formats, unknown_format, without_metadata
-from zerovision.training.data.reading.image_notes import noting
+from zerovision.training.data.reading.image_notes import add_notes
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.settings import MAX_MEGAPIXELS
 
@@ -111,8 +111,8 @@ def open_image(
 
 def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Open a file of one of `pillow_formats`, without decoding it; up to `max_pixels` Pillow takes it for no bomb."""
-    if Image.MAX_IMAGE_PIXELS is not None:  # half of what it refuses
-        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, -(-max_pixels // 2))
+    if Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
     return Image.open(io.BytesIO(data), formats=pillow_formats())
 
 
@@ -145,7 +145,7 @@ def whole_range(path: str, data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[i
         return int(np.asarray(image.convert("RGB")).max()) << 8, 65535
 
     try:
-        with noting(path), opened(data, max_pixels) as image:
+        with opened(data, max_pixels) as image:
             is_deep = image.mode != "F" and (_is_deep_grey(image) or _bits_of(image, data) > 8)
         return _decode(path, data, max_pixels, largest) if is_deep else None
     except Exception:  # nearly every type of damaged files, which the loader reports
@@ -167,20 +167,20 @@ def _decode(
     path: str | os.PathLike[str], data: bytes | None, max_pixels: int, convert: Callable[[Image.Image], Decoded]
 ) -> Decoded:
     content = read_file(path) if data is None else data
-    with noting(path) as notes:
+    notes: list[str] = []
+    try:
+        decoded = _load(content, max_pixels, convert, notes)
+    except Exception as error:  # Pillow's decoders raise nearly every type on damaged files
+        pixels_alone, reason = without_metadata(content), _reason(error, content, max_pixels)
+        if pixels_alone is content:
+            raise ImageError(path, reason) from None
         try:
-            return _load(content, max_pixels, convert, notes)
-        except Exception as error:  # Pillow's decoders raise nearly every type on damaged files
-            reason = _reason(error, content, max_pixels)
-        pixels_alone = without_metadata(content)
-        if pixels_alone is not content:
-            try:
-                decoded = _load(pixels_alone, max_pixels, convert, notes)
-                notes.append(f"metadata passed over: {reason}")
-                return decoded
-            except Exception as error:
-                reason = _reason(error, content, max_pixels)
-        raise ImageError(path, reason)
+            decoded = _load(pixels_alone, max_pixels, convert, notes)
+        except Exception as again:
+            raise ImageError(path, _reason(again, content, max_pixels)) from None
+        notes.append(f"metadata passed over: {reason}")
+    add_notes(path, notes)
+    return decoded
 
 
 def _load(content: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str]) -> Decoded:
