@@ -12,10 +12,10 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 from zerovision.planning.doctor.table import cell
+from zerovision.planning.equal_images import equal_images, lines_of
 from zerovision.training.base.errors import FileServerError, printable
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.datasets import DatasetPair
-from zerovision.training.data.duplicates import find_duplicates
 from zerovision.training.data.loader import most_workers
 from zerovision.training.data.reading.image_notes import collected_notes
 from zerovision.training.data.reading.images import ImageError
@@ -86,7 +86,7 @@ def print_report(data: str, report: DataReport) -> None:
     table.add_row("all", *(str(len(own)) for own in every))
     console.print(table)
     lines = [f"note: {printable(note)}" for note in datasets.notes]
-    lines += find_duplicates(datasets, report.digests).lines()
+    lines += lines_of(equal_images(datasets, report.digests))
     labels = torch.cat(every)
     lines.append(f"labels {int(labels.min())} to {int(labels.max())}")
     if report.sizes:

@@ -11,13 +11,11 @@ from torch import nn
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import SCORE_NAMES
-from zerovision.training.base.run_folder import IMAGES, TEST_EVALUATION
+from zerovision.training.base.run_folder import TEST_EVALUATION
 from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import load_model
-from zerovision.training.data.image_list import TrainedImages, digests_over_ranks, read_image_list
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reader import Batch
-from zerovision.training.data.reading.sources import FileSource
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.engines.engine import Engine
 from zerovision.training.engines.precision import under_autocast
@@ -60,7 +58,7 @@ def judge_test(context: Run, loop: TrainContext) -> None:
         module, metadata = agreed(lambda: load_model(folder.weights), world)
         loop = dataclasses.replace(loop, thresholds=thresholds_of(metadata))
         network = under_autocast(module.to(world.device), context.precision, world.device)
-        scores, trained_on = _score(context, loop, network)
+        scores = _score(context, loop, network)
     except UserError as error:
         context.loggers.message(f"note: the test part could not be judged: {error}")
         return
@@ -76,11 +74,6 @@ def judge_test(context: Run, loop: TrainContext) -> None:
         f"test         top-1 {percent(scores.top1)}{other} on the {scores.samples} images of the test part, "
         f"judged once, by the weights of epoch {best_epoch}"
     )
-    if trained_on:
-        context.loggers.message(
-            f"note: {trained_on} of the test images are identical to training images, so this score is too good: "
-            "remove them from the test part, and judge it again with scripts/evaluate.py RUN --split test"
-        )
     context.loggers.event("test", {"step": context.position, "epoch": best_epoch} | values)
     if world.is_main:
         facts: dict[str, Any] = {"epoch": best_epoch, "data": context.config.data, "split": "test"}
@@ -101,18 +94,12 @@ def _is_due(context: Run) -> bool:
     return epoch_of(folder.weights) == best_epoch != judged
 
 
-def _score(context: Run, loop: TrainContext, network: nn.Module) -> tuple[Scores | int, int]:
-    """Return what `evaluate` returns, and on rank 0 how many of the images were trained on; a collective."""
+def _score(context: Run, loop: TrainContext, network: nn.Module) -> Scores | int:
+    """Return what `evaluate` returns; a collective."""
     data, world = context.data, context.world
     assert data.test is not None
     plan = EvaluationPlan(len(data.test), context.config.micro_batch, world.data.size)
     workers = context.val_loader.pool or 0  # which read all parts
     loader = Loader(data.test, plan, world.data.rank, workers=workers, device=world.device)
-    loader.watch()
     with loop.timing.clock.evaluation:
-        scores = evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)
-    digests, source = digests_over_ranks(loader, world), data.test.source
-    if not (world.is_main and isinstance(source, FileSource)):
-        return scores, 0
-    trained = TrainedImages(read_image_list(context.folder.path / IMAGES))
-    return scores, int(trained.contain(digests, [source.path(index) for index in range(len(digests))]).sum())
+        return evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)

@@ -12,7 +12,7 @@ from zerovision.delivery.audit.catalogue import Catalogue
 from zerovision.delivery.audit.copies import Copy
 from zerovision.delivery.audit.labels import SUSPECTED, LabelDoubts
 from zerovision.training.data.datasets import DatasetPair
-from zerovision.training.data.duplicates import first_of_each
+from zerovision.training.data.reading.sources import UNKNOWN
 
 KINDS = {
     "leak": "The same scene in two parts",
@@ -66,9 +66,10 @@ def equal_files(digests: np.ndarray) -> list[Copy]:
     Args:
         digests: int64 [N], `UNKNOWN` for an image without.
     """
-    order, is_first, firsts = first_of_each(digests, np.argsort(digests, kind="stable"))
-    pairs = zip(firsts[~is_first].tolist(), order[~is_first].tolist(), strict=True)
-    return [Copy(one, other, is_mirrored=False, difference=0.0) for one, other in pairs]
+    order = np.flatnonzero(digests != UNKNOWN)
+    _, first_of, content = np.unique(digests[order], return_index=True, return_inverse=True)
+    pairs = zip(order[first_of][content].tolist(), order.tolist(), strict=True)
+    return [Copy(one, other, is_mirrored=False, difference=0.0) for one, other in pairs if one != other]
 
 
 def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]:

@@ -168,9 +168,13 @@ class ImageContents:
         Args:
             is_last_chance: Whether the epoch was read as a whole, or no other comes.
         """
-        if not is_last_chance or any(loader.digests is None for loader in self._loaders.values()):
+        own = {name: loader.digests for name, loader in self._loaders.items() if loader.digests is not None}
+        if not (is_last_chance and own):
             return
-        digests = {name: digests_over_ranks(loader, self._world) for name, loader in self._loaders.items()}
+        here, world = self._world.device, self._world
+        digests = {
+            name: largest_over_ranks(torch.from_numpy(part).to(here), world).cpu().numpy() for name, part in own.items()
+        }
         for loader in self._loaders.values():
             loader.watch(is_on=False)
         if not self._world.is_main:
@@ -179,9 +183,3 @@ class ImageContents:
             write_image_list(self._file, list_images(self._data, digests))
         except OSError as error:
             self._loggers.message(f"note: the list of images cannot be written: {error}")
-
-
-def digests_over_ranks(loader: Loader, world: World) -> np.ndarray:
-    """Return the digests that all ranks' loaders of a part have collected, int64 [N]; a collective."""
-    assert loader.digests is not None
-    return largest_over_ranks(torch.from_numpy(loader.digests).to(world.device), world).cpu().numpy()

@@ -1,0 +1,62 @@
+"""Images that a data set has twice, byte for byte: in training and in evaluation, or under two labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.reading.sources import UNKNOWN
+
+NAMED = 3
+CURES = {
+    "leaked": "validation or test images are identical to training images, so their scores are too good: "
+    "remove them from one of the two parts",
+    "mislabelled": "images are identical to one with another label: remove the wrong ones, or give all labels "
+    "to each image by --task multilabel",
+    "repeated": "training images are identical to others, and so count more than once",
+}
+
+
+class Equal(NamedTuple):
+    """How many images are equal to another one in one of the ways of `CURES`, and the paths of a few such pairs."""
+
+    count: int
+    examples: list[tuple[str, str]]
+
+
+def equal_images(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> dict[str, Equal]:
+    """Find equal images by the digests of their files, int64 [N] by part, see `reading.sources.digest_of`."""
+    sources = {name: set_.source for name, set_ in datasets.parts.items()}
+    sizes = [len(source.labels) for source in sources.values()]
+    all_digests = np.concatenate([digests[name] for name in sources])
+    labels = np.concatenate([source.labels.numpy() for source in sources.values()])
+    parts = np.repeat(list(sources), sizes)
+    positions = np.concatenate([np.arange(size) for size in sizes])
+    # the training images are the first part, so that they are first of equal ones
+    order = np.flatnonzero(all_digests != UNKNOWN)
+    _, first_of, content = np.unique(all_digests[order], return_index=True, return_inverse=True)
+    firsts, is_train = order[first_of][content], parts == "train"
+    found = {
+        "leaked": ~is_train[order] & is_train[firsts],
+        "mislabelled": labels[order] != labels[firsts],
+        "repeated": (order != firsts) & is_train[order],
+    }
+
+    def path(image: int) -> str:
+        return sources[parts[image]].name(int(positions[image]))
+
+    return {
+        kind: Equal(int(is_so.sum()), [(path(order[one]), path(firsts[one])) for one in np.flatnonzero(is_so)[:NAMED]])
+        for kind, is_so in found.items()
+    }
+
+
+def lines_of(found: Mapping[str, Equal]) -> Iterator[str]:
+    """Yield what was found and what to do about it, a line each."""
+    for kind, (count, examples) in found.items():
+        if count:
+            pairs = "; ".join(f"{one} = {other}" for one, other in examples)
+            yield f"{count} {CURES[kind]} ({pairs}{'; ...' if count > len(examples) else ''})"
