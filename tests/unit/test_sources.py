@@ -1,10 +1,12 @@
-"""Tables of images: the same training as from a folder of them; boxes, weights, groups, and crafted ones."""
+"""Tables of images: the same training as from a folder of them; weights, groups, and crafted ones."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import os
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -24,11 +26,12 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.small_files import as_given, inert
 from zerovision.training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
 from zerovision.training.data.loader import Loader
-from zerovision.training.data.reading.boxes import decode_box
-from zerovision.training.data.reading.decode import decode_exact, make_decoder
+from zerovision.training.data.reading.decode import decode_exact
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.recipe.loss import build_loss
 from zerovision.training.recipe.settings import RecipeSettings
+
+DATA_PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
 
 @pytest.fixture(scope="module")
@@ -168,57 +171,30 @@ def test_folds_list_the_images_once_without_looking_for_garbage(photos, tmp_path
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("decode", ["exact", "cpu"])
-@pytest.mark.parametrize("suffix", ["jpg", "png"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_box_is_the_image_cut_out_and_saved(tmp_path, decode, suffix, channels):
-    colours = np.random.Generator(np.random.PCG64(0)).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    path, alone = tmp_path / f"photo.{suffix}", tmp_path / "box.png"
-    Image.fromarray(colours).resize((640, 480), Image.Resampling.BICUBIC).save(path)
-    edges = (16.2, -5.0, 639.5, 200.0)
-    Image.open(path).crop((16, 0, 640, 200)).save(alone)
-    decoder = make_decoder(decode, 32, channels)
-    oracle = decoder(str(alone))
-    found = decode_box(decoder, edges, 32 if decode == "cpu" else 0, str(path))
-    assert found.shape == oracle.shape == ((200, 624, channels) if decode == "exact" else (100, 312, channels))
-    # libjpeg-turbo's upsampling differs from Pillow's at the edge of what is decoded
-    np.testing.assert_allclose(found.astype(int), oracle.astype(int), atol=0 if suffix == "png" else 2)
-
-
-def test_boxes_of_one_image_are_samples_of_their_own_on_one_side(tmp_path):
+def test_the_documented_script_crops_the_boxes_of_a_table(tmp_path):
+    blocks = DATA_PAGE.read_text().split("```python\n")[1:]
+    script = next(block for block in blocks if "boxes.csv" in block).split("```")[0]
+    levels = np.random.Generator(np.random.PCG64(0)).integers(0, 256, (12, 48, 64, 3), dtype=np.uint8)
     rows = []
-    for number in range(12):
-        Image.new("RGB", (64, 48)).save(tmp_path / f"{number}.png")
+    for number, image in enumerate(levels):
+        Image.fromarray(image).save(tmp_path / f"{number}.png")
         for box in range(3):
-            edges = dict(zip(("x0", "y0", "x1", "y1"), (10 * box, 0, 10 * box + 10, 20), strict=True))
+            edges = dict(zip(("x0", "y0", "x1", "y1"), (10 * box, 5, 10 * box + 10, 20), strict=True))
             rows.append({"path": f"{number}.png", "label": f"c{box % 2}", **edges})
-    table = write_csv(tmp_path / "list.csv", rows)
-    pair = load(table)
-    sides = [{part.source.name(index) for index in range(len(part))} for part in (pair.train, pair.val)]
+    write_csv(tmp_path / "boxes.csv", rows)
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    pair = load(tmp_path / "crops.csv")
+    sides = []
+    for part in (pair.train, pair.val):
+        sides.append(set())
+        for index in range(len(part)):
+            photo, box = divmod(int(Path(part.source.path(index)).stem), 3)
+            np.testing.assert_array_equal(
+                part.source.read(index).permute(1, 2, 0), levels[photo, 5:20, 10 * box : 10 * box + 10]
+            )
+            sides[-1].add(photo)
     assert not sides[0] & sides[1]
     assert len(pair.train) + len(pair.val) == 36
-    facts, pixels = seen(pair.train)
-    assert {image.shape for image in pixels} == {(3, 20, 10)}
-    assert len({digest for *_, digest in facts}) == 3, "one for each box of the black images"
-    rows[0] |= {"x0": 100, "x1": 120}
-    moved = load(write_csv(table, rows))
-    assert moved.fingerprint != pair.fingerprint
-    whole = load_whole(DataOptions(data=str(table))).val
-    with pytest.raises(UserError, match="its box 100, 0, 120, 20 lies outside of its 64x48 pixels"):
-        [whole.source.read(index) for index in range(len(whole))]
-
-
-def test_a_cache_keeps_the_box(photos, tmp_path):
-    path = next(photos.rglob("*.jpg"))
-    rows = [
-        {"path": str(path), "label": f"c{n % 2}", "split": part, "x0": n, "y0": 0, "x1": 50, "y1": 40}
-        for n, part in enumerate(("train", "train", "val", "val"))
-    ]
-    data, root = write_csv(tmp_path / "list.csv", rows), str(path.parents[1])
-    cached, plain = (load(data, data_root=root, cache=cache, cache_gb=1) for cache in ("ram", "off"))
-    for _ in range(2):
-        assert all(map(torch.equal, seen(cached.train)[1], seen(plain.train)[1]))
-    assert cached.train.source.cache_folder
 
 
 def test_weights_multiply_the_losses_and_are_1_on_average(photos, tmp_path):
@@ -246,7 +222,6 @@ CRAFTED = {
     "path,class\na.png,x": "there is no column label. It has path, class: give --label-column NAME",
     "file,label\na.png,x": "there is no column path",
     "path,label,path\na.png,x,b": "the column path is there twice",
-    "path,label,x0,y0\na.png,x,1,1": "a box needs the columns x0, y0, x1, y1; it has x0, y0",
     "path,label\na.png,\n": "line 2: the cell of label is empty",
     "path,label,is_valid\na.png,x,maybe\n": "line 2: is_valid is 'maybe'; expected true or false",
     "Path,PATH,label\na.png,a.png,x\n": "there are the columns 'Path', 'PATH': keep one of them",
@@ -261,8 +236,6 @@ CRAFTED = {
     "path,label,split\na.png,x,val\nb.png,y,val\n": "has no training image",
     "path,label\na.png,x\nb.png,x\n": "has one class only ('x')",
     "path,label\na.png,x\nb.png,y\n": "each class has one image or group",
-    "path,label,x0,y0,x1,y1\na.png,x,5,0,2,9\n": "line 2: the box 5, 0, 2, 9 is empty",
-    "path,label,x0,y0,x1,y1\na.png,x,5,,2,9\n": "line 2: y0 is ''; expected a number",
     'path,label\n"a.png,x\nb.png,y\n': "unexpected end of data",
     "path,label\na.png," + "x" * 200_000: "line 2: field larger than field limit (131072)",
     "path,label\na.png,\udcff": "the table is not encoded as UTF-8",

@@ -86,7 +86,7 @@ def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int
         with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
             while index is not None:
                 entry, suffix, content = _sample(source, index)
-                facts = {"path": entry.path, "box": entry.box, "weight": entry.weight}
+                facts = {"path": entry.path, "weight": entry.weight}
                 for kind, data in (
                     (LABEL, str(entry.label).encode()),
                     (suffix, content),
@@ -108,7 +108,7 @@ def _sample(source: Source, index: int) -> tuple[Entry, str, bytes]:
         content, path = source.content(index), source.path(index)
         weight = 1.0 if source.loss_weights is None else float(source.loss_weights[index])
         suffix = os.path.splitext(path)[1].lower()
-        entry = Entry(path, label, 0, len(content), source.box(index), weight)
+        entry = Entry(path, label, 0, len(content), weight)
         return entry, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # a format is told by the content
     image = source.read(index)
     if source.values != BYTES or image.shape[0] not in PNG_CHANNELS:

@@ -19,10 +19,8 @@ from zerovision.training.data.augment import viewable
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.loader import Loader, most_workers
 from zerovision.training.data.reader import Batch
-from zerovision.training.data.reading.boxes import Edges
 from zerovision.training.data.reading.sources import UNKNOWN, FileSource, grey
 from zerovision.training.data.sampler import EvaluationPlan
-from zerovision.training.data.table import EDGES
 from zerovision.training.data.values import stretched
 from zerovision.training.observe.console import open_console
 
@@ -48,7 +46,7 @@ class Catalogue:
         unreadable: reason by number, of the images that `read` could not read.
     """
 
-    def __init__(self, datasets: DatasetPair, groups: Mapping[tuple[str, Edges], str] | None = None) -> None:
+    def __init__(self, datasets: DatasetPair, groups: Mapping[str, str] | None = None) -> None:
         self._sets = datasets.parts
         self._starts = np.cumsum([0, *map(len, self._sets.values())])
         self.class_names, self.num_classes = datasets.label_names, len(datasets.class_names)
@@ -58,7 +56,7 @@ class Catalogue:
         self.unreadable: dict[int, str] = {}
         self.groups = [""] * len(self)
         if groups:
-            self.groups = [groups.get((self.name(number), self._box(number)), "") for number in range(len(self))]
+            self.groups = [groups.get(self.name(number), "") for number in range(len(self))]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -71,15 +69,12 @@ class Catalogue:
         )
 
     def other_columns(self) -> dict[str, list[float | str]]:
-        """Return what else a table says of each image, by column: its weight and its box, if some have any."""
+        """Return what else a table says of each image, by column: its weight, if some have any."""
         columns: dict[str, list[float | str]] = {}
         sources = [set_.source for set_ in self._sets.values() if isinstance(set_.source, FileSource)]
         weights = [torch.ones(len(one.labels)) if one.loss_weights is None else one.loss_weights for one in sources]
         if any(source.loss_weights is not None for source in sources):
             columns["weight"] = torch.cat(weights).tolist()
-        boxes = [self._box(number) for number in range(len(self))]
-        if any(boxes):
-            columns |= {name: [box[place] if box else "" for box in boxes] for place, name in enumerate(EDGES)}
         return columns
 
     def name(self, number: int) -> str:
@@ -144,18 +139,13 @@ class Catalogue:
                 digests[numbers[is_read]] = batch.digests[is_read]
         return pictures, colours, digests
 
-    def _box(self, number: int) -> Edges:
-        part, position = self._place(number)
-        source = self._sets[part].source
-        return source.box(position) if isinstance(source, FileSource) else ()
-
     def _place(self, number: int) -> tuple[str, int]:
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
         return list(self._sets)[part], number - int(self._starts[part])
 
 
-def groups_of_table(options: DataOptions) -> dict[tuple[str, Edges], str]:
-    """Return the group of each image that has one, by full path and box; nothing of data that are no list.
+def groups_of_table(options: DataOptions) -> dict[str, str]:
+    """Return the group of each image that has one, by full path; nothing of data that are no list.
 
     The list is read again: a training needs no groups any more once it is divided.
     """
@@ -163,7 +153,7 @@ def groups_of_table(options: DataOptions) -> dict[tuple[str, Edges], str]:
     if not hasattr(module, "listing"):
         return {}
     listing = module.listing(options)
-    return {(str(listing.root / one.path), one.box): one.group for one in listing.records if one.group}
+    return {str(listing.root / one.path): one.group for one in listing.records if one.group}
 
 
 def _whole(set_: ImageDataset) -> dict:

@@ -110,7 +110,7 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     """
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
     if len(numbers) < len(catalogue):
-        raise UserError(f"--fixes {path}: several images are boxes of one file: change the lines of {FIXED} itself.")
+        raise UserError(f"--fixes {path}: several lines are of one file: change those of {FIXED} itself.")
     allowed = {DROP: [""], RELABEL: catalogue.class_names, MOVE: ["train", "val", "test"]}
     fixes = []
     try:

@@ -25,13 +25,12 @@ from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import Label, number_classes, read_class_names
 from zerovision.training.data.columns import unused_notes
 from zerovision.training.data.folder_parts import part_kind
-from zerovision.training.data.reading.boxes import Edges
 from zerovision.training.data.reading.remote_files import RemoteFiles, page_checksums
 from zerovision.training.data.reading.retry import entries_of, is_file, is_folder, patiently
 from zerovision.training.data.reading.sources import Archive
 from zerovision.training.data.records import Listing, Record
 
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".index.json"
 CACHE = "indexes"  # below --data-root
 CLASS_NAMES = "classnames.txt"  # the name of each label of a whole number, one a line, as CLIP's data sets have it
@@ -51,7 +50,6 @@ class Entry(NamedTuple):
         label: Name or number of its class, see `label_of`.
         place: See `ImageFile`.
         size: In bytes.
-        box: See `ImageFile`.
         weight: Of its loss.
         group: See `Record`.
         part: As of `Record`, if the archive says it of each image.
@@ -61,7 +59,6 @@ class Entry(NamedTuple):
     label: Label
     place: int
     size: int
-    box: Edges = ()
     weight: float = 1.0
     group: str = ""
     part: str = ""
@@ -162,7 +159,6 @@ def listing_of(
                 entry.group,
                 size=entry.size,
                 changed_ns=index.state[1],
-                box=entry.box,
                 weight=entry.weight,
                 archive=number,
                 place=entry.place,
@@ -279,12 +275,12 @@ def _parsed(content: Any) -> Index:
     labels: dict[Label, Label] = {}
 
     def entries() -> Iterator[Entry]:
-        for path, label, place, length, box, weight, group, part in content["entries"]:
+        for path, label, place, length, weight, group, part in content["entries"]:
             if not (type(place) is type(length) is int and 0 <= place < 2**62 and 0 <= length < 2**62):
                 raise ValueError
             same = labels.setdefault(label, label)
-            entry = Entry(path, same, place, length, tuple(box), weight, group, sys.intern(part))
-            is_plain = not box and type(weight) is float and weight == 1 and type(path) is type(group) is str
+            entry = Entry(path, same, place, length, weight, group, sys.intern(part))
+            is_plain = type(weight) is float and weight == 1 and type(path) is type(group) is str
             yield entry if is_plain and type(label) in LABEL_TYPES else checked(entry)
 
     texts = [(*content[name],) for name in ("class_names", "columns", "unused")]
@@ -307,10 +303,9 @@ def _parsed(content: Any) -> Index:
 
 
 def checked(entry: Entry) -> Entry:
-    """Return an entry with numbers as floats; raise ValueError or TypeError if a value is none that it may have."""
-    box, weight = tuple(float(value) for value in entry.box), float(entry.weight)
-    is_sound = (not box or (len(box) == 4 and box[0] < box[2] and box[1] < box[3])) and 0 <= weight < float("inf")
-    is_sound &= type(entry.label) in LABEL_TYPES
+    """Return an entry with its weight as a float; raise ValueError or TypeError if a value is none that it may have."""
+    weight = float(entry.weight)
+    is_sound = 0 <= weight < float("inf") and type(entry.label) in LABEL_TYPES
     if not is_sound or not all(type(text) is str for text in (entry.path, entry.group, entry.part)):
         raise ValueError
-    return entry._replace(box=box, weight=weight if weight != 1 else 1.0)  # one object for most of them
+    return entry._replace(weight=weight if weight != 1 else 1.0)  # one object for most of them

@@ -396,7 +396,7 @@ def make_file_datasets(
     for part in parts:
         digest.update(b"\n\n")
         for file in sorted(part):
-            more = f"\0{file.box}\0{file.weight}" if file.box or file.weight != 1 else ""
+            more = f"\0()\0{file.weight}" if file.weight != 1 else ""  # as runs with weights have it since 0.1
             digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}{more}\n"))
     all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
     if options.decode != NUMBERS and (options.cache != "off" or not hasattr(archive, "expect")):  # else nothing is read

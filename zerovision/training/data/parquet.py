@@ -176,7 +176,7 @@ def _entry(
     if size is None or label is None:
         return None
     known = facts.facts(dict(zip(facts.of_facts.values(), cells, strict=True)))
-    return Entry(clean(str(path or "")) or name, label, place, size, (), known.weight, known.group, known.part)
+    return Entry(clean(str(path or "")) or name, label, place, size, known.weight, known.group, known.part)
 
 
 def _lengths(contents: Any) -> list[int | None]:

@@ -18,7 +18,6 @@ from zerovision.training.data.folder import split_class
 from zerovision.training.data.folder_parts import NO_PARTS, TEST, TRAIN, VAL, Layout, part_kind
 from zerovision.training.data.folds import Member, held_out_units
 from zerovision.training.data.label_sets import make_label_sets, rarest_class
-from zerovision.training.data.reading.boxes import Edges
 from zerovision.training.data.reading.images import read_file
 from zerovision.training.data.reading.sources import Archive, ImageFile
 from zerovision.training.data.settings import MULTILABEL
@@ -42,7 +41,6 @@ class Record(NamedTuple):
     group: str = ""
     size: int = 0
     changed_ns: int = 0
-    box: Edges = ()
     weight: float = 1.0
     archive: int = 0
     place: int = 0
@@ -176,7 +174,7 @@ def _held_out(listing: Listing, records: Sequence[Record], options: DataOptions)
 def _units(records: Sequence[Record]) -> list[str]:
     """Return for each image the name of the images that it is never divided from: its group, or those of its path.
 
-    Images of archives that are called alike are not one, unless they are boxes.
+    Images of archives that are called alike are not one.
     """
     names = [record.group or record.path for record in records]
     hashes = np.fromiter(map(hash, names), np.int64, len(names))  # a set of millions of names would take a gigabyte
@@ -186,11 +184,11 @@ def _units(records: Sequence[Record]) -> list[str]:
     apart = {
         name
         for name, record in zip(names, records, strict=True)
-        if not (record.group or record.box)
+        if not record.group
         and places.setdefault(name, (record.archive, record.place)) != (record.archive, record.place)
     }
     return [
-        f"{name}\0{record.archive}\0{record.place}" if name in apart and not (record.group or record.box) else name
+        f"{name}\0{record.archive}\0{record.place}" if name in apart and not record.group else name
         for name, record in zip(names, records, strict=True)
     ]
 
@@ -222,7 +220,6 @@ def _datasets(listing: Listing, parts: Sequence[list[Record]], test: list[Record
                     record.size,
                     numbers[record.label],
                     record.changed_ns,
-                    record.box,
                     record.weight if mean == 1 else record.weight / mean,  # 1 on average, as the weights of classes
                     record.archive,
                     record.place,

@@ -16,16 +16,14 @@ from zerovision.training.base.errors import UserError, nearest, one_line, shown
 from zerovision.training.base.small_files import as_given
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import clean, label_of, number_classes
-from zerovision.training.data.columns import FactColumns, find_column, number_in
+from zerovision.training.data.columns import FactColumns, find_column
 from zerovision.training.data.label_sets import columns_of, list_in, set_name, set_names
-from zerovision.training.data.reading.boxes import Edges
 from zerovision.training.data.reading.images import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.records import Listing, Record
 from zerovision.training.data.settings import DATA_ROOT, MULTILABEL
 
 PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
-EDGES = ("x0", "y0", "x1", "y1")
 SEPARATORS = (",", ";", "\t", "|")
 MAX_BYTES = 4 * 10**9
 
@@ -52,10 +50,6 @@ def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions)
 def lines_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Listing:
     """Return the lines of a table, whose files may be missing; the errors are those of `listing`."""
     columns = _TableColumns(header, options)
-    if columns.edges and len(columns.edges) < len(EDGES):
-        raise UserError(
-            f"--data {options.data}: a box needs the columns {', '.join(EDGES)}; it has {', '.join(columns.edges)}."
-        )
     records, labels, left_out = list[Record](), dict[Any, Any](), 0
     for line, row in rows:
         try:
@@ -63,14 +57,13 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -
             if not clean(path):
                 raise ValueError(f"the cell of {columns.path} is empty")
             label, known = columns.label(row), columns.facts(row)
-            box = _box(columns.edges, row) if columns.edges else ()
         except ValueError as error:
             raise UserError(f"--data {options.data}, line {line}: {error}.") from None
         if label is None:
             left_out += 1
             continue
         label = labels.setdefault(label, label)  # one object of equal ones
-        records.append(Record(path, label, sys.intern(known.part), known.group, box=box, weight=known.weight))
+        records.append(Record(path, label, sys.intern(known.part), known.group, weight=known.weight))
     if not records:
         raise UserError(f"--data {options.data}: there is no line below the header.")
     class_names, names = columns.names_of(labels, options)
@@ -99,9 +92,7 @@ class _TableColumns(FactColumns):
                     f"--data {options.data}: there is no column {name}.{nearest(name, header)} It has {columns}: "
                     f"give {flag} NAME."
                 )
-        edges = {edge: find_column(header, edge) for edge in EDGES}
-        self.edges = {edge: found for edge, found in edges.items() if found}
-        super().__init__(header, [self.path, *self._labels, *self.edges.values()])
+        super().__init__(header, [self.path, *self._labels])
 
     def label(self, row: Mapping[str, Any]) -> Any:
         """Return the label in a row, None if it says that it has none; of a cell of several labels, its content.
@@ -170,16 +161,6 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
                 yield reader.line_num, dict(zip(header, map(as_given, row), strict=False))
 
     return header, cells()
-
-
-def _box(edges: Mapping[str, str], row: Mapping[str, Any]) -> Edges:
-    cells = ["" if row.get(name) is None else str(row[name]).strip() for name in edges.values()]
-    if not any(cells):
-        return ()
-    left, top, right, bottom = (number_in(cell, name) for cell, name in zip(cells, edges, strict=True))
-    if not (left < right and top < bottom):
-        raise ValueError(f"the box {left:g}, {top:g}, {right:g}, {bottom:g} is empty; x1 > x0 and y1 > y0")
-    return left, top, right, bottom
 
 
 def _with_files(root: Path, listing: Listing, options: DataOptions) -> Listing:

@@ -28,7 +28,7 @@ from zerovision.training.data.records import Listing
 
 LABEL, FACTS = ".cls", ".json"
 LABEL_KEYS = ("label", "cls", "class")  # of the JSON, if there is no .cls
-OWN_KEYS = ("path", "box", *LABEL_KEYS)
+OWN_KEYS = ("path", *LABEL_KEYS)
 HIDDEN = "."  # begins what macOS leaves beside each file, ._NAME, and what no sample is
 MOST_LABEL_BYTES = 2**20
 READ_BYTES = 2**24
@@ -152,11 +152,9 @@ class _Scan:
             names = tuple(facts)
             if names not in self._columns:
                 self._columns[names] = FactColumns(names, [name for name in names if self._is_own(name)])
-            known, path, box = self._columns[names].facts(facts), facts.get("path", image.name), facts.get("box") or ()
+            known, path = self._columns[names].facts(facts), facts.get("path", image.name)
             path = clean(path) if isinstance(path, str) else path
-            return checked(
-                Entry(path, label, image.offset_data, image.size, box, known.weight, known.group, known.part)
-            )
+            return checked(Entry(path, label, image.offset_data, image.size, known.weight, known.group, known.part))
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             reason = f": {error}" if type(error) is ValueError and error.args else " has no label"
             raise UserError(

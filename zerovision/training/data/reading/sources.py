@@ -17,7 +17,6 @@ import torch
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions
 from zerovision.training.data.augment import BoxChooser
-from zerovision.training.data.reading.boxes import Edges, decode_box
 from zerovision.training.data.reading.cache import ImageCache, open_cache
 from zerovision.training.data.reading.decode import Decoder, crop, decode_exact, header_size, make_decoder, shrunk_bytes
 from zerovision.training.data.reading.image_numbers import decode_numbers, kind_of_numbers
@@ -130,7 +129,6 @@ class ImageFile(NamedTuple):
         size: In bytes.
         label: Number of its class.
         changed_ns: Time of the last change.
-        box: The part of the image that is the sample, see `reading.boxes`; empty for all of it.
         weight: Of its loss in training.
         archive: Number of the file of the `Archive` that it is in.
         place: Where it is in that file: by bytes, or by row group and row, see `ROW_BITS`.
@@ -140,7 +138,6 @@ class ImageFile(NamedTuple):
     size: int
     label: int
     changed_ns: int = 0
-    box: Edges = ()
     weight: float = 1.0
     archive: int = 0
     place: int = 0
@@ -178,7 +175,6 @@ class FileSource:
         first_in_cache: Position of the first image in the cache.
         channels: C of what the decoder gives.
         archive: What the images are in; None if each is a file of its own.
-        reduced_to: Size of the model's images, in pixels, to which a box may be reduced, see `decode_box`; 0: not.
 
     Attributes:
         loss_weights: float32 [N], of the samples' losses in training; None if all are 1.
@@ -196,9 +192,8 @@ class FileSource:
         first_in_cache: int = 0,
         channels: int = 3,
         archive: Archive | None = None,
-        reduced_to: int = 0,
     ) -> None:
-        self.channels, self._archive, self._reduced_to = channels, archive, reduced_to
+        self.channels, self._archive = channels, archive
         self.root, self._decode, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
         self.cache_folder = cache.folder if cache else None
         self.labels, self.sizes = _integers(file.label for file in files), _integers(file.size for file in files)
@@ -215,9 +210,6 @@ class FileSource:
         self._places = None
         if archive:
             self._places = _integers(number for file in files for number in (file.archive, file.place)).view(-1, 2)
-        has_boxes = any(file.box for file in files)
-        boxes = torch.tensor([file.box or (0.0,) * 4 for file in files], dtype=torch.float64) if has_boxes else None
-        self._boxes = boxes
         weights = torch.from_numpy(np.fromiter((file.weight for file in files), dtype=np.float32))
         self.loss_weights = None if bool((weights == 1).all()) else weights
 
@@ -249,11 +241,6 @@ class FileSource:
         archive, place = self._places.numpy().T
         return np.stack([archive << 31 | place >> ROW_BITS, place], axis=1)
 
-    def box(self, index: int) -> Edges:
-        """Return the part of the image that is the sample, empty if it is all of it."""
-        found: Edges = () if self._boxes is None else tuple(self._boxes[index].tolist())
-        return found if any(found) else ()
-
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """Return the image, or the part that `choose` takes of it: uint8 [C, h, w]; raise ImageError if it is bad."""
         cache, position = self._cache, self._first_in_cache + index
@@ -262,15 +249,14 @@ class FileSource:
             self._note_digest(index, cache.digest(position))
             pixels = crop(cached, choose)
         else:
-            name, box, content = self.name(index), self.box(index), self.content(index)
-            decode = self._decode if not box else partial(decode_box, self._decode, box, self._reduced_to)
+            name, content = self.name(index), self.content(index)
             is_kept = cache is not None and not cache.is_full
-            digest = digest_of(content, box) if is_kept or self.digests is not None else UNKNOWN
+            digest = digest_of(content) if is_kept or self.digests is not None else UNKNOWN
             self._note_digest(index, digest)
             if cache is None or not is_kept:
-                pixels = decode(name, choose, content)  # of a JPEG no more than that part
+                pixels = self._decode(name, choose, content)  # of a JPEG no more than that part
             else:
-                whole = decode(name, data=content)
+                whole = self._decode(name, data=content)
                 cache.put_digest(position, digest)
                 cache.put(position, whole)
                 pixels = crop(whole, choose)
@@ -298,12 +284,9 @@ def _integers(values: Iterable[int]) -> torch.Tensor:
     return torch.from_numpy(np.fromiter(values, dtype=np.int64))
 
 
-def digest_of(content: bytes, box: Edges = ()) -> int:
-    """Return 63 bits of a file's sha256, never `UNKNOWN`: equal ones mean the same file, byte for byte, and box."""
-    digest = hashlib.sha256(content)
-    if box:
-        digest.update(repr(box).encode())
-    return int.from_bytes(digest.digest()[:8], "little") >> 1 or 1
+def digest_of(content: bytes) -> int:
+    """Return 63 bits of a file's sha256, never `UNKNOWN`: equal ones mean the same file, byte for byte."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1 or 1
 
 
 def open_files(
@@ -324,7 +307,6 @@ def open_files(
         decoder: Decoder = partial(decode_numbers, kind=values, channels=channels, max_pixels=max_pixels)
     else:
         decoder = make_decoder(options.decode, image_size, channels, max_pixels)
-    reduced_to = image_size if options.decode == "cpu" else 0
     if options.decode == "cpu" and options.cache != "off":
         few = [files[number] for number in np.linspace(0, len(files) - 1, min(len(files), HEADERS_READ)).astype(int)]
         sides = _sides(FileSource(root, few, decoder, archive=archive), max_pixels)
@@ -337,7 +319,7 @@ def open_files(
         )
     sources, first = [], 0
     for part in parts:
-        sources.append(FileSource(root, part, decoder, cache, first, channels, archive, reduced_to))
+        sources.append(FileSource(root, part, decoder, cache, first, channels, archive))
         sources[-1].values = values
         first += len(part)
     return sources, [note] if note else []
@@ -348,20 +330,17 @@ def _cache_key(root: PurePath, files: Sequence[ImageFile], image_size: int, chan
     pixels = f"{image_size}" if channels == 3 else f"{image_size}x{channels}"
     digest = hashlib.sha256(f"{CACHE_FORMAT}\0{pixels}\0{os.fspath(root)}\0".encode("utf-8", "surrogateescape"))
     for file in files:
-        box = f"\0{file.box}" if file.box else ""
-        digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.changed_ns}{box}\n"))
+        digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.changed_ns}\n"))
     return digest.hexdigest()
 
 
 def _sides(source: FileSource, max_pixels: int) -> list[tuple[int, int]]:
-    """Return height and width of the images, of those with a box the box's."""
+    """Return height and width of the images that can be read."""
     sides = []
     source.expect(range(len(source.labels)))
     for index in range(len(source.labels)):
         with suppress(ImageError):
-            left, top, right, bottom = source.box(index) or (0, 0, 0, 0)
-            whole = source.name(index), source.content(index)
-            sides.append((int(bottom - top), int(right - left)) if right else header_size(*whole, max_pixels))
+            sides.append(header_size(source.name(index), source.content(index), max_pixels))
     return sides
 
 
