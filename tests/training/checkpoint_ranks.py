@@ -60,7 +60,6 @@ from zerovision.training.steps.gradient_cache import GradientCache
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
 from zerovision.training.world.collectives import barrier, broadcast_object
-from zerovision.training.world.exchange import text
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
@@ -290,7 +289,7 @@ def warm_up(world: World) -> None:
     """
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
-            job = Job(world, broadcast_object(folder, text, world), strategy)
+            job = Job(world, broadcast_object(folder, world), strategy)
             job.train()
             job.close()
             barrier(world)

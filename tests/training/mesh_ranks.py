@@ -27,7 +27,6 @@ from zerovision.training.world.collectives import (
     largest_over_ranks,
     sum_over_ranks,
 )
-from zerovision.training.world.exchange import whole_number
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.world import World
 
@@ -47,9 +46,9 @@ def neighbours(world: World, tensor: int, pipeline: int, per_machine: int = 0) -
             "place": [group.rank, group.size],
             "local": [group.local_rank, group.local_size],
             "rows": gather_rows(own, group)[:, 0].tolist(),
-            "objects": gather_objects(world.rank, whole_number, group),
+            "objects": gather_objects(world.rank, group),
             "sum and largest": [sum_over_ranks(own, group).item(), largest_over_ranks(own, group).item()],
-            "of main": [mains.item(), broadcast_object(world.rank, whole_number, group)],
+            "of main": [mains.item(), broadcast_object(world.rank, group)],
         }
     return found
 

@@ -31,8 +31,6 @@ from zerovision.training.recipe.loss import build_loss
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
 from zerovision.training.world.collectives import barrier, gather_objects
-from zerovision.training.world.exchange import list_of, text
-from zerovision.training.world.exchange import number as number_of
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.world import World
 
@@ -213,7 +211,7 @@ def train(
         for number, (_, logits) in enumerate(engine.outputs(make_batches(7, 0, 3, size))):
             found[f"evaluation {number}"] = digest(logits)
     found["norms"] = " ".join(norms)
-    everywhere = gather_objects([*map(list, found.items())], list_of(list_of(text)), world)
+    everywhere = gather_objects([*map(list, found.items())], world)
     engine.close()
     merged: dict[str, str] = {}
     for rank in everywhere:
@@ -241,7 +239,7 @@ def wait_share(world: World, micro_batches: int, schedule: str, split: str, bloc
         shares.append(seconds["communication"] / sum(seconds.values()))
     engine.close()
     # The first step is longer: PyTorch tries the stages for the shapes of what they send.
-    return min(statistics.mean(gather_objects(share, number_of, world)) for share in shares[1:])
+    return min(statistics.mean(gather_objects(share, world)) for share in shares[1:])
 
 
 def features_sent(world: World) -> list[list[str]]:
@@ -265,7 +263,7 @@ def features_sent(world: World) -> list[list[str]]:
     with torch.no_grad(), noted("isend"), noted("irecv"), noted("recv"):
         assert len([*engine.outputs(make_batches(7, 0, 4, SIZE))]) == 4
     engine.close()
-    return gather_objects(messages, list_of(text), world)
+    return gather_objects(messages, world)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -155,7 +155,7 @@ def test_a_library_has_one_owner(library):
 
 
 def test_no_rank_unpickles_what_another_sends():
-    """PyTorch's collectives of objects do: `zerovision/training/world/exchange.py` takes their place."""
+    """PyTorch's collectives of objects do: `gather_objects` and `broadcast_object` take their place."""
     found = []
     for path in python_files():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -140,9 +140,8 @@ RANK = """
 import sys
 from zerovision.training.world.collectives import gather_objects
 from zerovision.training.world.world import start_world, stop_world
-from zerovision.training.world.exchange import text
 world = start_world()
-print("ranks", gather_objects(sys.argv[1], text, world), flush=True)
+print("ranks", gather_objects(sys.argv[1], world), flush=True)
 stop_world()
 """
 # What the one who found the hole did: join as PyTorch does, before the true rank 1.

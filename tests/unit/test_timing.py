@@ -44,7 +44,6 @@ from zerovision.training.world.collectives import (
     gather_objects,
     sum_over_ranks,
 )
-from zerovision.training.world.exchange import text
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
 
@@ -161,8 +160,8 @@ CALLS = {
     "barrier": (lambda world: barrier(world), 1),
     "sum": (lambda world: sum_over_ranks(torch.ones(2), world), 1),
     "copy": (lambda world: copy_from_main([torch.ones(2)], world), 1),
-    "gather values": (lambda world: gather_objects("a", text, world), 2),
-    "broadcast a value": (lambda world: broadcast_object("a", text, world), 2),
+    "gather values": (lambda world: gather_objects("a", world), 2),
+    "broadcast a value": (lambda world: broadcast_object("a", world), 2),
     "stop": (lambda world: StopRequest().poll_now(world), 3),
     "statistics": (lambda world: _SumOverRanks.apply(torch.ones(2), world.group), 1),
     "DeepSpeed's": (lambda world: deepspeed_backend().all_reduce(torch.ones(2)), 1),

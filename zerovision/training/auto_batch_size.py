@@ -36,7 +36,6 @@ from zerovision.training.out_of_memory import Rung, describe_failure, is_out_of_
 from zerovision.training.prepare import Prepared, RunStart
 from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
-from zerovision.training.world.exchange import exactly, flag, list_of, optional, row_of, whole_number
 from zerovision.training.world.world import World
 
 STEPS = 2  # updates of a trial: the first one chooses kernels and fills caches
@@ -90,9 +89,8 @@ def choose_batch_size(prepared: Prepared, start: RunStart) -> Prepared:
     config, world = prepared.config, prepared.world
     if config.batch_size != "auto":
         return prepared
-    known = optional(row_of(whole_number, whole_number))
     earlier = _earlier_result(config, prepared.folder) if world.is_main else None
-    size, global_batch = broadcast_object(earlier, known, world) or (0, 0)
+    size, global_batch = broadcast_object(earlier, world) or (0, 0)
     if size and config.global_batch in (0, global_batch) and not global_batch % world.data.size:
         size, how = largest_divisor(global_batch // world.data.size, size), "found at the run's first start"
     else:
@@ -138,13 +136,9 @@ def _search(prepared: Prepared, global_batch: int, start: RunStart) -> tuple[int
     most = 0 if facts.gpu_name else MOST_IMAGES_ON_CPU
     sizes = agreed(lambda: micro_batches(global_batch, world.data.size, most), world)
     configs = [divided(config, size, global_batch, world.data.size) for size in sizes]
-    planned = broadcast_object(_plan(facts, configs, start) if world.is_main else None, list_of(whole_number), world)
+    planned = broadcast_object(_plan(facts, configs, start) if world.is_main else None, world)
     about = {"global_batch": global_batch, "ranks": world.size, "settings": trial_settings(config, *OF_MEMORY)}
-    tried = broadcast_object(
-        _earlier_trials(folder, about) if world.is_main else None,
-        list_of(row_of(whole_number, flag, whole_number, whole_number)),
-        world,
-    )
+    tried = broadcast_object(_earlier_trials(folder, about) if world.is_main else None, world)
     earlier, trials = {size: Trial(*found) for size, *found in tried}, dict[int, Trial]()
 
     def measure(place: int) -> Trial:
@@ -216,7 +210,7 @@ def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -
     config, world, is_short = prepared.config, prepared.world, False
     had, device = used_memory(world.device), world.device
     # Gathered before any rank takes more, because ranks of a machine divide what is free.
-    rooms = gather_objects(memory_room(device, world.local_size), whole_number, world)
+    rooms = gather_objects(memory_room(device, world.local_size), world)
     reset_peak_memory(device)
     with trial(prepared, start, TRIAL_FOLDER) as context:
         copy = Snapshot()  # of a checkpoint, which stays while it is written beside the steps
@@ -235,7 +229,7 @@ def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -
                     f"{describe_failure(error, world.rank)}: started again, as launchers do, --batch-size auto goes on "
                     f"below {config.batch_size} images per rank"
                 ) from None
-        taken = gather_objects(max(peak_memory(device) - had, 0), whole_number, world)
+        taken = gather_objects(max(peak_memory(device) - had, 0), world)
     del context, copy
     free_memory(world)
     reset_peak_memory(device)  # the run reports its own
@@ -249,7 +243,7 @@ def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Run
     if config.on_oom == "adapt":
         return MemoryError(text)
     cure = _nearest_that_fits(config, found, facts, start) if world.is_main else ""
-    return AgreedError(f"{text}. {broadcast_object(cure, exactly(str), world)}.")
+    return AgreedError(f"{text}. {broadcast_object(cure, world)}.")
 
 
 def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart) -> str:

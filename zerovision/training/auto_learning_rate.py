@@ -33,7 +33,6 @@ from zerovision.training.recipe.loss import GUESSES
 from zerovision.training.setup import Run
 from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
 from zerovision.training.world.collectives import broadcast_object
-from zerovision.training.world.exchange import number, optional
 from zerovision.training.world.world import World
 
 TRIAL_STEPS = 300  # at most as many as the run has
@@ -71,7 +70,7 @@ def choose_learning_rate(prepared: Prepared, start: RunStart) -> Prepared:
         rate, source = found.manifest.config.get("learning_rate"), "that of the checkpoint"
     else:
         earlier = _earlier_result(_settings(config, world), prepared.folder) if world.is_main else None
-        rate = broadcast_object(earlier, optional(number), world)
+        rate = broadcast_object(earlier, world)
         source = "found at the run's first start"
         if rate is None:
             try:

@@ -27,7 +27,6 @@ from zerovision.training.observe.multilabel import thresholds_of
 from zerovision.training.observe.scores import Scores
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.world.collectives import agreed, broadcast_object
-from zerovision.training.world.exchange import flag
 
 if TYPE_CHECKING:
     from zerovision.training.setup import Run
@@ -52,7 +51,7 @@ def judge_test(context: Run, loop: TrainContext) -> None:
     """
     test, world, folder = context.data.test, context.world, context.folder
     best_epoch = context.state.progress.best_epoch
-    if test is None or not broadcast_object(best_epoch > 0 and _is_due(context), flag, world):
+    if test is None or not broadcast_object(best_epoch > 0 and _is_due(context), world):
         return
     try:
         module, metadata = agreed(lambda: load_model(folder.weights), world)

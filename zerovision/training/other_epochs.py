@@ -13,7 +13,6 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.recipe.schedule import build_schedule, schedule_names, stable_epochs
 from zerovision.training.world.collectives import broadcast_object
-from zerovision.training.world.exchange import exactly
 from zerovision.training.world.world import World
 
 # May change on a resume, and change the bytes.
@@ -48,7 +47,7 @@ def before_decay(
     notes = [f"going back to epoch {start.epoch}, the last before the learning rate decayed"]
     progress = earlier.manifest.progress
     has_best = world.is_main and epoch_of(earlier.path.parent.parent / WEIGHTS) == progress.best_epoch
-    if broadcast_object(has_best, exactly(bool), world) or progress.best_epoch == 0:
+    if broadcast_object(has_best, world) or progress.best_epoch == 0:
         return earlier, notes
     notes.append(
         f"the weights of epoch {progress.best_epoch}, the best until then, are gone: those of the best epoch after it "

@@ -25,7 +25,6 @@ from zerovision.training.observe.step_metrics import resident_bytes
 from zerovision.training.resume import Resolved, resolve
 from zerovision.training.steps.audit import check_audit
 from zerovision.training.world.collectives import agreed, broadcast_object
-from zerovision.training.world.exchange import row_of, text
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
 
@@ -137,7 +136,7 @@ def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[R
 
     created, lock = agreed(lambda: create() if world.is_main else (None, None), world)
     paths = [str(created.log_dir), created.name] if created else None
-    log_dir, name = broadcast_object(paths, row_of(text, text), world)
+    log_dir, name = broadcast_object(paths, world)
     if world.is_main:
         start.heartbeat.run_name(name)
     return created or RunFolder(Path(log_dir), name), lock

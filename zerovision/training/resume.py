@@ -25,7 +25,6 @@ from zerovision.training.data.values import SMALLEST_BYTE_STD
 from zerovision.training.engines.islands import number_of_islands, usable_islands
 from zerovision.training.other_epochs import before_decay
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects, ranks_per_machine
-from zerovision.training.world.exchange import whole_number
 from zerovision.training.world.world import World
 
 DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest.identity`
@@ -206,7 +205,7 @@ def keep_islands(
             f"{flag} needs 2 islands or more, here would be {shown(meant)}: give --islands N and a multiple of N "
             f"ranks ({size} here), or leave {flag} out."
         )
-    machines = {*gather_objects(world.local_size, whole_number, world)}
+    machines = {*gather_objects(world.local_size, world)}
     islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
     if found is None and islands != meant:
         cure = f", or give --islands {islands}" if islands > 1 else ""
@@ -237,7 +236,7 @@ def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: Worl
     saved = found.manifest.config.get("threads_per_rank", 0) if found else 0  # younger than the format
     if type(saved) is not int or not 0 <= saved <= FIELDS["threads_per_rank"].metadata["high"]:
         raise AgreedError(f"the checkpoint's --threads-per-rank {shown(saved)} is no number of threads.")
-    own = broadcast_object(torch.get_num_threads(), whole_number, world)
+    own = broadcast_object(torch.get_num_threads(), world)
     threads, cores, notes = config.threads_per_rank or saved or own, usable_cores(), []
     used = threads * world.local_size
     if threads != own and used != cores:

@@ -36,7 +36,6 @@ from zerovision.training.engines.precision import under_autocast
 from zerovision.training.loop import forward_all
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
-from zerovision.training.world.exchange import flag, text
 from zerovision.training.world.world import World
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
     # One rank per machine goes first and downloads; the others then find the weights in the cache.
     first = agreed(lambda: load() if world.local_rank == 0 else None, world)
     teacher = agreed(lambda: first or load(), world)
-    digest = broadcast_object(teacher.digest, text, world)
+    digest = broadcast_object(teacher.digest, world)
 
     def check() -> None:
         if teacher.digest != digest:
@@ -168,7 +167,7 @@ def keep_answers(context: Run, loop: TrainContext) -> int:
             return stop_signal
     images, answers = (part.flip(0) for part in rows.first)
     is_same = torch.equal(teacher.answer(images), answers)
-    if not all(gather_objects(is_same, flag, world)):
+    if not all(gather_objects(is_same, world)):
         context.loggers.message(
             "note: here the last bits of a teacher's answer depend on an image's place in the batch: it answers in "
             "every epoch"

@@ -29,7 +29,6 @@ from zerovision.training.checkpoint.store import checkpoint_name, commit, discar
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.recipe.schedule import stable_epochs
 from zerovision.training.world.collectives import broadcast_object, gather_objects
-from zerovision.training.world.exchange import flag, optional, row_of, text, whole_number
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
 
@@ -129,13 +128,13 @@ class Saver:
         state, left_out = self._state.engine.state(), self._frozen.names if self._frozen else ()
         shards = [shard for shard in state.shards if shard.name not in left_out]
         own = [tensor.nbytes for shard in shards for tensor in shard.tensors.values()]
-        each = sum(gather_objects(sum(own), whole_number, self._world))
+        each = sum(gather_objects(sum(own), self._world))
         weights = BYTES * sum(map(math.prod, state.shapes.values()))
         free = 0
         if self._world.is_main:
             with contextlib.suppress(OSError):
                 free = shutil.disk_usage(self._folder).free
-        free = broadcast_object(free, whole_number, self._world)
+        free = broadcast_object(free, self._world)
         sizes = f"the weights take {format_bytes(weights)}, a checkpoint {format_bytes(each)}"
         cure = "free space there, or give another --log-dir"
         if is_new and free < weights + each:
@@ -267,7 +266,7 @@ class Saver:
             save.error = self._write_and_commit(save, facts)
             if save.error is not None:
                 self._agree(lambda: discard(self._folder, save.name), only_main=True)
-                verdicts = gather_objects(self._backoff.has_expired(), flag, self._world, self._world.save_group)
+                verdicts = gather_objects(self._backoff.has_expired(), self._world, self._world.save_group)
                 save.is_last_try = verdicts[0]  # by rank 0's clock
         except Exception as error:  # a rank that died breaks the agreement; the steps will notice, too
             save.error = one_line(f"{type(error).__name__}: {error}")
@@ -299,7 +298,7 @@ class Saver:
             error = self._agree(lambda: own.append(write_shard(path, self._snapshot)))
         if error is None:
             row = [own[0].bytes, own[0].sha256]
-            rows = gather_objects(row, row_of(whole_number, text), self._world, self._world.save_group)
+            rows = gather_objects(row, self._world, self._world.save_group)
             error = self._agree(commit_all, only_main=True)
         return error
 
@@ -313,7 +312,7 @@ class Saver:
             error = f"rank {self._world.rank}: {one_line(failure)}"
         except Exception as failure:  # the others wait for the verdict, whatever it is
             error = f"rank {self._world.rank}: {type(failure).__name__}: {one_line(failure)}"
-        errors = gather_objects(error, optional(text), self._world, self._world.save_group)
+        errors = gather_objects(error, self._world, self._world.save_group)
         return next((message for message in errors if message is not None), None)
 
 

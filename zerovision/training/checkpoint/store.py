@@ -25,7 +25,6 @@ from zerovision.training.checkpoint.manifest import (
 )
 from zerovision.training.checkpoint.shards import verify_shard
 from zerovision.training.world.collectives import broadcast_object, error_on_any_rank
-from zerovision.training.world.exchange import list_of, text
 from zerovision.training.world.world import World
 
 BEST = "best"
@@ -123,7 +122,7 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
 
     The ranks share the work of hashing; all must see the same folder.
     """
-    paths = broadcast_object([str(path) for path in candidates], list_of(text), world)
+    paths = broadcast_object([str(path) for path in candidates], world)
     refused: dict[Path, str] = {}
     for path in map(Path, paths):
         error, manifest = None, None

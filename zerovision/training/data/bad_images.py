@@ -12,7 +12,6 @@ import torch
 from zerovision.training.base.errors import AgreedError, UserError
 from zerovision.training.data.reading.images import ImageError
 from zerovision.training.world.collectives import gather_objects
-from zerovision.training.world.exchange import list_of, row_of, text, whole_number
 from zerovision.training.world.world import World
 
 if TYPE_CHECKING:
@@ -107,8 +106,8 @@ def _merged(found: dict[str, str], world: World) -> dict[str, str]:
     """Return the finds of all ranks, on every rank; a collective of as many messages as the longest list needs."""
     rows = list(found.items())
     merged: dict[str, str] = {}
-    most = max(gather_objects(len(rows), whole_number, world))
+    most = max(gather_objects(len(rows), world))
     for start in range(0, most, FILES_PER_MESSAGE):
-        parts = gather_objects(rows[start : start + FILES_PER_MESSAGE], list_of(row_of(text, text)), world)
+        parts = gather_objects(rows[start : start + FILES_PER_MESSAGE], world)
         merged |= dict(row for part in parts for row in part)
     return merged

@@ -20,7 +20,6 @@ from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reading.sources import UNKNOWN, FileSource
 from zerovision.training.world.collectives import broadcast_object, largest_over_ranks
-from zerovision.training.world.exchange import flag
 from zerovision.training.world.world import World
 
 COLUMNS = ("part", "class", "bytes", "digest", "path")
@@ -158,7 +157,7 @@ class ImageContents:
     ) -> None:
         self._file, self._data, self._loaders = folder.path / IMAGES, data, loaders
         self._world, self._loggers = world, loggers
-        is_needed = broadcast_object(not self._file.is_file(), flag, world) and not data.train.source.in_memory
+        is_needed = broadcast_object(not self._file.is_file(), world) and not data.train.source.in_memory
         for loader in loaders.values():
             loader.watch(is_on=is_needed)
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from zerovision.training.base.timing import communication
 from zerovision.training.engines.summation_tree import LeafSums, StepTree, add_ranks
 from zerovision.training.world.collectives import barrier, broadcast_object, error_on_any_rank
-from zerovision.training.world.exchange import text
 from zerovision.training.world.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -214,19 +212,12 @@ def _part(size: int, world: World) -> slice:
     return slice(world.rank * length, (world.rank + 1) * length)
 
 
-def _random_name(value: Any) -> str:
-    if not re.fullmatch(r"[0-9a-f]{16}", text(value)):
-        raise ValueError("not a random name")
-    return value
-
-
 def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
     """Map zeroed memory, float32 [numel], that all ranks share; None if there is not enough. A collective.
 
     The file is unlinked before this returns: however the ranks end, the memory is freed.
     """
-    # A random name from rank 0 and never a path: a false rank 0 could make the others write to any file of the user's.
-    path = SHARED_MEMORY / f"zerovision-{broadcast_object(secrets.token_hex(8), _random_name, world)}"
+    path = SHARED_MEMORY / f"zerovision-{broadcast_object(secrets.token_hex(8), world)}"
 
     def create() -> None:
         free = shutil.disk_usage(SHARED_MEMORY).free

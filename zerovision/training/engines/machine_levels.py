@@ -17,7 +17,6 @@ from zerovision.training.base.leaves import Leaves
 from zerovision.training.base.timing import communication
 from zerovision.training.engines.summation_tree import TreeNode, add_nodes
 from zerovision.training.world.collectives import gather_objects
-from zerovision.training.world.exchange import whole_number
 from zerovision.training.world.mesh import along
 from zerovision.training.world.world import World
 
@@ -81,7 +80,7 @@ def machine_levels(world: World, leaves: Leaves, notes: list[str]) -> MachineLev
     """
     if world.size == world.local_size or world.group is not None:
         return None
-    sizes = {*gather_objects(world.local_size, whole_number, world)}
+    sizes = {*gather_objects(world.local_size, world)}
     added = world.local_size * (leaves.per_rank if leaves.in_turn == 1 else 1)
     if sizes == {1}:
         return None

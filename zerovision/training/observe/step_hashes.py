@@ -15,7 +15,6 @@ from zerovision.training.base.leaves import Leaves
 from zerovision.training.engines.engine import Engine
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.world.collectives import gather_objects
-from zerovision.training.world.exchange import list_of, text
 from zerovision.training.world.world import World
 
 HASHES = "hashes"  # the kind of their lines in metrics.jsonl
@@ -85,7 +84,7 @@ class StepHashes:
         for hook in self._hooks:
             hook.remove()
         parameters = hashed_parameters(engine, self._world)
-        by_rank = gather_objects(self._leaves, list_of(list_of(text)), self._world.data)
+        by_rank = gather_objects(self._leaves, self._world.data)
         self._leaves = []
         if not self._world.is_main:
             return None

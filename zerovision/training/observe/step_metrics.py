@@ -24,7 +24,6 @@ from zerovision.training.engines.flops import TrainingFlops, peak_tflops
 from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.observe.slow_ranks import SlowRankDetector, work_seconds
 from zerovision.training.world.collectives import gather_objects, gather_rows
-from zerovision.training.world.exchange import number, row_of, text, whole_number
 from zerovision.training.world.world import World
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
         world: the ranks.
     """
     own = timing.clock.seconds()
-    rows = gather_objects([own[name] for name in SPANS], row_of(*[number] * len(SPANS)), world)
+    rows = gather_objects([own[name] for name in SPANS], world)
     ranks = [dict(zip(SPANS, row, strict=True)) for row in rows]
     evaluation_seconds = ranks[0]["evaluation"]
     seconds = sum(ranks[0].values()) - evaluation_seconds
@@ -247,12 +246,12 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
 
 def peak_memory_per_rank(world: World) -> list[int]:
     """Return the peak memory of every rank, see `DeviceUse`, in bytes; a collective."""
-    return gather_objects(_memory(world.device)[0], whole_number, world)
+    return gather_objects(_memory(world.device)[0], world)
 
 
 def name_hosts(world: World) -> tuple[str, ...]:
     """Return the name of each rank's machine; a collective."""
-    return tuple(gather_objects(socket.gethostname(), text, world))
+    return tuple(gather_objects(socket.gethostname(), world))
 
 
 def device_use(images_per_second: float, timing: Timing, world: World) -> DeviceUse:

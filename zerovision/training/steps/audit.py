@@ -29,7 +29,6 @@ from zerovision.training.observe.settings import ObserveSettings
 from zerovision.training.observe.step_hashes import tensor_hash
 from zerovision.training.steps.accumulate import Accumulate, StepInput, TimedEngine
 from zerovision.training.world.collectives import copy_from_main, gather_objects
-from zerovision.training.world.exchange import list_of, number, row_of, text
 from zerovision.training.world.world import World
 
 MOST_FINDINGS = 3  # about one rank: the last ends the run
@@ -160,7 +159,7 @@ class Audited:
         given = {name: tensor for name in SENT if (tensor := getattr(own, name)) is not None}
         tensors: dict[str, Any] = {name: to_device(tensor, self.world.device) for name, tensor in given.items()}
         form = repr([(name, one.dtype, one.shape, one.stride()) for name, one in tensors.items()])
-        rows = gather_objects((form, loss_scale), row_of(text, number), self.world)
+        rows = gather_objects((form, loss_scale), self.world)
         if len({form for form, _ in rows}) > 1:  # after an image that cannot be read: all ranks stop after this step
             return None
         if self.world.rank != owner:
@@ -170,7 +169,7 @@ class Audited:
         return dataclasses.replace(own, **tensors), rows[owner][1]
 
     def _gather(self, hashes: Hashes) -> list[Hashes]:
-        return gather_objects(hashes, list_of(row_of(text, text)), self.world)
+        return [[(name, digest) for name, digest in rank] for rank in gather_objects(hashes, self.world)]
 
     def _blame(self, first: list[Hashes], again: list[Hashes], owner: int, checker: int) -> None:
         """Log which rank was wrong, and end the run if it was too often; a collective.
@@ -186,7 +185,7 @@ class Audited:
         is_decided = 2 * votes > self.world.size
         both = [(first[rank] or again[rank], again[rank]) for rank in ranks]
         wrong = [rank for rank in ranks if not is_decided or any(tuple(hashes) != right for hashes in both[rank])]
-        hosts = [printable(host) for host in gather_objects(socket.gethostname(), text, self.world)]
+        hosts = [printable(host) for host in gather_objects(socket.gethostname(), self.world)]
         who = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong)
         differing = sorted({name for name, _ in set(first[owner]) ^ set(first[checker])})
         self.loggers.message(

@@ -15,7 +15,6 @@ from zerovision.training.observe.step_metrics import StepMetrics
 from zerovision.training.steps.accumulate import TimedEngine
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.world.collectives import gather_objects
-from zerovision.training.world.exchange import flag
 from zerovision.training.world.signals import StopDecision
 
 STEPS_BETWEEN_POLLS = 10  # of islands, whose link may take longer than a step: nothing waits for a poll until the next
@@ -128,7 +127,7 @@ class EpochObserver:
             saver.note_outcome()
             if is_due_by_time or saver.is_due_by_steps(position):
                 self._settle()
-                if any(gather_objects(bool(failure), flag, self._context.world)):
+                if any(gather_objects(bool(failure), self._context.world)):
                     saver.wait()  # for the one before
                 else:
                     saver.save()

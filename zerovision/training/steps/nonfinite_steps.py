@@ -18,7 +18,6 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import Engine, StepResult
 from zerovision.training.engines.precision import DynamicLossScale
 from zerovision.training.world.collectives import gather_objects, largest_over_ranks
-from zerovision.training.world.exchange import flag, list_of, row_of, text
 from zerovision.training.world.world import World
 
 NAMES_IN_MESSAGE = 4
@@ -147,7 +146,7 @@ class NonFiniteGuard:
     def _count_skipped(self, step: int, evidence: list[_Evidence]) -> None:
         """Count and log a skipped step, and end the run after too many; a collective."""
         cause = self._find_cause(evidence)
-        causes = [_Cause(*row) for row in gather_objects(cause, row_of(flag, text, list_of(text)), self._world)]
+        causes = [_Cause(*row) for row in gather_objects(cause, self._world)]
         scale = self._engine.loss_scale
         self.skipped += 1
         can_be_halved = scale is not None and scale.value > DynamicLossScale.MINIMUM

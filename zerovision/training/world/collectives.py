@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,8 +12,6 @@ import torch.distributed as dist
 
 from zerovision.training.base.errors import AgreedError, UserError
 from zerovision.training.base.timing import communication
-from zerovision.training.world import exchange
-from zerovision.training.world.exchange import Parser, optional, text, whole_number
 from zerovision.training.world.world import World
 
 Result = TypeVar("Result")
@@ -99,7 +98,7 @@ def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> i
     Raises:
         UserError: on all ranks, if machines have different numbers of them.
     """
-    sizes = {*gather_objects(world.local_size, whole_number, world)}
+    sizes = {*gather_objects(world.local_size, world)}
     if len(sizes) > 1:
         raise AgreedError(
             f"{flag}: the machines have {' and '.join(map(str, sorted(sizes)))} ranks: start the same number on each."
@@ -111,7 +110,7 @@ def error_on_any_rank(error: str | None, world: World) -> str | None:
     """Return the error message of the lowest rank that has one, on every rank; a collective."""
     if world.size == 1:
         return error
-    messages = gather_objects(error, optional(text), world)
+    messages = gather_objects(error, world)
     return next((message for message in messages if message is not None), None)
 
 
@@ -129,20 +128,42 @@ def agreed(action: Callable[[], Result], world: World) -> Result:
     return result
 
 
-def gather_objects(
-    value: Any, parse: Parser[Result], world: World, group: dist.ProcessGroup | None = None
-) -> list[Result]:
+def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's small value, in rank order, on every rank; a collective of `world.signal_group` or `group`.
 
-    The other arguments and the error are those of `zerovision.training.world.exchange.gather`.
+    Values travel as JSON, so tuples arrive as lists, and floats with their bits; nothing received is unpickled, which
+    could run code. A value that JSON does not have raises TypeError.
     """
+    message = _encode(value)
     if world.size == 1:
-        return [exchange.as_received(value, parse)]
-    return exchange.gather(value, parse, group or world.signal_group)
+        return [_decode(message)]
+    group = group or world.signal_group
+    lengths = torch.empty(world.size, dtype=torch.int64)
+    with communication():
+        dist.all_gather_into_tensor(lengths, torch.tensor([len(message)]), group=group)
+    longest = int(lengths.max())
+    rows = torch.empty(world.size * longest, dtype=torch.uint8)
+    with communication():
+        dist.all_gather_into_tensor(rows, torch.nn.functional.pad(message, (0, longest - len(message))), group=group)
+    return [_decode(row[:length]) for row, length in zip(rows.view(world.size, -1), lengths.tolist(), strict=True)]
 
 
-def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
-    """Return rank 0's small value on every rank; a collective. Arguments and error as of `gather_objects`."""
-    if world.size == 1:
-        return exchange.as_received(value, parse)
-    return exchange.broadcast(value, parse, world.signal_group)
+def broadcast_object(value: Any, world: World) -> Any:
+    """Return rank 0's small value on every rank; a collective. Values are those of `gather_objects`."""
+    message = _encode(value)
+    if world.size > 1:
+        length = torch.tensor([len(message)])
+        with communication():
+            dist.broadcast(length, group=world.signal_group, group_src=0)
+        message = message if world.is_main else torch.empty(int(length), dtype=torch.uint8)
+        with communication():
+            dist.broadcast(message, group=world.signal_group, group_src=0)
+    return _decode(message)
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value), "ascii"), dtype=torch.uint8)
+
+
+def _decode(message: torch.Tensor) -> Any:
+    return json.loads(message.numpy().tobytes())

@@ -18,12 +18,10 @@ from zerovision.training.engines.model_buffers import undone
 from zerovision.training.engines.pipeline.boundary import Boundary, TensorLayout, layout_of
 from zerovision.training.engines.precision import DTYPES
 from zerovision.training.world.collectives import broadcast_object
-from zerovision.training.world.exchange import list_of, number, row_of, text, whole_number
 from zerovision.training.world.world import World
 
 TIMED_RUNS = 3
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
-_LAYOUT = row_of(list_of(whole_number), list_of(whole_number))
 
 
 class _Passage:
@@ -86,7 +84,7 @@ def measure_pieces(
                 runs.append([start, *passage.times, time.perf_counter()])
                 passage.close()
         seconds = [min(run[piece + 1] - run[piece] for run in runs) for piece in range(len(places) + 1)]
-    return broadcast_object(seconds, list_of(number), world)
+    return broadcast_object(seconds, world)
 
 
 def boundaries_at(
@@ -112,7 +110,7 @@ def boundaries_at(
             rows.append(
                 [str(trained.dtypes[name]), *([list(layout.order), list(layout.repeated)] for layout in layouts)]
             )
-    received = broadcast_object(rows, list_of(row_of(text, _LAYOUT, _LAYOUT, _LAYOUT)), world)
+    received = broadcast_object(rows, world)
     return [
         Boundary(_DTYPES[dtype], *(TensorLayout(tuple(order), tuple(repeated)) for order, repeated in layouts))
         for dtype, *layouts in received
