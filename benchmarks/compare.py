@@ -41,7 +41,7 @@ OURS: dict[str, tuple[str, tuple[str, ...]]] = {strategy: (strategy, ()) for str
 OURS["ddp, --decode exact"] = ("ddp", ("--decode", "exact"))
 SAME_PIXELS = (
     "Our default decoder shrinks a JPEG while decoding it, never below twice the image size, and caches the result, "
-    "with --cache ram, as --cache auto does in a run of 3 epochs or more; "
+    "with --cache ram; "
     "the peers decode every pixel of each file in each epoch, by Pillow, and so does our row with --decode exact, "
     "which has no cache."
 )

@@ -62,7 +62,7 @@ def epoch_seconds(job: Job, ranks: int, logs: Path, flags: tuple[str, ...]) -> l
         "learning-rate": job.learning_rate,
         "weight-decay": job.weight_decay,
         "augmentation": "crop_flip",
-        "cache": "ram",  # what auto takes in a run of more epochs
+        "cache": "ram",
         "gradient-clipping": 0,
         "label-smoothing": 0,
         "warmup-epochs": 0,

@@ -88,17 +88,7 @@ def test_caches_in_memory_take_a_quarter_of_what_machine_and_control_groups_allo
         (tmp_path / name).write_text(text)
     assert usable_memory(tmp_path) == 1024 * kib
     monkeypatch.setattr(cache, "usable_memory", lambda: usable_memory(tmp_path))
-    in_memory, _ = cache._locations(DataOptions())
-    assert (in_memory.name, in_memory.max_bytes) == ("ram", 256 * kib)
-
-
-def test_auto_takes_no_memory_that_a_control_group_has_not_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "free_memory", lambda: 500)
-    locations = [cache.CacheLocation(name, tmp_path / name, 1000) for name in ("ram", "disk")]
-    monkeypatch.setattr(cache, "_locations", lambda options: locations)
-    for size, name in ((400, "ram"), (600, "disk")):
-        assert cache.open_cache(DataOptions(cache="auto"), "key", size)[0].folder == tmp_path / name / "key"
-        (tmp_path / name / "key").rename(tmp_path / f"{name}-before")
+    assert cache._location(DataOptions(cache="ram"))[1] == 256 * kib
 
 
 def test_threads_and_workers_follow_a_quota(monkeypatch):

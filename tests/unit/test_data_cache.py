@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from PIL import Image
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.loader import Loader
-from zerovision.training.data.reading.cache import INDEX, PIXELS, CacheLocation, ImageCache, open_cache
+from zerovision.training.data.reading.cache import INDEX, PIXELS, ImageCache, open_cache
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.run import run
 
@@ -241,103 +240,41 @@ def test_a_worker_that_starts_after_the_cache_was_removed_goes_without(tmp_path)
     np.testing.assert_array_equal(cache.get(0), pixels)
 
 
-@pytest.fixture
-def location(tmp_path, monkeypatch):
-    """One location of caches, with room for 1,000 bytes."""
-    found = CacheLocation("ram", tmp_path / "ram", 1000)
-    monkeypatch.setattr("zerovision.training.data.reading.cache._locations", lambda given: [found])
-    return found
-
-
-def fill(cache: ImageCache, images: int) -> None:
-    for index in range(images):
-        cache.put(index, np.zeros((4, 8, 3), dtype=np.uint8))
-
-
-def test_the_longest_unused_goes_first_and_none_in_use(location):
-    held = {}
-    for age, key in enumerate(("old", "older", "oldest", "in-use")):
-        held[key], note = open_cache(DataOptions(cache="ram"), key, 250)
-        assert key in note
-        fill(held[key], 2)  # 192 bytes of pixels, 48 of index
-        os.utime(location.root / key / INDEX, times=(0, 1000 - age))
-    for key in ("old", "older", "oldest"):
-        held[key].close()
-    cache, _ = open_cache(DataOptions(cache="ram"), "new", 400)
-    assert sorted(path.parent.name for path in location.root.glob(f"*/{INDEX}")) == ["in-use", "new", "old"]
-    assert cache.max_bytes == 1000 - 2 * 240
-    cache.close()
-    # the one that was just used stays, the other goes, and still it does not fit: the rest of the room is used
-    cache, _ = open_cache(DataOptions(cache="ram"), "huge", 5000)
-    assert sorted(path.parent.name for path in location.root.glob(f"*/{INDEX}")) == ["huge", "in-use"]
-    assert cache.max_bytes == 1000 - 240
-
-
-def test_auto_takes_memory_then_disk_then_none(tmp_path, monkeypatch):
-    locations = [CacheLocation("ram", tmp_path / "ram", 1000), CacheLocation("disk", tmp_path / "disk", 5000)]
-    monkeypatch.setattr("zerovision.training.data.reading.cache._locations", lambda given: locations)
-    automatic = DataOptions(cache="auto")
-    for expected_bytes, name in ((900, "ram"), (4000, "disk")):
-        cache, note = open_cache(automatic, f"key-{name}", expected_bytes)
-        assert cache.folder == tmp_path / name / f"key-{name}"
-        assert note.startswith(f"cache of decoded images: {name}")
-    assert open_cache(automatic, "key-disk", 900)[0].folder.parent.name == "disk"  # it is there already
-    cache, note = open_cache(automatic, "other", 10_000)
-    assert cache is None
-    assert "--cache-gb" in note
-
-
-@pytest.mark.parametrize(
-    ("epochs", "image_size", "reason"),
-    [
-        (3, 16, ""),
-        (2, 16, "a run of 2 epoch(s) hardly earns it back"),
-        (30, 64, "files of 3185 pixels are decoded quickly beside a model that sees 4096"),
-    ],
-)
-def test_auto_makes_a_cache_only_if_it_pays_but_uses_any(photos, tmp_path, monkeypatch, epochs, image_size, reason):
-    monkeypatch.setattr(
-        "zerovision.training.data.reading.cache._locations",
-        lambda given: [CacheLocation("ram", tmp_path / "ram", 10**9)],
-    )
-    given = options(photos, "auto", epochs=epochs, image_size=image_size)
-    (note,) = load_data(given).notes
-    assert note.startswith(f"no cache of decoded images: {reason} " if reason else "cache of decoded images: ram")
-    assert (tmp_path / "ram").exists() == (not reason)
-    plain = batches(replace(given, cache="off"))
-    assert equal(batches(replace(given, cache="ram")), plain)
-    monkeypatch.setattr("zerovision.training.data.reading.decode.jpeg_header", None)
-    assert equal(batches(given), plain)
+def test_the_bound_is_one_of_all_caches_together(tmp_path):
+    given = DataOptions(cache="disk", data_root=str(tmp_path), cache_gb=1e-6)
+    first, note = open_cache(given, "first", 250)
+    assert "fit beside" not in note
+    for index in range(2):
+        first.put(index, np.zeros((4, 8, 3), dtype=np.uint8))  # 192 bytes of pixels, 48 of index
+    second, note = open_cache(given, "second", 5000)
+    assert (first.max_bytes, second.max_bytes) == (1000, 1000 - 240)
+    assert "of which 0.00 GB fit beside what is in" in note
+    assert first.get(0) is not None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to another user")
 @pytest.mark.parametrize("planted", ["folder", "link", "link that leads nowhere"])
 def test_what_another_user_planted_is_not_used(tmp_path, monkeypatch, planted):
-    locations = [CacheLocation("ram", tmp_path / "ram", 1000), CacheLocation("disk", tmp_path / "disk", 1000)]
-    monkeypatch.setattr("zerovision.training.data.reading.cache._locations", lambda given: locations)
+    root = tmp_path / "ram"
+    monkeypatch.setattr("zerovision.training.data.reading.cache._location", lambda given: (root, 1000))
     target = tmp_path / "target"
     if planted == "folder":
-        locations[0].root.mkdir()
+        root.mkdir()
     else:
-        locations[0].root.symlink_to(target)
+        root.symlink_to(target)
     if planted == "link":
         target.mkdir()
-    os.chown(locations[0].root, 12345, 12345, follow_symlinks=False)
-    cache, note = open_cache(DataOptions(cache="auto"), "key", 100)
-    assert cache.folder == tmp_path / "disk" / "key"
-    assert re.search(rf"; {tmp_path}/ram: (belongs to another user|File exists)$", note)
+    os.chown(root, 12345, 12345, follow_symlinks=False)
     cache, note = open_cache(DataOptions(cache="ram"), "key", 100)
     assert cache is None
-    assert note.startswith(f"no cache of decoded images: {tmp_path}/ram: ")
+    assert re.fullmatch(rf"no cache of decoded images: {tmp_path}/ram: (belongs to another user|File exists)", note)
     assert list(target.iterdir() if planted == "link" else [*tmp_path.glob("target")]) == []
 
 
 def test_a_folder_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(
-        "zerovision.training.data.reading.cache._locations",
-        lambda given: [CacheLocation("ram", tmp_path / "file" / "ram", 1000)],
-    )
+    place = tmp_path / "file" / "ram"
+    monkeypatch.setattr("zerovision.training.data.reading.cache._location", lambda given: (place, 1000))
     cache, note = open_cache(DataOptions(cache="ram"), "key", 10)
     assert cache is None
     assert "Not a directory" in note

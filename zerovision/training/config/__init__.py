@@ -30,7 +30,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),
         *("pretrained", "weights", "early_stopping_patience", "epochs"),
         *("teacher", "teacher_classes"),  # which the teacher's hash identifies
-        *("data", "data_root", "path_column", "label_column", "label_separator", "links", "download"),
+        *("data", "data_root", "path_column", "label_column", "label_separator", "download"),
         *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images", "max_megapixels"),
         *("preset", "run_name", "log_dir", "log_every_steps", "log_hashes", "audit", "progress"),
         *("loggers", "tensorboard", "report", "profile"),

@@ -44,9 +44,8 @@ class DataOptions(DataFields):
         mean: Per channel, of pixels in 0..1; None for the data set's own (a pretrained backbone brings its own).
         std: As `mean`.
         seed: Of the run.
-        epochs: How often the images are read: `cache` "auto" and the end of mixing depend on it.
+        epochs: How often the images are read: the end of mixing depends on it.
         class_weights: As the flag, for the counts that they need.
-        cache: As the flag; none unless a run asks for it.
         eval_crop: As the flag, or what stands for auto.
         interpolation: As `eval_crop`.
         made_for: How images were prepared for the starting weights, see `models.preparation`, but for what the user
@@ -58,7 +57,6 @@ class DataOptions(DataFields):
     seed: int = 0
     epochs: int = 1
     class_weights: str = "none"
-    cache: Literal["auto", "ram", "disk", "off"] = "off"
     eval_crop: float = 0.875
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     made_for: tuple[Any, ...] = ()

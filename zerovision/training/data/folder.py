@@ -133,7 +133,7 @@ def _make_datasets(
 def open_listing(options: DataOptions) -> FolderListing:
     """Return the listing of the folder that `options` names; raise UserError if there is none."""
     more = (ARRAY_EXTENSION,) if options.decode == NUMBERS else ()
-    return FolderListing(_resolve_root(options.data), options.links, more)
+    return FolderListing(_resolve_root(options.data), more)
 
 
 def _resolve_root(data: str) -> Path:

@@ -30,13 +30,11 @@ class FolderListing:
 
     Args:
         root: The data folder, resolved.
-        links: Whether symbolic links that lead out of `root` are followed or refused.
         more: Extensions of files that are images, beside the usual ones.
     """
 
-    def __init__(self, root: Path, links: str = "follow", more: tuple[str, ...] = ()) -> None:
+    def __init__(self, root: Path, more: tuple[str, ...] = ()) -> None:
         self.root, self._extensions = root, (*IMAGE_EXTENSIONS, *more)
-        self._is_strict = links == "refuse"
         self._links: set[str] = set()
         self._system: dict[str, str] = {}  # path and name
         self._other_files: Counter[str] = Counter()
@@ -46,7 +44,7 @@ class FolderListing:
         """Return what a folder contains, sorted by name, without hidden files and those of the system.
 
         Raises:
-            UserError: The folder cannot be listed; a link is broken, or leads out of the root if that is refused.
+            UserError: The folder cannot be listed; a link is broken.
         """
         try:
             entries = entries_of(folder)
@@ -126,16 +124,11 @@ class FolderListing:
         return path[len(str(self.root).rstrip("/")) + 1 :], status.st_size, status.st_mtime_ns
 
     def _exists(self, link: str) -> bool:
-        """Return whether a link leads anywhere, and count it; refuse one that leads out of the root if asked to."""
+        """Return whether a link leads anywhere, and count it."""
         try:
             patiently(partial(os.stat, link), link)
         except OSError:
             return False
-        if self._is_strict and not Path(os.path.realpath(link)).is_relative_to(self.root):
-            raise UserError(
-                f"the symbolic link {link!r} leads out of the data folder '{self.root}': copy the file there, or give "
-                "--links follow."
-            )
         self._links.add(link)
         return True
 

@@ -167,9 +167,6 @@ class DataFields:
         "Folder of DIR, or split of a table, to validate on, such as Testing; train, val and test are known by many "
         "names; none: the folders are classes whatever their names.",
     )
-    links: Literal["follow", "refuse"] = option(
-        "follow", "Symbolic links, and paths of a table, that lead out of DIR; those inside are always followed."
-    )
     image_size: int | str = option(  # an `ImageSize`, as the next
         0,
         "Side of square images in pixels, or height x width, such as 224x448; 0: the data set's own.",
@@ -258,9 +255,8 @@ class DataFields:
     decode: Literal["cpu", "exact", "numbers"] = option(
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
-    cache: Literal["auto", "ram", "disk", "off"] = option(
-        "auto",
-        "Keep the shrunk images of files: in memory, on disk under --data-root; auto: where they fit, if it pays.",
+    cache: Literal["ram", "disk", "off"] = option(
+        "off", "Keep the shrunk images of files: in memory, or on disk under --data-root."
     )
     cache_gb: float = option(
         0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6

@@ -167,7 +167,7 @@ def _with_files(root: Path, listing: Listing, options: DataOptions) -> Listing:
     """Return the lines with paths relative to `root`, sizes and times; changes their list.
 
     Blanks at the ends of a path are not part of it, unless there is such a file. A path may lead anywhere, as a link in
-    a folder may, unless --links refuse forbids that: what it leads to is read as an image, or is an error.
+    a folder may: what it leads to is read as an image, or is an error.
     """
     real_folder = cache(lambda folder: f"{os.path.realpath(folder)}/")
     missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})
@@ -198,8 +198,5 @@ def _with_files(root: Path, listing: Listing, options: DataOptions) -> Listing:
         )
     notes = [*listing.notes]
     if outside:
-        line = f"{len(outside)} of {len(records)} images lie outside of '{root}', such as {shown(outside[0])}"
-        if options.links == "refuse":
-            raise UserError(f"--data {options.data}: {line}, which --links refuse forbids.")
-        notes.append(line)
+        notes.append(f"{len(outside)} of {len(records)} images lie outside of '{root}', such as {shown(outside[0])}")
     return listing._replace(root=root, notes=notes)

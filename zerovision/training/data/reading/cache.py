@@ -11,17 +11,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from zerovision.training.base.control_groups import free_memory, usable_memory
+from zerovision.training.base.control_groups import usable_memory
 from zerovision.training.data import DataOptions
 
 INDEX, PIXELS, DIGESTS = "index", "pixels", "digests"
@@ -33,8 +32,6 @@ _WORD = 8
 
 class ImageCache:
     """The images of one data set by position, as uint8 [H, W, C]; can be sent to worker processes.
-
-    While a process has it open, that process has a shared `flock` on its index, so that no other removes it.
 
     Args:
         folder: An existing folder; its name is part of every checksum.
@@ -100,7 +97,7 @@ class ImageCache:
             os.pwrite(self._digests, digest.to_bytes(_WORD, "little"), index * _WORD)
 
     def close(self) -> None:
-        """Close the files; other processes may remove them then."""
+        """Close the files."""
         for descriptor in (self._index, self._pixels, self._digests):
             os.close(descriptor)
 
@@ -109,7 +106,6 @@ class ImageCache:
         self._index, self._pixels, self._digests = (
             os.open(self.folder / name, flags, 0o600) for name in (INDEX, PIXELS, DIGESTS)
         )
-        fcntl.flock(self._index, fcntl.LOCK_SH)
 
     def _checksum(self, index: int, offset: int, height: int, width: int, words: np.ndarray) -> bytes:
         # A sum detects a missing page or a flipped bit, at a hundredth of the cost of decoding.
@@ -144,117 +140,44 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-class CacheLocation(NamedTuple):
-    """A folder of caches, each in a folder named by its key.
-
-    Attributes:
-        name: "ram" or "disk".
-        root: The folder.
-        max_bytes: Most bytes of all caches in it together.
-    """
-
-    name: str
-    root: Path
-    max_bytes: int
-
-
-def open_cache(
-    options: DataOptions, key: str, expected_bytes: int, not_worth_it: str = ""
-) -> tuple[ImageCache | None, str]:
+def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[ImageCache | None, str]:
     """Open the cache of a data set, or make it.
 
     Args:
-        options: `cache` is "ram", "disk", or "auto": memory if the whole set fits, else the disk if it fits there.
+        options: `cache` is "ram" or "disk".
         key: A file name that changes with everything that decides the pixels.
         expected_bytes: Estimated size of the whole set.
-        not_worth_it: Why "auto" makes none, but uses one that another run has left; '' if it makes one.
 
     Returns:
         The cache, None to go without, and one line for the user.
     """
-    locations = [location for location in _locations(options) if options.cache in (location.name, "auto")]
-    if options.cache == "auto":
-        existing = [location for location in locations if (location.root / key).is_dir()]
-        if not_worth_it and not existing:
-            return None, f"no cache of decoded images: {not_worth_it} (--cache ram or disk makes one)"
-        locations = existing or locations
-        locations = [location for location in locations if expected_bytes <= _room(location)]
-    refused = []
-    for location in locations:
-        try:
-            cache = _open_in(location, key, expected_bytes, options.image_channels or 3)
-        except OSError as error:
-            refused.append(f"{location.root}: {error.strerror}")
-            continue
-        note = f"cache of decoded images: {location.name}, about {expected_bytes / 1e9:.2f} GB in {cache.folder}"
-        return cache, "; ".join([note, *refused])
-    too_large = f"{expected_bytes / 1e9:.1f} GB fit neither memory nor disk within their bounds (--cache-gb)"
-    return None, f"no cache of decoded images: {'; '.join(refused) or too_large}"
-
-
-def _locations(options: DataOptions) -> list[CacheLocation]:
-    bound = int(options.cache_gb * 1e9)
-    # others may write to /dev/shm too: a folder of our own keeps their files apart from ours
-    ram = Path(f"/dev/shm/zerovision-{os.getuid()}")
-    in_memory = CacheLocation("ram", ram, bound or int(RAM_SHARE * usable_memory()))
-    return [in_memory, CacheLocation("disk", options.root / "images", bound or DISK_BYTES)]
-
-
-def _room(location: CacheLocation) -> int:
-    """Return the bytes that a cache may take: within the bound, and free or used by caches that may be removed."""
-    existing = next((folder for folder in (location.root, *location.root.parents) if folder.is_dir()), Path("/"))
-    free = shutil.disk_usage(existing).free
-    if location.name == "ram":  # its files count as memory of the control groups
-        free = min(free, max(free_memory(), 0))
-    return min(location.max_bytes, free + sum(map(_size, _caches(location.root))))
-
-
-def _open_in(location: CacheLocation, key: str, expected_bytes: int, channels: int) -> ImageCache:
-    """Open a cache in `location`; remove others, the least recently used first, if they leave too little room."""
-    root, own = location.root, location.root / key
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Also of a link itself. Once the folder is ours nobody else can put another there: /dev/shm is sticky.
-    if {root.lstat().st_uid, root.stat().st_uid} != {os.getuid()}:
-        raise PermissionError(errno.EPERM, "belongs to another user")
-    lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    root, bound = _location(options)
     try:
-        with _locked(lock):  # the ranks of a machine open it at the same time
-            others = [folder for folder in _caches(root) if folder != own]
-            others.sort(key=lambda folder: (folder / INDEX).stat().st_mtime)
-            taken, own_bytes = sum(map(_size, others)), _size(own)
-            for folder in others:
-                free = own_bytes + shutil.disk_usage(root).free
-                if expected_bytes <= min(location.max_bytes - taken, free):
-                    break
-                size = _size(folder)
-                taken -= size if _remove(folder) else 0
-            own.mkdir(mode=0o700, exist_ok=True)
-            cache = ImageCache(own, max(0, location.max_bytes - taken), channels)
-            os.utime(own / INDEX)
-            return cache
-    finally:
-        os.close(lock)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Also of a link itself. Once the folder is ours nobody else can put another there: /dev/shm is sticky.
+        if {root.lstat().st_uid, root.stat().st_uid} != {os.getuid()}:
+            raise PermissionError(errno.EPERM, "belongs to another user")
+        room = max(0, bound - sum(_size(path.parent) for path in root.glob(f"*/{INDEX}") if path.parent.name != key))
+        (root / key).mkdir(mode=0o700, exist_ok=True)
+        cache = ImageCache(root / key, room, options.image_channels or 3)
+    except OSError as error:
+        return None, f"no cache of decoded images: {root}: {error.strerror}"
+    note = f"cache of decoded images: {options.cache}, about {expected_bytes / 1e9:.2f} GB in {cache.folder}"
+    if expected_bytes > room:
+        note += f", of which {room / 1e9:.2f} GB fit beside what is in {root} (--cache-gb): remove what is not needed"
+    return cache, note
 
 
-def _caches(root: Path) -> Iterator[Path]:
-    return (path.parent for path in root.glob(f"*/{INDEX}"))
+def _location(options: DataOptions) -> tuple[Path, int]:
+    """Return the folder of the caches, each in a folder named by its key, and the most bytes of all together."""
+    bound = int(options.cache_gb * 1e9)
+    if options.cache == "disk":
+        return options.root / "images", bound or DISK_BYTES
+    # others may write to /dev/shm too: a folder of our own keeps their files apart from ours
+    return Path(f"/dev/shm/zerovision-{os.getuid()}"), bound or int(RAM_SHARE * usable_memory())
 
 
 def _size(folder: Path) -> int:
-    try:
+    with suppress(FileNotFoundError):  # not there yet, or removed by now
         return sum((folder / name).stat().st_size for name in (INDEX, PIXELS))
-    except FileNotFoundError:  # not there yet, or removed by now
-        return 0
-
-
-def _remove(folder: Path) -> bool:
-    """Remove a cache unless a process has it open; return whether it is gone."""
-    index = os.open(folder / INDEX, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
-    except OSError:
-        return False
-    finally:
-        os.close(index)
-    return True
+    return 0

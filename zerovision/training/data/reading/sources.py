@@ -29,9 +29,6 @@ HEADERS_READ = 64
 IMAGES_CONVERTED = 1000  # at a time
 ROW_BITS = 32  # of a place in a Parquet file, above which is the number of the row group
 UNKNOWN = 0  # the digest of a file that was not read
-# What `--cache auto` makes a cache for, by benchmarks/results/cache_2cpu_2026-11-22.md.
-FEWEST_EPOCHS = 3  # of a run
-FEWEST_PIXELS = 2  # of a file, for each pixel that the model sees
 
 
 class Source(Protocol):
@@ -311,12 +308,8 @@ def open_files(
         few = [files[number] for number in np.linspace(0, len(files) - 1, min(len(files), HEADERS_READ)).astype(int)]
         sides = _sides(FileSource(root, few, decoder, archive=archive), max_pixels)
         key = _cache_key(root, files, image_size, channels)
-        cache, note = open_cache(
-            options,
-            key,
-            expected_bytes=int(len(files) * _mean([shrunk_bytes(*side, image_size, channels) for side in sides])),
-            not_worth_it=_not_worth_it(options.epochs, _mean([height * width for height, width in sides]), image_size),
-        )
+        each = sum(shrunk_bytes(*side, image_size, channels) for side in sides) / max(1, len(sides))
+        cache, note = open_cache(options, key, int(len(files) * each))
     sources, first = [], 0
     for part in parts:
         sources.append(FileSource(root, part, decoder, cache, first, channels, archive))
@@ -342,16 +335,3 @@ def _sides(source: FileSource, max_pixels: int) -> list[tuple[int, int]]:
         with suppress(ImageError):
             sides.append(header_size(source.name(index), source.content(index), max_pixels))
     return sides
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / max(1, len(values))
-
-
-def _not_worth_it(epochs: int, pixels: float, image_size: int) -> str:
-    """Return why a run should not begin a cache, '' if it should; the same on every rank and at every start."""
-    if epochs < FEWEST_EPOCHS:
-        return f"a run of {epochs} epoch(s) hardly earns it back"
-    if pixels < FEWEST_PIXELS * image_size**2:
-        return f"files of {pixels:.0f} pixels are decoded quickly beside a model that sees {image_size**2}"
-    return ""
