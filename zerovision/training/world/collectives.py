@@ -138,14 +138,15 @@ def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = N
     if world.size == 1:
         return [_decode(message)]
     group = group or world.signal_group
-    lengths = torch.empty(world.size, dtype=torch.int64)
+    size = dist.get_world_size(group)
+    lengths = torch.empty(size, dtype=torch.int64)
     with communication():
         dist.all_gather_into_tensor(lengths, torch.tensor([len(message)]), group=group)
     longest = int(lengths.max())
-    rows = torch.empty(world.size * longest, dtype=torch.uint8)
+    rows = torch.empty(size * longest, dtype=torch.uint8)
     with communication():
         dist.all_gather_into_tensor(rows, torch.nn.functional.pad(message, (0, longest - len(message))), group=group)
-    return [_decode(row[:length]) for row, length in zip(rows.view(world.size, -1), lengths.tolist(), strict=True)]
+    return [_decode(row[:length]) for row, length in zip(rows.view(size, -1), lengths.tolist(), strict=True)]
 
 
 def broadcast_object(value: Any, world: World) -> Any:
