@@ -24,7 +24,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, archives, load_data, load_whole
 from zerovision.training.data.archives import index_of
-from zerovision.training.data.reading.remote_files import page_checksums
+from zerovision.training.data.reading.remote_files import checksum_of
 from zerovision.training.data.sampler import build_plan
 from zerovision.training.data.tar_shards import TAR
 
@@ -407,10 +407,10 @@ def test_each_row_of_parquet_and_each_sample_of_a_tar_is_an_image_whatever_it_is
     assert (pair.train_counts, pair.val_counts) == ([4, 4], [1, 1])
 
 
-def test_a_copy_of_packed_files_keeps_the_checksums_of_its_index(tmp_path):
+def test_a_copy_of_packed_files_keeps_the_checksum_of_its_index(tmp_path):
     shutil.copytree(KINDS["tar"](make_photos(tmp_path / "photos"), tmp_path / "packed"), tmp_path / "copy")
     load(tmp_path / "copy")
     for file in (tmp_path / "copy").glob("*.tar"):
         index = archives.index_from(index_of(file).read_bytes)
         assert index.file == (file.stat().st_ino, file.stat().st_ctime_ns), "made anew"
-        assert index.checksums == page_checksums(file)
+        assert index.checksum == checksum_of(file)

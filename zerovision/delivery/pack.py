@@ -23,7 +23,7 @@ from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.folder_parts import TRAIN
 from zerovision.training.data.reading.formats import IMAGE_EXTENSIONS
-from zerovision.training.data.reading.remote_files import page_checksums
+from zerovision.training.data.reading.remote_files import checksum_of
 from zerovision.training.data.reading.sources import FileSource, Source, digest_of
 from zerovision.training.data.tar_shards import FACTS, LABEL, TAR
 from zerovision.training.data.values import BYTES
@@ -122,7 +122,7 @@ def _sample(source: Source, index: int) -> tuple[Entry, str, bytes]:
 def _check(file: Path, digests: list[int]) -> None:
     """Read a tar file and compare its images with the digests of what was packed; write its index."""
     index, (state, inode) = TAR.scan(file), identity_of(file.stat())
-    index = index._replace(columns=TAR.columns, state=state, file=inode, checksums=page_checksums(file))
+    index = index._replace(columns=TAR.columns, state=state, file=inode, checksum=checksum_of(file))
     reader = TAR.open([file], [index.state])
     found = [digest_of(reader.read(0, entry.place, entry.size)) for entry in index.entries]
     if found != digests:

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePath
@@ -25,7 +24,7 @@ from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import Label, number_classes, read_class_names
 from zerovision.training.data.columns import unused_notes
 from zerovision.training.data.folder_parts import part_kind
-from zerovision.training.data.reading.remote_files import RemoteFiles, page_checksums
+from zerovision.training.data.reading.remote_files import UNKNOWN_CHECKSUM, checksum_of
 from zerovision.training.data.reading.retry import entries_of, is_file, is_folder, patiently
 from zerovision.training.data.reading.sources import Archive
 from zerovision.training.data.records import Listing, Record
@@ -34,7 +33,6 @@ FORMAT = 3
 SUFFIX = ".index.json"
 CACHE = "indexes"  # below --data-root
 CLASS_NAMES = "classnames.txt"  # the name of each label of a whole number, one a line, as CLIP's data sets have it
-NO_CHECKSUMS = array("I")
 LABEL_TYPES = (str, int)
 _NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of "train-00000-of-00002-a1b2c3d4e5f60718"
 
@@ -76,7 +74,7 @@ class Index(NamedTuple):
         dotted: Number of images whose names have more than one dot, and the first of them.
         state: Size of the archive in bytes, and time of its last change in ns.
         file: Inode of a local archive, and time of the last change of its inode in ns.
-        checksums: See `RemoteFiles`.
+        checksum: See `checksum_of`; `UNKNOWN_CHECKSUM` unless the file is, or was, read behind a URL.
     """
 
     entries: list[Entry]
@@ -87,7 +85,7 @@ class Index(NamedTuple):
     dotted: tuple[int, str] = (0, "")
     state: tuple[int, int] = (0, 0)
     file: tuple[int, int] = (0, 0)
-    checksums: array[int] = NO_CHECKSUMS
+    checksum: int = UNKNOWN_CHECKSUM
 
 
 class Kind(NamedTuple):
@@ -98,14 +96,12 @@ class Kind(NamedTuple):
         scan: Reads an archive's index from its content; raises UserError.
         open: Returns what reads images of files with these states.
         columns: What decides an index besides the file.
-        over: Returns what reads images of files behind URLs.
     """
 
     suffix: str
     scan: Callable[[Path], Index]
     open: Callable[[Sequence[Path], Sequence[tuple[int, int]]], Archive]
     columns: Sequence[str] = ()
-    over: Callable[[RemoteFiles], Archive] = lambda remote: remote
 
 
 def read(kind: Kind, options: DataOptions) -> Listing:
@@ -222,14 +218,14 @@ def open_index(kind: Kind, file: Path, cache: Path) -> Index:
     status = patiently(partial(os.stat, file), file)
     state, inode = identity_of(status)
     places = index_of(file), kept_index_of(file, cache)
-    has_checksums = False
+    has_checksum = False
     for place in places:
         index = index_from(place.read_bytes)
         if index and (index.state, index.file, index.columns) == (state, inode, kind.columns):
             return index
-        has_checksums |= bool(index and index.checksums)
-    checksums = page_checksums(file) if has_checksums else NO_CHECKSUMS  # which the file needs to be read behind a URL
-    index = kind.scan(file)._replace(state=state, file=inode, columns=kind.columns, checksums=checksums)
+        has_checksum |= bool(index and index.checksum)
+    checksum = checksum_of(file) if has_checksum else UNKNOWN_CHECKSUM  # which the file needs to be read behind a URL
+    index = kind.scan(file)._replace(state=state, file=inode, columns=kind.columns, checksum=checksum)
     for place in places[file.is_symlink() :]:  # beside what a link leads to it would be another's
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -262,9 +258,10 @@ def index_from(read: Callable[[], bytes]) -> Index | None:
 
 def write_index(index: Index, place: Path) -> None:
     """Write an index; raise OSError if that fails."""
-    content = {"format": FORMAT} | index._asdict() | {"checksums": index.checksums.tolist()}
     with replacing(place) as temporary:
-        temporary.write_text(json.dumps(content), encoding="utf-8", errors="surrogateescape")
+        temporary.write_text(
+            json.dumps({"format": FORMAT} | index._asdict()), encoding="utf-8", errors="surrogateescape"
+        )
 
 
 def _parsed(content: Any) -> Index:
@@ -288,7 +285,6 @@ def _parsed(content: Any) -> Index:
     if not all(type(text) is str for text in (*itertools.chain(*texts), example)):
         raise ValueError
     names, columns, unused = texts
-    checksums = array("I", content.get("checksums", ()))
     return Index(
         [*entries()],
         names,
@@ -298,7 +294,7 @@ def _parsed(content: Any) -> Index:
         (int(dotted), example),
         (size, changed_ns),
         (inode, inode_ns),
-        checksums,
+        int(content["checksum"]),
     )
 
 

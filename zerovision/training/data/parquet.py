@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath
@@ -22,7 +22,6 @@ from zerovision.training.data import DataOptions, archives
 from zerovision.training.data.archives import Entry, Index, Kind
 from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.columns import FactColumns, find_column
-from zerovision.training.data.reading.remote_files import RemoteFiles
 from zerovision.training.data.reading.retry import is_file, patiently
 from zerovision.training.data.reading.sources import ROW_BITS
 from zerovision.training.data.records import Listing
@@ -46,9 +45,7 @@ def listing(options: DataOptions) -> Listing:
 def kind_of(options: DataOptions) -> Kind:
     """Return the kind of Parquet files whose columns are those of the options."""
     columns = options.path_column or IMAGE_COLUMN, options.label_column
-    return Kind(
-        SUFFIX, partial(scan, columns), partial(ParquetArchive, columns), columns, partial(RemoteParquet, columns)
-    )
+    return Kind(SUFFIX, partial(scan, columns), partial(ParquetArchive, columns), columns)
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -60,8 +57,8 @@ def _rows(path: Path) -> Iterator[Row]:
             yield number, row
 
 
-def _opened(path: PurePath, stream: Any = None) -> Any:
-    """Return pyarrow's `ParquetFile` of a path, or of a stream.
+def _opened(path: PurePath) -> Any:
+    """Return pyarrow's `ParquetFile` of a path.
 
     Raises:
         UserError: pyarrow is not installed, or this is no Parquet file.
@@ -71,7 +68,7 @@ def _opened(path: PurePath, stream: Any = None) -> Any:
     except ImportError:
         raise UserError(f"'{path}': Parquet files are read by pyarrow: pip install pyarrow.") from None
     try:
-        return patiently(lambda: parquet.ParquetFile(stream or path), path)
+        return patiently(lambda: parquet.ParquetFile(path), path)
     except (FileServerError, UserError):
         raise
     except Exception as error:  # a damaged file may end in anything
@@ -222,50 +219,13 @@ class ParquetArchive:
         return content
 
     def _group(self, archive: int, group: int) -> Any:
-        file, opened = self.files[archive], self._open(archive)
-        (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._columns)])
-        return _field(images, "bytes")
-
-    def _open(self, archive: int) -> Any:
         file = self.files[archive]
         opened = _opened(file)
         status = os.stat(file)
         if (status.st_size, status.st_mtime_ns) != self._states[archive]:
             raise UserError(f"'{file}' has changed since the run began: start again.")
-        return opened
+        (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._columns)])
+        return _field(images, "bytes")
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_groups": OrderedDict()}
-
-
-class RemoteParquet(ParquetArchive):
-    """The same of files behind URLs."""
-
-    def __init__(self, columns: tuple[str, str], remote: RemoteFiles) -> None:
-        super().__init__(columns, remote.files, ())
-        self._remote = remote
-        self._bounds: dict[int, list[tuple[int, int]]] = {}
-
-    def expect(self, images: Iterable[tuple[int, int, int]]) -> None:
-        """Begin to fetch the row groups of images that will be read, each given as to `read`."""
-        wanted = dict.fromkeys((archive, place >> ROW_BITS) for archive, place, _ in images)
-        for archive, group in (key for key in wanted if key not in self._groups):
-            if archive not in self._bounds:
-                self._bounds[archive] = self._bounds_of(archive)
-            self._remote.expect([(archive, *self._bounds[archive][group])])
-
-    def _bounds_of(self, archive: int) -> list[tuple[int, int]]:
-        """Return where each row group's images begin in a file, and their bytes."""
-        opened, bounds = self._open(archive), []
-        column = _chosen(opened.schema_arrow, self._columns)
-        for number in range(opened.num_row_groups):
-            group = opened.metadata.row_group(number)
-            parts = [group.column(place) for place in range(group.num_columns)]
-            own = [part for part in parts if part.path_in_schema.split(".")[0] == column]
-            starts = [part.dictionary_page_offset or part.data_page_offset for part in own]
-            end = max(start + part.total_compressed_size for start, part in zip(starts, own, strict=True))
-            bounds.append((min(starts), end - min(starts)))
-        return bounds
-
-    def _open(self, archive: int) -> Any:
-        return _opened(self.files[archive], self._remote.stream(archive))

@@ -19,6 +19,7 @@ from zerovision.training.data.folder_parts import NO_PARTS, TEST, TRAIN, VAL, La
 from zerovision.training.data.folds import Member, held_out_units
 from zerovision.training.data.label_sets import make_label_sets, rarest_class
 from zerovision.training.data.reading.images import read_file
+from zerovision.training.data.reading.remote_files import RemoteArchive
 from zerovision.training.data.reading.sources import Archive, ImageFile
 from zerovision.training.data.settings import MULTILABEL
 
@@ -231,6 +232,9 @@ def _datasets(listing: Listing, parts: Sequence[list[Record]], test: list[Record
     label_sets, class_names = None, [*names]
     if is_multilabel:
         label_sets, class_names = make_label_sets(names, listing.class_names)
+    if isinstance(listing.archive, RemoteArchive):
+        for name, part in (("validation", parts[-1]), ("test", test)):
+            listing.archive.check_room(name, (record.archive for record in part))
     return make_file_datasets(
         listing.root,
         [files(part) for part in parts],

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,36 +27,32 @@ from zerovision.training.data.archives import (
 from zerovision.training.data.class_names import clean
 from zerovision.training.data.reading.remote import UNMARKED, RemotePath, State, ask, files_below, state_of
 from zerovision.training.data.reading.remote_files import (
-    BLOCK_BYTES,
     CONNECTIONS,
-    PieceCache,
-    RemoteFiles,
+    Copies,
+    RemoteArchive,
     RemoteImages,
-    page_checksums,
+    checksum_of,
 )
 from zerovision.training.data.records import Listing
 from zerovision.training.data.tar_shards import kind_of as kind_of_tar
 
-PIECES = "remote"  # below --data-root
-WINDOWS_KEPT = 3  # of --order shards: at the start of an epoch its first, its last, and what a block has around them
+COPIES = "remote"  # below --data-root
 
 
 def listing(options: DataOptions) -> Listing:
     """Return the images behind a URL.
 
     Raises:
-        UserError: There is nothing that can be read, or it is damaged, or a package is missing.
+        UserError: There is nothing that can be read, or it is damaged, or a package is missing; or it is larger than
+            what is kept, and not read by shards.
         FileServerError: The server does not answer now.
     """
-    root, cache = RemotePath(options.data), PieceCache(options.root / PIECES, int(options.remote_cache_gb * 1e9))
-    try:
-        cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"'{cache.folder}' cannot be made ({error.strerror}): give --data-root DIR.") from None
+    root = RemotePath(options.data)
     if root.suffix.lower() in TABLE_EXTENSIONS:
-        with _copied(root, _state(root), cache) as copy:
+        copies = _copies([root], [_state(root)], options)
+        with _reading(copies, 0) as copy:
             lines = table.lines_of(*table.csv_rows(copy, options), options)
-        return _images(root.parent, lines, options, cache)
+        return _images(root.parent, lines, options)
     try:
         files = [root] if root.suffix in ARCHIVES else files_below(root)
     except OSError as error:
@@ -71,72 +66,81 @@ def listing(options: DataOptions) -> Listing:
     kind = (parquet.kind_of if suffix == parquet.SUFFIX else kind_of_tar)(options)
     files = [file for file in files if file.suffix == suffix]
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        indexes = [*pool.map(partial(_index, kind, options.root / CACHE, cache), files)]
-    images, share = max(1, sum(len(index.entries) for index in indexes)), 1.0
-    if options.order == "shards":
-        share = min(1.0, WINDOWS_KEPT * options.shuffle_window / images)
-    states, checksums = [index.state for index in indexes], [index.checksums for index in indexes]
-    remote = RemoteFiles(files, states, checksums, cache, share)
+        copies = _copies(files, [*pool.map(_state, files)], options)
+        indexes = [*pool.map(partial(_index, kind, options.root / CACHE, copies), range(len(files)))]
     root = root.parent if root.suffix in ARCHIVES else root
-    found = archives.listing_of(
-        root, files, indexes, kind.over(remote), options, partial(ask, root / CLASS_NAMES, "cat_file")
-    )
-    return found._replace(notes=[*found.notes, _note(remote, cache)])
+    archive = RemoteArchive(copies, kind.open(copies.paths, copies.states))
+    names = partial(ask, root / CLASS_NAMES, "cat_file")
+    found = archives.listing_of(root, files, indexes, archive, options, names)
+    return found._replace(notes=[*found.notes, _note(copies, options)])
 
 
-def _note(remote: RemoteFiles, cache: PieceCache) -> str:
-    how = f"kept in {cache.folder} as they are read"
-    if remote.fits and not remote.stays:
-        how = "fetched again in each epoch, one shard after another"
-    elif not remote.fits:
-        how = f"more than --remote-cache-gb {cache.max_bytes / 1e9:g} keeps: images are fetched again in each epoch"
-    return f"{remote.bytes / 1e9:.3g} GB behind the URL, {how}"
+def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataOptions) -> Copies:
+    folder = options.root / COPIES
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"'{folder}' cannot be made ({error.strerror}): give --data-root DIR.") from None
+    return Copies(folder, int(options.remote_cache_gb * 1e9), files, states)
 
 
-def _index(kind: Kind, kept_in: Path, cache: PieceCache, file: RemotePath) -> Index:
+def _note(copies: Copies, options: DataOptions) -> str:
+    """Return where the files are kept; raise UserError if they are too many, and not read one after another."""
+    size = sum(size for size, _ in copies.states)
+    found = f"{size / 1e9:.3g} GB behind the URL"
+    if size <= copies.max_bytes:
+        return f"{found}, kept in {copies.folder} as they are read"
+    if options.order != "shards":
+        raise UserError(
+            f"--data {options.data}: {found}, more than --remote-cache-gb {options.remote_cache_gb:g} keeps: give "
+            "--order shards to fetch one shard after another in each epoch, or more."
+        )
+    return f"{found}, fetched again in each epoch, one shard after another"
+
+
+def _index(kind: Kind, kept_in: Path, copies: Copies, number: int) -> Index:
     """Return the index of an archive: the one kept here, or that beside it, or a new one, for which all is fetched.
 
     All is fetched at each start if the server tells no change of the file: the content decides whether an index is its.
     """
-    state, kept = _state(file), kept_index_of(file, kept_in)
+    file, state = copies.files[number], copies.states[number]
+    kept = kept_index_of(file, kept_in)
     kept_in.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{kept}.lock"):  # the ranks of a machine
         index = index_from(kept.read_bytes)
-        is_kept = index is not None and (index.state, index.columns) == (state, kind.columns)
-        if index and is_kept and state[1] != UNMARKED:
-            return index
-        if not is_kept:
+        if index is None or (index.state, index.columns) != (state, kind.columns):
             index = index_from(partial(ask, index_of(file), "cat_file"))
-        fits = index is not None and (index.state[0], index.columns) == (state[0], kind.columns) and index.checksums
-        if index is None or not fits or state[1] == UNMARKED:
-            with _copied(file, state, cache) as copy:
-                checksums = page_checksums(copy)
-                if index is None or not fits or index.checksums != checksums:
-                    index = kind.scan(copy)._replace(columns=kind.columns, checksums=checksums)
-        index = index._replace(state=state)
+        if index and ((index.state[0], index.columns) != (state[0], kind.columns) or not index.checksum):
+            index = None
+        if index is None or state[1] == UNMARKED:
+            with _reading(copies, number) as copy:
+                checksum = checksum_of(copy)
+                if index is None or index.checksum != checksum:
+                    index = kind.scan(copy)._replace(columns=kind.columns, checksum=checksum)
+        index, copies.checksums[number] = index._replace(state=state), index.checksum
         with suppress(OSError):
             write_index(index, kept)
     return index
 
 
 @contextmanager
-def _copied(file: RemotePath, state: State, cache: PieceCache) -> Iterator[Path]:
-    """Yield a copy of a file, which is removed afterwards; what it consists of stays in the cache."""
-    remote, step = RemoteFiles([file], [state], [archives.NO_CHECKSUMS], cache), CONNECTIONS * BLOCK_BYTES
-    remote.forget_unmarked()
-    with tempfile.TemporaryDirectory(dir=cache.folder.parent) as folder:  # in the cache it might be removed
-        copy = Path(folder) / file.name
-        with copy.open("wb") as stream:
-            for start in range(0, state[0], step):
-                stream.write(remote.read(0, start, min(step, state[0] - start)))
+def _reading(copies: Copies, number: int) -> Iterator[Path]:
+    """Yield the copy of a file, a new one if its server tells no change; it is removed if it cannot be read."""
+    file, copy = copies.files[number], copies.paths[number]
+    with FileLock(copies.folder / f".{copy.name}.lock"):  # the ranks of a machine
+        if copies.states[number][1] == UNMARKED:
+            copy.unlink(missing_ok=True)
+        copies.fetch(number)
         try:
             yield copy
-        except UserError as error:
-            remote.forget()
+        except (UserError, OSError) as error:
+            if not copy.exists():
+                raise UserError(f"'{file}' was removed while it was read: --remote-cache-gb is too small.") from None
+            copy.unlink(missing_ok=True)
             raise UserError(str(error).replace(str(copy), str(file))) from None
 
 
-def _images(root: RemotePath, lines: Listing, options: DataOptions, cache: PieceCache) -> Listing:
+def _images(root: RemotePath, lines: Listing, options: DataOptions) -> Listing:
     """Return the lines of a table with the sizes of their files, which are below its folder."""
     records, is_quoted = lines.records, str(root).startswith("http")
     paths = [os.path.normpath(clean(record.path).removeprefix(f"{root}/")) for record in records]
@@ -160,10 +164,12 @@ def _images(root: RemotePath, lines: Listing, options: DataOptions, cache: Piece
         )
         for record, path in zip(records, paths, strict=True)
     ]
-    remote = RemoteFiles([*files.values()], known, [archives.NO_CHECKSUMS] * len(files), cache)
-    remote.forget_unmarked()
-    notes = [*lines.notes, _note(remote, cache)]
-    return lines._replace(root=root, records=found, archive=RemoteImages(root, remote), notes=notes)
+    copies = _copies([*files.values()], known, options)
+    for path, (_, mark) in zip(copies.paths, known, strict=True):
+        if mark == UNMARKED:
+            path.unlink(missing_ok=True)  # it may be of an earlier file
+    note = f"{sum(size for size, _ in known) / 1e9:.3g} GB behind the URL, kept in {copies.folder} as they are read"
+    return lines._replace(root=root, records=found, archive=RemoteImages(root, copies), notes=[*lines.notes, note])
 
 
 def _state_if_there(file: RemotePath) -> State | None:

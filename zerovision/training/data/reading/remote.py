@@ -22,6 +22,7 @@ REQUEST_SECONDS = 30.0
 # What changes with the content, by the names that servers and fsspec's packages have for it.
 MARKS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "md5Hash", "generation", "blob_id", "lfs")
 UNMARKED = 0
+MARK_NS = 10**9  # a mark is a time of whole seconds before 2038, which every file system keeps
 _MAY_PASS = (408, 429)  # of the codes of HTTP below 500
 _SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#][^\s'\"]+")
 
@@ -69,8 +70,7 @@ def _file_system(scheme: str, process: int) -> Any:
         raise UserError(f"{scheme}:// is read by fsspec with {package}: pip install fsspec {package}.") from None
 
 
-def ask_once(file: PurePath, method: str, **options: Any) -> Any:
-    """Return what a method of fsspec's file system gives for a file; raise OSError if it fails."""
+def _ask_once(file: PurePath, method: str, **options: Any) -> Any:
     system = _file_system(str(file).partition("://")[0], os.getpid())
     try:
         if not system.async_impl:
@@ -83,8 +83,12 @@ def ask_once(file: PurePath, method: str, **options: Any) -> Any:
 
 
 def ask(file: PurePath, method: str, **options: Any) -> Any:
-    """As `ask_once`, tried again, see `patiently`; raise OSError for what does not pass."""
-    return patiently(functools.partial(ask_once, file, method, **options), file)
+    """Return what a method of fsspec's file system gives for a file, tried again, see `patiently`.
+
+    Raises:
+        OSError: For what does not pass.
+    """
+    return patiently(functools.partial(_ask_once, file, method, **options), file)
 
 
 def _as_os_error(error: BaseException) -> OSError:
@@ -110,8 +114,8 @@ def state_of(file: PurePath) -> State:
     if type(facts.get("size")) is not int:
         raise OSError(errno.EINVAL, "its size is not known")
     marks = [(name, facts[name]) for name in MARKS if facts.get(name)]
-    number = int.from_bytes(hashlib.sha256(repr(marks).encode()).digest()[:6], "big")
-    return facts["size"], number if marks else UNMARKED
+    number = int.from_bytes(hashlib.sha256(repr(marks).encode()).digest()[:4], "big") >> 1 or 1
+    return facts["size"], number * MARK_NS if marks else UNMARKED
 
 
 def files_below(folder: RemotePath) -> list[RemotePath]:

@@ -155,7 +155,7 @@ class Archive(Protocol):
             FileServerError: It cannot be read now, see `patiently`.
         """
 
-    # One whose files are far away also has `expect`, see `RemoteFiles`.
+    # One whose files are far away also has `expect`, see `RemoteArchive`.
 
 
 class FileSource:
