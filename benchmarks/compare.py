@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.compare_steps import step_rounds
 from benchmarks.jpegs import make_folder
-from benchmarks.launch import torchrun
+from benchmarks.launch import run
 from benchmarks.peers import ours
 from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
 from benchmarks.peers.job import Job, write_job
@@ -118,7 +118,7 @@ def peer_seconds(job: Job, plan: Plan, workers: Sequence[int]) -> list[list[floa
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds.json"
         words = [f"--job={write_job(job)}", f"--workers={','.join(map(str, workers))}", f"--result={result}"]
-        torchrun(plan.ranks, f"benchmarks.peers.{PEERS[job.variant]}", *words)
+        run([f"benchmarks.peers.{PEERS[job.variant]}", *words], plan.ranks)
         return json.loads(result.read_text())
 
 

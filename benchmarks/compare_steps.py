@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.launch import torchrun
+from benchmarks.launch import run
 from benchmarks.peers.job import Job, Measure, make_batches, read_job, take_turns, write_job
 
 MODULES = (
@@ -39,7 +39,7 @@ def step_rounds(
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds.json"
         words = [f"--job={write_job(job)}", f"--modules={','.join(modules)}", f"--rounds={rounds}", f"--steps={steps}"]
-        said = torchrun(ranks, "benchmarks.compare_steps", *words, f"--result={result}")
+        said = run(["benchmarks.compare_steps", *words, f"--result={result}"], ranks)
         for line in sorted({line for line in said.splitlines() if "is left out" in line}):
             print(line, flush=True)
         return json.loads(result.read_text())

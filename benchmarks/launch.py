@@ -1,4 +1,4 @@
-"""Starts CPU ranks under torchrun, for the benchmarks that measure whole jobs."""
+"""Starts programs and trainings for the benchmarks that measure whole jobs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def torchrun(ranks: int, module: str, *words: str, threads: int = 1) -> str:
-    """Run a module under torchrun with so many threads per rank; return what it said.
+def run(words: Sequence[str], ranks: int = 0, timeout_s: float | None = None) -> str:
+    """Run a command, or a module of Python with its words on so many CPU ranks under torchrun; return what it said.
 
     Raises:
         RuntimeError: with the end of what it said, where it failed.
+        TimeoutExpired: it took longer.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*launch, "-m", module, *words]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
+    environment = {**os.environ}
+    if ranks:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+        words = [*torchrun, "-m", *words]
+        environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        words, check=False, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s
+    )
     if result.returncode:
-        raise RuntimeError(f"{shlex.join(command)} ended with {result.returncode}: {result.stderr[-2000:]}")
+        raise RuntimeError(f"{shlex.join(words)} ended with {result.returncode}: {result.stderr[-2000:]}")
     return result.stdout

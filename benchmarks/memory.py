@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 import torch
 
-from benchmarks.launch import torchrun
+from benchmarks.launch import run
 from benchmarks.report import Section, save, show, versions
 from zerovision.models import MODELS
 from zerovision.models.build import build_model
@@ -114,8 +114,8 @@ def measured(cases: Sequence[Case]) -> list[dict[str, float]]:
         [one.model, one.strategy, one.batch_size, one.image_size, one.classes, one.engine, *one.mesh] for one in cases
     ]
     with tempfile.TemporaryDirectory() as folder:
-        words = (f"--cases={json.dumps(rows)}", f"--result={folder}/{{}}.jsonl")
-        torchrun(cases[0].ranks, "benchmarks.memory_rank", *words)
+        words = ["benchmarks.memory_rank", f"--cases={json.dumps(rows)}", f"--result={folder}/{{}}.jsonl"]
+        run(words, cases[0].ranks)
         ranks = [path.read_text().splitlines() for path in Path(folder).glob("*.jsonl")]
     found = [[json.loads(line) for line in lines] for lines in zip(*ranks, strict=True)]
     summary = [max if one.pipeline > 1 else statistics.mean for one in cases]  # stages differ: planned is the largest

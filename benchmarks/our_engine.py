@@ -12,7 +12,6 @@ from torch import nn
 
 from benchmarks.peers.job import mean_cross_entropy
 from zerovision.models.build import BuiltModel
-from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
@@ -27,14 +26,6 @@ from zerovision.training.world.world import World
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def as_convolutions(module: nn.Module) -> nn.Module:
-    """Let a network's `WholeInputConv2d` be computed as any other convolution; return the network."""
-    for part in module.modules():
-        if isinstance(part, WholeInputConv2d):
-            part.__class__ = nn.Conv2d
-    return module
-
-
 def make_engine(
     module: nn.Module,
     strategy: str,
@@ -47,7 +38,6 @@ def make_engine(
     engine: str = "auto",
     gradient_clipping: float = 0.0,
     accumulation_steps: int = 1,
-    pipeline_schedule: str = "1f1b",
     compiles: bool = False,
     graphs_of: tuple[int, int, int] | None = None,
     image_shape: tuple[int, int, int] | None = None,
@@ -65,7 +55,6 @@ def make_engine(
         engine: as `--engine`.
         gradient_clipping: largest norm, 0 for none.
         accumulation_steps: micro-batches of each rank in one step.
-        pipeline_schedule: as `--pipeline-schedule`.
         compiles: whether the model runs through `torch.compile`.
         graphs_of: shape [C, H, W] of the images for which the model is recorded as CUDA graphs; None for no graphs.
         image_shape: shape [C, H, W] of the images, for a network that is cut into stages.
@@ -80,7 +69,6 @@ def make_engine(
         weight_decay=weight_decay,
         tensor_parallel=world.tensor.size,
         pipeline_parallel=world.pipeline.size,
-        pipeline_schedule=pipeline_schedule,  # type: ignore[arg-type]  # one of its values
     )
     model = BuiltModel(module.to(world.device), {})
     setup, name = set_up_engine(config, model, read_strategy_json(strategy), precision, world, compiles=compiles)
@@ -91,13 +79,12 @@ def make_engine(
     return built
 
 
-def training_step(engine: Engine, micro_batches: int = 1, *, channels_last: bool = True) -> Step:
-    """Return one step as `training.loop` takes it; by default on images in channels_last, as the loaders give them."""
-    layout = torch.channels_last if channels_last else torch.contiguous_format
+def training_step(engine: Engine, micro_batches: int = 1) -> Step:
+    """Return one step as `training.loop` takes it, on images in channels_last, as the loaders give them."""
     losses = functools.partial(F.cross_entropy, reduction="none")
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        images = images.contiguous(memory_format=layout)
+        images = images.contiguous(memory_format=torch.channels_last)
         if micro_batches == 1:
             engine.backward(mean_cross_entropy(engine.forward(images), labels))
             engine.step()

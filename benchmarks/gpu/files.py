@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,8 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.lines import attempt, emit
-from benchmarks.gpu.options import ROOT, Options, part_options
+from benchmarks.gpu.options import Options, part_options
 from benchmarks.jpegs import make_folder
+from benchmarks.launch import run
 from zerovision.training.base.control_groups import usable_cores
 
 IMAGES, COPIES, PIXELS, BATCH_SIZE = 1000, 12, 384, 128  # one core takes 8 ms to make an image
@@ -43,10 +43,10 @@ def train(case: tuple[str, str, int], options: Options, jpegs: Path, seconds: fl
         command += ["--image-size", str(size), "--batch-size", str(batch_size), "--epochs", str(epochs)]
         command += ["--cache", cache, "--workers", str(workers), "--progress", "off", "--tensorboard", "false"]
         command += ["--report", "false", "--log-dir", folder, "--run-name", "jpegs"]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=max(seconds, 1), stdout=subprocess.DEVNULL)
-        run = Path(folder, "runs", "jpegs")
-        entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        predicted = json.loads((run / "prediction.json").read_text())["memory_bytes"]
+        run(command, timeout_s=max(seconds, 1))
+        of_run = Path(folder, "runs", "jpegs")
+        entries = [json.loads(line) for line in (of_run / "metrics.jsonl").read_text().splitlines()]
+        predicted = json.loads((of_run / "prediction.json").read_text())["memory_bytes"]
     of_kind = {kind: [entry for entry in entries if entry["kind"] == kind] for kind in ("epoch", "checkpoint", "end")}
     end, last = of_kind["end"][-1], of_kind["epoch"][-1]
     emit(

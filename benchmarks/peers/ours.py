@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import subprocess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.launch import run
 from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.job import Job, Measure, Step, make_network, timed
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.world.world import World
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY = (
     "Under `ddp` CPU ranks of one machine share one copy of our weights, in memory that all of them map, and read each "
     "other's gradients there."
@@ -72,12 +70,9 @@ def epoch_seconds(job: Job, ranks: int, logs: Path, flags: tuple[str, ...]) -> l
         "log-dir": logs,
         "run-name": "run",
     }
-    command = ["bash", str(ROOT / "scripts" / "launch_distributed.sh"), *words]
+    command = ["env", "OMP_NUM_THREADS=1", "bash", "scripts/launch_distributed.sh", *words]
     command += [word for name, value in recipe.items() for word in (f"--{name}", str(value))] + list(flags)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    if result.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr[-2000:]}")
+    run(command)
     lines = [json.loads(line) for line in (logs / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
     return [line["seconds"] for line in lines if line["kind"] == "epoch"]
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.step_choices import without_shared_memory
 from tests.stored_tensors import in_memory
+from tests.training.no_shared_memory import without_shared_memory
 from zerovision.training.base.errors import AgreedError
 from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.leaves import Leaves

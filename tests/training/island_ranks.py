@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-from benchmarks.step_choices import without_shared_memory
 from tests.recording import Recorder
 from tests.stored_tensors import in_memory
 from tests.training.engine_ranks import (
@@ -29,6 +28,7 @@ from tests.training.engine_ranks import (
     make_small_data,
     whole_tensors,
 )
+from tests.training.no_shared_memory import without_shared_memory
 from tests.training.out_of_memory_ranks import run  # noqa: F401 - with the buckets of engine_ranks, too
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,14 +15,41 @@ from scipy.optimize import minimize_scalar
 from scipy.special import xlogy
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score
 
-from benchmarks.intervals import Classifier, counts_of
 from zerovision.delivery.intervals import interval_of, of_classes, of_difference, wilson
 from zerovision.delivery.report.comparison import compare, mcnemar
 from zerovision.delivery.report.page import write_report
 from zerovision.delivery.report.run_facts import key_figures
 from zerovision.delivery.report.run_files import read_run
 from zerovision.training.base.errors import UserError
+from zerovision.training.observe.class_counts import ClassCounts
 from zerovision.training.observe.evaluation import judged_images
+
+
+class Classifier(NamedTuple):
+    """A classifier whose mistakes are spread evenly over the other classes.
+
+    Attributes:
+        shares: of the images, by class.
+        recalls: of the classes.
+        images: of an evaluation.
+    """
+
+    name: str
+    shares: list[int]
+    recalls: list[float]
+    images: int
+
+    def chances(self) -> np.ndarray:
+        """Return how likely an image is of each class (row) and predicted as each (column)."""
+        shares, recalls = np.array(self.shares) / sum(self.shares), np.array(self.recalls)
+        cells = np.outer(shares * (1 - recalls) / (len(shares) - 1), np.ones(len(shares)))
+        cells[np.diag_indices_from(cells)] = shares * recalls
+        return cells
+
+
+def counts_of(cells: np.ndarray) -> ClassCounts:
+    """Return the counts of one matrix of images by class (row) and prediction (column), or chances."""
+    return ClassCounts(np.diagonal(cells), cells.sum(1), cells.sum(0))
 
 
 @pytest.mark.parametrize(("hits", "samples"), [(972, 1000), (0, 7), (7, 7), (1, 2)])
