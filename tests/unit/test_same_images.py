@@ -69,7 +69,7 @@ def copies(tmp_path) -> Path:
 def test_the_doctor_counts_and_names_equal_images(copies, workers, capsys):
     report = check_data(DataOptions(data=str(copies)), workers)
     found = equal_images(report.datasets, report.digests)
-    assert {kind: equal.count for kind, equal in found.items()} == {"leaked": 3, "mislabelled": 1, "repeated": 1}
+    assert {kind: equal.images for kind, equal in found.items()} == {"leaked": 3, "mislabelled": 1, "repeated": 1}
     pairs = {
         kind: [tuple(str(Path(p).relative_to(copies)) for p in pair) for pair in equal.examples]
         for kind, equal in found.items()

@@ -23,7 +23,7 @@ CURES = {
 class Equal(NamedTuple):
     """How many images are equal to another one in one of the ways of `CURES`, and the paths of a few such pairs."""
 
-    count: int
+    images: int
     examples: list[tuple[str, str]]
 
 
@@ -56,7 +56,7 @@ def equal_images(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> di
 
 def lines_of(found: Mapping[str, Equal]) -> Iterator[str]:
     """Yield what was found and what to do about it, a line each."""
-    for kind, (count, examples) in found.items():
-        if count:
+    for kind, (images, examples) in found.items():
+        if images:
             pairs = "; ".join(f"{one} = {other}" for one, other in examples)
-            yield f"{count} {CURES[kind]} ({pairs}{'; ...' if count > len(examples) else ''})"
+            yield f"{images} {CURES[kind]} ({pairs}{'; ...' if images > len(examples) else ''})"
