@@ -220,7 +220,8 @@ def _resolve_split(split: str, options: DataOptions, layout: Layout | None, *, i
 def _data_options(
     preprocessing: dict[str, Any], config: TrainConfig, choice: EvaluationChoice, data: str
 ) -> DataOptions:
-    of_run = ("label_separator", "val_fraction", "split_seed", "folds", "fold", "val_part", "seed")
+    of_split = ("label_separator", "val_fraction", "split_seed", "folds", "fold", "val_part", "seed")
+    of_run = (*of_split, "order", "remote_cache_gb")
     of_user = ("path_column", "label_column", "bad_images", "data_root", "max_megapixels")
     return DataOptions(
         **{name: getattr(config, name) for name in of_run},

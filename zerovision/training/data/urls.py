@@ -67,12 +67,13 @@ def listing(options: DataOptions) -> Listing:
     files = [file for file in files if file.suffix == suffix]
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         copies = _copies(files, [*pool.map(_state, files)], options)
+        note = _note(copies, options)
         indexes = [*pool.map(partial(_index, kind, options.root / CACHE, copies), range(len(files)))]
     root = root.parent if root.suffix in ARCHIVES else root
     archive = RemoteArchive(copies, kind.open(copies.paths, copies.states))
     names = partial(ask, root / CLASS_NAMES, "cat_file")
     found = archives.listing_of(root, files, indexes, archive, options, names)
-    return found._replace(notes=[*found.notes, _note(copies, options)])
+    return found._replace(notes=[*found.notes, note])
 
 
 def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataOptions) -> Copies:
