@@ -13,7 +13,7 @@ import torch
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.before_start import resolve_strategy
-from zerovision.planning.machines import find_machine
+from zerovision.planning.machines import Machine, find_gpu
 from zerovision.planning.search import PlannedJob, memory_of, with_planned_batch
 from zerovision.training import auto_batch_size
 from zerovision.training.auto_batch_size import Trial, largest_that_fits
@@ -292,7 +292,7 @@ def test_an_automatic_strategy_leaves_an_automatic_batch_size_to_the_ranks(capfd
 
 def test_the_planner_takes_the_largest_that_is_predicted_to_fit():
     config = TrainConfig(model_type="basic_cnn", batch_size="auto", global_batch=8 * 1024, engine="deepspeed")
-    job = PlannedJob(config, find_machine("rtx3060", 8), 8, 1000, 224, 1_281_167)
+    job = PlannedJob(config, Machine(find_gpu("rtx3060"), 8), 8, 1000, 224, 1_281_167)
     job.__dict__["workload"] = job.workload
     planned = with_planned_batch(job).config
     assert planned.micro_batch * planned.gradient_accumulation_steps == 1024

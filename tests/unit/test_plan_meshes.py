@@ -1,4 +1,4 @@
-"""The planner's meshes: memory against closed forms, times against volumes, and what it recommends when."""
+"""The planner's meshes: memory against closed forms, and what it recommends when."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ import pytest
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.planning import run_workload
-from zerovision.planning.machines import find_machine
-from zerovision.planning.meshes import recommend
+from zerovision.planning.machines import Machine, find_gpu
 from zerovision.planning.plan_command import parse, run
 from zerovision.planning.plan_output import command_of
+from zerovision.planning.recommend import recommend
 from zerovision.planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
 from zerovision.planning.stages import pipeline_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 
 CONFIG = TrainConfig(model_type="timm:test_vit", engine="torch", batch_size=16)
-JOB = PlannedJob(CONFIG, find_machine("a100-40gb", 4, "nvlink3+ethernet10"), 4, 1000, 160, 100_000)
+JOB = PlannedJob(CONFIG, Machine(find_gpu("a100-40gb"), 4), 4, 1000, 160, 100_000)
 
 
 def staged(**changes):
     settings = {"pipeline_parallel": 2, "gradient_accumulation_steps": 4, "precision": "fp32"} | changes
-    return pipeline_of(
-        JOB.workload, JOB.machine, dataclasses.replace(CONFIG, **settings), settings["precision"], "cuda"
-    )
+    return pipeline_of(JOB.workload, dataclasses.replace(CONFIG, **settings), settings["precision"], "cuda")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -37,10 +35,8 @@ def test_the_stages_are_the_whole(precision, recomputes):
     shares = staged(precision=precision, activation_checkpointing=recomputes, pipeline_schedule="gpipe")
     whole = JOB.workload.activations(16, precision, "cuda", recomputes, True, ("blocks",))
     assert sum(share.sizes.parameters for share in shares) == JOB.workload.sizes.parameters
-    assert sum(share.time for share in shares) == pytest.approx(1)
-    assert max(share.time for share in shares) < 0.75
-    received = sum(share.received_bytes for share in shares)
-    assert received > 0
+    assert max(share.sizes.parameters for share in shares) < 0.75 * JOB.workload.sizes.parameters
+    received = 4 * 16 * 64 * 101  # fp32 of every image's tokens
     assert sum(share.activations.saved for share in shares) == 4 * (whole.saved + 2 * received)
     assert max(share.activations.workspace for share in shares) <= 2 * whole.workspace
     assert [share.tried_bytes for share in shares[1:]] == [0]
@@ -55,41 +51,26 @@ def test_what_a_schedule_keeps():
     assert sum(share.sizes.parameters for share in interleaved) == JOB.workload.sizes.parameters
 
 
-def test_a_pipeline_waits_and_a_tensor_group_exchanges():
-    alone = dataclasses.replace(JOB, ranks=1)
-    one = evaluate(alone, dataclasses.replace(CONFIG, gradient_accumulation_steps=4)).step
+def test_a_mesh_divides_the_weights_by_both_of_its_kinds():
     config = dataclasses.replace(CONFIG, pipeline_parallel=2, gradient_accumulation_steps=4)
     two = evaluate(dataclasses.replace(JOB, ranks=2), config)
-    share = max(part.time for part in staged(precision="bf16"))
-    assert two.step.compute_s == pytest.approx(one.compute_s * share * 5 / 4)
     assert two.images_per_update == 64
     divided = evaluate(dataclasses.replace(JOB, ranks=2), dataclasses.replace(CONFIG, tensor_parallel=2))
-    workload, link = JOB.workload_for(divided.config), JOB.machine.inside
-    width, tokens, blocks = 64, 101, 6
-    assert sum(workload.exchanged) == 2 * blocks * width * tokens
-    volume = (2 + 4) * 16 * sum(workload.exchanged)  # bf16 in forward, fp32 in backward; half of it, twice
-    assert divided.step.exchange_s == pytest.approx(volume / link.rate + 2 * 2 * 2 * blocks * link.latency_s)
     both = evaluate(JOB, dataclasses.replace(config, tensor_parallel=2))
     assert both.images_per_update == 64
-    assert 0.25 < both.step.exchange_s / divided.step.exchange_s / 4 < 0.75  # of about half of the layers, four times
-    assert both.memory.peak < min(two.memory.peak, divided.memory.peak)
+    assert both.memory.weights < min(two.memory.weights, divided.memory.weights)
     assert divided.memory.start == evaluate(JOB, CONFIG).memory.start >= 4 * JOB.workload.sizes.parameters
 
 
-def test_members_of_an_ensemble_do_not_wait():
+def test_members_of_an_ensemble_are_dealt_out():
     names = "timm:test_vit,timm:test_resnet,timm:test_vit"
     config = dataclasses.replace(CONFIG, model_type="ensemble", ensemble_members=names, pipeline_parallel=2)
     job = dataclasses.replace(JOB, config=config, ranks=2)
-    shares = pipeline_of(job.workload, JOB.machine, config, "fp32", "cuda")
+    shares = pipeline_of(job.workload, config, "fp32", "cuda")
     assert sum(share.sizes.parameters for share in shares) == job.workload.sizes.parameters
-    assert sum(share.time for share in shares) == pytest.approx(1)
-    assert max(share.time for share in shares) < 0.7
-    assert {share.received_bytes for share in shares} == {4 * 16 * 1000 * 3}
     two = evaluate(job, config)
     alone = dataclasses.replace(config, pipeline_parallel=1)
     one = evaluate(dataclasses.replace(job, config=alone, ranks=1), alone)
-    longest = max(share.time for share in pipeline_of(job.workload, JOB.machine, config, "bf16", "cuda"))
-    assert two.step.compute_s == pytest.approx(one.step.compute_s * longest)
     assert two.memory.peak < one.memory.peak
 
 
@@ -104,16 +85,14 @@ def test_a_mesh_is_taken_when_nothing_else_fits():
     """What fits with ddp keeps it; what is printed is what the trainer takes, with as many images in an update."""
     config = dataclasses.replace(CONFIG, pipeline_parallel=4, batch_size=4, gradient_accumulation_steps=16)
     least = evaluate(JOB, dataclasses.replace(config, activation_checkpointing=True)).memory.peak
-    assert recommend(with_memory(JOB, evaluate(JOB, CONFIG).memory.peak))[1:] == ([], [])
+    assert recommend(with_memory(JOB, evaluate(JOB, CONFIG).memory.peak))[1] == []
     job = with_memory(JOB, least)
-    chosen, rungs, others = recommend(job)
-    assert chosen in others or rungs
+    chosen, rungs = recommend(job)
+    assert rungs
     script, *words = command_of(job, chosen)[1:]
     taken = check_training(read_arguments(script.rpartition("/")[2], words, {}).training)
     groups = 4 // taken.ranks_per_replica
     assert groups * taken.batch_size * taken.gradient_accumulation_steps == 64
-    for other in others:
-        assert other.images_per_update == 64
 
 
 def test_what_its_weights_do_not_fit_is_told_without_counting_activations(monkeypatch):
@@ -149,11 +128,11 @@ def test_giants_get_a_line_to_type(model, gpu, capsys):
 @pytest.mark.slow
 def test_stages_on_machines_of_tensor_groups():
     config = dataclasses.replace(CONFIG, tensor_parallel=2, pipeline_parallel=2, gradient_accumulation_steps=4)
-    machine = find_machine("a100-40gb", 2, "nvlink3+ethernet10")
+    machine = Machine(find_gpu("a100-40gb"), 2)
     job = dataclasses.replace(JOB, machine=machine, config=dataclasses.replace(CONFIG, precision="fp32"))
     most = evaluate(job, dataclasses.replace(config, precision="fp32", batch_size=8, gradient_accumulation_steps=8))
-    _, _, others = recommend(with_memory(job, most.memory.peak))
-    (both,) = (other for other in others if other.plan.tensor_parallel == other.plan.pipeline_parallel == 2)
+    both, _ = recommend(with_memory(job, most.memory.peak))
+    assert both.plan.tensor_parallel == both.plan.pipeline_parallel == 2
     assert both.images_per_update == 64
     assert both.memory.peak <= most.memory.peak
 

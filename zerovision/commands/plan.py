@@ -3,7 +3,6 @@
 python scripts/plan.py --model-type vgg --num-gpus 8 --gpu h100-80gb
 python scripts/plan.py --model-type timm:vit_large_patch16_224 --num-gpus 16 --gpu a100-40gb --batch-size 64
 python scripts/plan.py --model-type efficientnet --data digits --num-gpus 2 --measure     # this machine
-python scripts/plan.py --model-type timm:resnet50 --gpu h100-80gb --batch-size 256 --scale 8..4096
 """
 
 from __future__ import annotations

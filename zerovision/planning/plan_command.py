@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from zerovision.planning.machines import GPUS, SMALLEST_GB, detect_machine, find_machine
-from zerovision.planning.meshes import recommend
-from zerovision.planning.plan_output import print_plan, print_scale
-from zerovision.planning.search import PlannedJob, evaluate, with_planned_batch
-from zerovision.planning.step_time import measured_s
-from zerovision.training.base.errors import UserError, one_line
+from zerovision.planning.machines import GPUS, SMALLEST_GB, Machine, detect_machine, find_gpu
+from zerovision.planning.measure import measured_s
+from zerovision.planning.plan_output import print_plan
+from zerovision.planning.recommend import recommend
+from zerovision.planning.search import PlannedJob, with_planned_batch
+from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_RANKS
 from zerovision.training.base.units import plural
 from zerovision.training.config import TrainConfig
@@ -38,10 +37,8 @@ class PlanRequest:
     as_json: bool
     assumed: str
     """What was not given, and what was taken instead."""
-    scale: Sequence[int] = ()
-    """Numbers of GPUs to compare; none for a plan."""
     measures: bool = False
-    """Whether to train some steps here first."""
+    """Whether to train some steps here."""
 
 
 def parse(words: Sequence[str], description: str | None) -> PlanRequest:
@@ -58,17 +55,11 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     gpus = ", ".join(GPUS)
     parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or as 8gb any; default: this machine's, or its CPU.")
     parser.add_number("--gpu-memory", SMALLEST_GB, 9999.0, help="GB of each GPU, such as 8: the same as --gpu 8gb.")
-    parser.add_argument(
-        "--interconnect", metavar="A+B", help="Links inside and between machines, such as nvlink4+ib400 or pcie4."
-    )
-    parser.add_argument(
-        "--measure", action="store_true", help="Train 20 steps on this machine, and take the time of one."
-    )
+    parser.add_argument("--measure", action="store_true", help="Train 20 steps on this machine: the time of one.")
     parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
     parser.add_number("--images", 1, 999_999_999, help="Training images; default: of --data, or ImageNet.")
     parser.add_number("--classes", 2, 10**6, help="Classes; default: of --data, or 1000.")
     parser.add_argument("--with-data", action="store_true", help="Plan for --data's default too, not for ImageNet.")
-    parser.add_argument("--scale", metavar="FIRST..LAST", help="Compare numbers of GPUs instead, such as 8..4096.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
@@ -79,8 +70,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         given.gpu = f"{given.gpu_memory:.3f}gb"
     if given.measure and given.gpu:
         raise UserError("--measure trains on this machine: leave --gpu out.")
-    counts = read_counts(given.scale) if given.scale is not None else []
-    ranks = counts[0] if counts else given.num_gpus
+    ranks = given.num_gpus
     per_node = given.gpus_per_node or min(ranks, GPUS_PER_NODE)
     fewer, more = ranks // per_node * per_node, -(-ranks // per_node) * per_node
     if fewer not in (0, more):
@@ -91,7 +81,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     if config.global_batch and config.batch_size != "auto":
         groups = data_ranks(ranks, config.tensor_parallel, config.pipeline_parallel)
         config = _with_global_batch(config, groups, config.global_batch)
-    machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else detect_machine(per_node)
+    machine = Machine(find_gpu(given.gpu), per_node) if given.gpu else detect_machine(per_node)
     has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
     if given.images:
@@ -100,7 +90,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         data["classes"] = given.classes
     config = dataclasses.replace(config, image_channels=data.pop("image_channels"))
     job = with_planned_batch(PlannedJob(config, machine, ranks, **data))
-    return PlanRequest(job, given.json, assumed, counts, given.measure)
+    return PlanRequest(job, given.json, assumed, given.measure)
 
 
 def run(request: PlanRequest) -> int:
@@ -110,39 +100,13 @@ def run(request: PlanRequest) -> int:
         UserError: if the training fits nowhere.
     """
     job = request.job
+    chosen, rungs = recommend(job)
+    step_s = None
     if request.measures:
-        job = dataclasses.replace(job, compute_scale=measured_scale(job))
-    chosen, rungs, meshes = recommend(job)
-    if request.scale:
-        print_scale(job, chosen, request.scale, as_json=request.as_json)
-    else:
-        print_plan(job, chosen, rungs, meshes, request.assumed, as_json=request.as_json)
+        config: Any = {"batch_size": chosen.config.micro_batch, "precision": job.precision}
+        step_s = measured_s(dataclasses.replace(job.config, **config), job.classes, job.image_size)
+    print_plan(job, chosen, rungs, request.assumed, step_s, as_json=request.as_json)
     return 0
-
-
-def measured_scale(job: PlannedJob) -> float:
-    """Return how many times as long as estimated a rank of this machine computes for a step of a job."""
-    alone = dataclasses.replace(job, ranks=1)  # a process on all of the machine's cores, of which a rank has its share
-    if not job.has_gpus:
-        alone = dataclasses.replace(alone, machine=detect_machine(1))
-    config = dataclasses.replace(job.config, gradient_accumulation_steps=1, activation_checkpointing=False)
-    config = dataclasses.replace(config, strategy="ddp", offload="none")
-    step = evaluate(alone, config).step
-    return measured_s(config, job.classes, job.image_size, job.precision) / (step.compute_s + step.update_s)
-
-
-def read_counts(text: str) -> list[int]:
-    """Return the numbers of ranks of '8..4096': the first, doubled as long as it is below the last, and the last.
-
-    Raises:
-        UserError: for anything else.
-    """
-    found = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last <= MOST_RANKS:
-        raise UserError(f"--scale {one_line(text, 50)}: give FIRST..LAST GPUs of 1 to {MOST_RANKS}, such as 8..4096.")
-    counts = [first << doublings for doublings in range((last // first).bit_length())]
-    return [count for count in counts if count < last] + [last]
 
 
 def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> TrainConfig:

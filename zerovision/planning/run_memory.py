@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from zerovision.models.activations import BLOCKED_COPIES, LARGEST_KEPT_BYTES
-from zerovision.planning.machines import CPU, GPUS, find_machine
+from zerovision.planning.machines import CPU, Gpu, Machine
 from zerovision.planning.memory import FLOAT32_BYTES, MemoryPlan
 from zerovision.planning.run_workload import Workload
 from zerovision.planning.search import PlannedJob, memory_of
@@ -73,9 +73,7 @@ def predict_run(facts: RunFacts) -> dict[str, Any]:
 
 def job_of(facts: RunFacts) -> PlannedJob:
     """Return a run as the planner sees it, with the engine and the precision that were resolved."""
-    machine = find_machine(next(iter(GPUS)), facts.ranks_per_machine)  # which one it is decides no number of bytes
-    if not facts.gpu_name:
-        machine = dataclasses.replace(machine, gpu=dataclasses.replace(machine.gpu, name=CPU))
+    machine = Machine(Gpu(facts.gpu_name or CPU, memory_bytes=0), facts.ranks_per_machine)
     config = TrainConfig(**facts.config | {"engine": facts.engine, "precision": facts.precision})
     return PlannedJob(config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerovision.models.activations import Activations, activations
-from zerovision.models.dry_run import training_flops, without_data
+from zerovision.models.dry_run import without_data
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.tensor_plan import tensor_plan
 from zerovision.planning.memory import FLOAT32_BYTES, ModelSizes
@@ -38,9 +38,7 @@ class Workload:
         image_channels: of these.
         sizes: of the network.
         optimizer_values: that the update rule and averages keep per trained parameter.
-        flops_per_image: operations of forward and backward.
         whole_bytes: of weights and buffers of the network that a rank has before its part is taken.
-        exchanged: elements for one image of each output that a tensor group adds up; none without one.
     """
 
     network: nn.Module
@@ -48,9 +46,7 @@ class Workload:
     image_channels: int
     sizes: ModelSizes
     optimizer_values: float
-    flops_per_image: int
     whole_bytes: int
-    exchanged: tuple[int, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -67,11 +63,6 @@ class Workload:
         """Of an image in fp32."""
         return FLOAT32_BYTES * self.image_channels * math.prod(sides(self.image_size))
 
-    @property
-    def layers(self) -> int:
-        """Modules with parameters of their own."""
-        return sum(any(True for _ in part.parameters(recurse=False)) for part in self.network.modules())
-
     @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
     def activations(
         self,
@@ -82,10 +73,17 @@ class Workload:
         channels_last: bool,
         places: tuple[str, ...] = (),
     ) -> Activations:
-        """Return the activations of a micro-batch of this rank, see `zerovision.models.activations.activations`."""
+        """Return the activations of a micro-batch of this rank, see `zerovision.models.activations.activations`.
+
+        Raises:
+            UserError: if the network cannot be run without data.
+        """
         network, size = self.without_data(recomputes=checkpointing), self.image_size
         settings = (batch_size, size, precision, device, self.image_channels)
-        return activations(network, *settings, channels_last=channels_last, places=places)
+        try:
+            return activations(network, *settings, channels_last=channels_last, places=places)
+        except Exception as error:  # whatever a user's timm model does with its data
+            raise UserError("this model computes with the values of its images: it cannot be planned.") from error
 
     def without_data(self, *, recomputes: bool) -> nn.Module:
         """Return a copy of the network without data, as it is trained with or without activation checkpointing."""
@@ -126,18 +124,15 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
         image_size: of the training images in pixels.
 
     Raises:
-        UserError: if the network cannot be built for such images, or not be run without data.
+        UserError: if the network cannot be built for such images.
     """
     channels = config.image_channels or 3
     with torch.device("meta"):
         network = build_network(config, classes, image_size)
     whole_bytes = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
-    exchanged: tuple[int, ...] = ()
     if (ranks := config.tensor_parallel) > 1:  # the last one has most, if they have not the same
         last = World(ranks - 1, ranks - 1, ranks, ranks, torch.device("cpu"))
-        divided = tensor_plan(network, config.model_type, ranks)
-        split_model(network, divided, last)
-        exchanged = _output_elements(without_data(network), divided.regions, image_size, channels)
+        split_model(network, tensor_plan(network, config.model_type, ranks), last)
     optimizer = optimizer_of(network, config)
     create_state(optimizer, [parameter for parameter in network.parameters() if parameter.requires_grad])
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -145,20 +140,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
     sizes = sizes_of(network)
     of_islands = config.has_islands * (2 + (config.outer_precision != "fp32") + (config.outer_delay > 0))
     values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + of_islands
-    flops = training_flops(without_data(network), image_size, channels)
-    if flops is None:
-        raise UserError(f"model '{config.model_type}' computes with the values of its images: it cannot be planned.")
-    return Workload(network, image_size, channels, sizes, values, flops, whole_bytes, exchanged)
-
-
-def _output_elements(network: nn.Module, names: Iterable[str], image_size: ImageSize, channels: int) -> tuple[int, ...]:
-    """Return the elements of what each module of a network without data returns for one image."""
-    found: list[int] = []
-    for name in names:
-        network.get_submodule(name).register_forward_hook(lambda _module, _inputs, output: found.append(output.numel()))
-    with torch.no_grad():
-        network(torch.empty(1, channels, *sides(image_size), device="meta"))
-    return tuple(found)
+    return Workload(network, image_size, channels, sizes, values, whole_bytes)
 
 
 def sizes_of(network: nn.Module, names: Collection[str] | None = None) -> ModelSizes:

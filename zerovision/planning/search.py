@@ -1,29 +1,21 @@
-"""Chooses how a training runs on given GPUs: the first rung of the ladder on which it fits.
-
-On each rung it is the default engine, or the first other one with which it fits. The rungs are those of
-`out_of_memory.next_rung`, the fastest settings first, which a run that is out of memory goes down too.
-docs/strategies.md draws them.
-"""
+"""What a training on given GPUs is, and the memory that it needs under each configuration."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from zerovision.models.activations import Activations
-from zerovision.models.sides import ImageSize, sides, size_of
-from zerovision.planning.machines import GPUS, Machine
+from zerovision.models.sides import ImageSize
+from zerovision.planning.machines import CPU, Machine
 from zerovision.planning.memory import STATE_RULES, MemoryPlan, ModelSizes, plan_memory
 from zerovision.planning.run_workload import Workload, workload_of
 from zerovision.planning.stages import pipeline_of
-from zerovision.planning.step_time import StepTime, estimate_step
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import FEWEST_IMAGES
-from zerovision.training.base.units import format_bytes, plural
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
@@ -31,13 +23,11 @@ from zerovision.training.engines.build_engine import ENGINES, resolve_engine
 from zerovision.training.engines.deepspeed_config import read_strategy_json
 from zerovision.training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
 from zerovision.training.observe.memory_limit import FILL
-from zerovision.training.out_of_memory import Rung, next_rung
 from zerovision.training.recipe.rules import check_optimizer
 from zerovision.training.world.mesh_sizes import data_ranks
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
 NO_ACTIVATIONS = Activations(0, ((0, 0),))
-SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,6 @@ class PlannedJob:
         classes: of the data set.
         image_size: of the training images in pixels.
         images: of an epoch.
-        compute_scale: see `zerovision.planning.step_time.estimate_step`.
     """
 
     config: TrainConfig
@@ -60,7 +49,6 @@ class PlannedJob:
     classes: int
     image_size: ImageSize
     images: int
-    compute_scale: float = 1.0
 
     @cached_property
     def workload(self) -> Workload:
@@ -82,15 +70,15 @@ class PlannedJob:
             self._divided[ranks] = workload_of(config, self.classes, self.image_size)
         return self._divided[ranks]
 
-    def plan_for(self, config: TrainConfig, ranks: int = 0) -> ParallelPlan:
-        """Return how a configuration distributes the state over so many ranks; 0 for the job's.
+    def plan_for(self, config: TrainConfig) -> ParallelPlan:
+        """Return how a configuration distributes the state over the job's ranks.
 
         Raises:
             UserError: if they cannot form its mesh.
         """
-        ranks, tensor = ranks or self.ranks, config.tensor_parallel
-        of_data = data_ranks(ranks, tensor, config.pipeline_parallel)
-        local = min(self.machine.ranks, ranks)
+        tensor = config.tensor_parallel
+        of_data = data_ranks(self.ranks, tensor, config.pipeline_parallel)
+        local = min(self.machine.ranks, self.ranks)
         if local % tensor:
             raise UserError(
                 f"--tensor-parallel {tensor}: its ranks must be on one machine, which has {local}: give "
@@ -107,7 +95,7 @@ class PlannedJob:
     @property
     def has_gpus(self) -> bool:
         """Whether the ranks compute on GPUs."""
-        return not self.machine.is_cpu
+        return self.machine.gpu.name != CPU
 
     def host_bytes(self, option: Option) -> int:
         """Return what the ranks of a machine offload to its own memory."""
@@ -120,11 +108,11 @@ class PlannedJob:
         Raises:
             UserError: for one that they do not have.
         """
-        wanted, peaks = self.config.precision, self.machine.gpu.peaks
+        wanted, known = self.config.precision, self.machine.gpu.precisions
         if wanted == "auto":
-            return next(name for name in ("bf16", "fp16", "fp32") if name in peaks)
-        if wanted not in peaks and self.has_gpus:
-            raise UserError(f"--precision {wanted}: {self.machine.gpu.name} has none; use {' or '.join(peaks)}.")
+            return known[0]
+        if wanted not in known and self.has_gpus:
+            raise UserError(f"--precision {wanted}: {self.machine.gpu.name} has none; use {' or '.join(known)}.")
         return wanted
 
 
@@ -137,21 +125,11 @@ class Option:
     plan: ParallelPlan
     memory: MemoryPlan
     fits: bool
-    step: StepTime
 
     @property
     def images_per_update(self) -> int:
         """Images of all ranks in an update."""
         return self.config.micro_batch * self.config.gradient_accumulation_steps * self.plan.shards * self.plan.replicas
-
-    @property
-    def images_per_s(self) -> float:
-        """Images of all ranks."""
-        return self.images_per_update / self.step.step_s
-
-    def hours(self, images: int) -> float:
-        """Hours of training, without evaluation, with `images` in an epoch."""
-        return math.ceil(images / self.images_per_update) * self.config.epochs * self.step.step_s / 3600
 
 
 def memory_of(
@@ -181,7 +159,7 @@ def memory_of(
     if not counts_activations:  # nor what a stage has, for which they are counted
         parts = [(ModelSizes(0, 0, 0) if config.pipeline_parallel > 1 else workload.sizes, NO_ACTIVATIONS, 0)]
     elif config.pipeline_parallel > 1:
-        shares = pipeline_of(workload, job.machine, config, job.precision, job.device)
+        shares = pipeline_of(workload, config, job.precision, job.device)
         parts = [(share.sizes, share.activations, share.tried_bytes) for share in shares]
     else:
         channels_last = job.has_gpus or STATE_RULES[name, plan.zero_stage].channels_last
@@ -221,15 +199,7 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
         UserError: if the engine does not do what is asked for.
     """
     name, plan, memory = memory_of(job, config)
-    return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes, step_of(job, config, plan))
-
-
-def step_of(job: PlannedJob, config: TrainConfig, plan: ParallelPlan) -> StepTime:
-    """Estimate an update of a configuration, on as many ranks as the plan has."""
-    workload = job.workload_for(config)
-    kept = workload.activations(config.micro_batch, job.precision, job.device, False, True).saved
-    shares = pipeline_of(workload, job.machine, config, job.precision, job.device) if plan.pipeline_parallel > 1 else ()
-    return estimate_step(workload, job.machine, plan, config, job.precision, kept, job.compute_scale, shares)
+    return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes)
 
 
 def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
@@ -259,74 +229,6 @@ def options(job: PlannedJob) -> list[Option]:
             configs = engines_of(job, dataclasses.replace(job.config, strategy=name))
             found += [evaluate(job, config) for config in configs]
     return found
-
-
-def descend(job: PlannedJob) -> tuple[Option, list[Rung]]:
-    """Return the first engine's option on the first rung that fits, and the rungs from the job's own to there.
-
-    If none fits, it is the last rung's.
-
-    Raises:
-        UserError: if the ranks or settings do not go together.
-    """
-    config, rungs = job.config, list[Rung]()
-    while (fitting := next((each for each in engines_of(job, config) if fits(job, each)), None)) is None:
-        rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
-        if rung is None:
-            return evaluate(job, config), rungs
-        config = dataclasses.replace(config, **rung.changes)
-        rungs.append(rung)
-    return evaluate(job, fitting), rungs
-
-
-def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
-    """Return in one sentence why this option is recommended."""
-    gpu = job.machine.gpu
-    need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
-    if chosen.memory.offloaded:
-        need += f" and {format_bytes(job.host_bytes(chosen))} of each machine's own memory for what is offloaded"
-    default = evaluate(job, dataclasses.replace(chosen.config, engine=job.config.engine))
-    if default.engine != chosen.engine:
-        need += f"; --engine {default.engine} would need {format_bytes(default.memory.peak)}"
-    if rungs:
-        last = {tuple(rung.changes): rung for rung in rungs}.values()  # of those that change the same
-        way = "; then ".join(rung.describe(has_batchnorm=job.workload.has_batchnorm) for rung in last)
-        asked = format_bytes(evaluate(job, job.config).memory.peak)
-        return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
-    return f"it needs {need}, so nothing has to be given up for memory"
-
-
-def _halved(size: ImageSize) -> ImageSize:
-    return size_of(*(side // 2 for side in sides(size)))
-
-
-def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
-    """Build the error for a job that does not fit: the least that it needs, and the nearest GPU or size that works."""
-    need, gpu = smallest.memory.peak, job.machine.gpu
-    enough = [
-        other.name
-        for other in sorted(GPUS.values(), key=lambda other: other.memory_bytes)
-        if other.memory_bytes >= need and job.precision in other.peaks
-    ]
-    works = [f"--gpu {enough[0]}"] if enough else []
-    size = _halved(job.image_size)
-    # Smaller images save activations alone.
-    is_too_large = memory_of(job, smallest.config, counts_activations=False)[2].peak > gpu.memory_bytes
-    while not is_too_large and min(sides(size)) >= SMALLEST_IMAGE:
-        config = dataclasses.replace(smallest.config, image_size=size)
-        try:
-            if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
-                works.append(f"--image-size {size}")
-                break
-        except UserError:  # a network that takes one size alone
-            break
-        size = _halved(size)
-    least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all else that saves memory"
-    return UserError(
-        f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
-        f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "
-        f"Nearest that works: {' or '.join(works) or 'a smaller model'}."
-    )
 
 
 def with_planned_batch(job: PlannedJob) -> PlannedJob:

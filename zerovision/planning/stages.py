@@ -1,7 +1,7 @@
 """What each rank of a pipeline has of a network, for the planner: cut as `engines.pipeline` cuts it.
 
-The trainer cuts where a forward that it measures is balanced, the planner where its estimate of time is. An ensemble's
-members are dealt out by the same times.
+The trainer cuts where a forward that it measures is balanced, the planner where the operations are. An ensemble's
+members are dealt out by the same.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import functools
 from bisect import bisect_right
 from dataclasses import dataclass
 
-import torch
-
 from zerovision.models.activations import Activations, Piece
 from zerovision.models.dry_run import forward_flops
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.sides import sides
-from zerovision.planning.machines import Machine
-from zerovision.planning.memory import FLOAT32_BYTES, ModelSizes
+from zerovision.planning.memory import ModelSizes
 from zerovision.planning.run_workload import Workload, sizes_of
-from zerovision.planning.step_time import compute_s
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.pipeline.cuts import (
     balanced_cuts,
@@ -41,27 +37,20 @@ class RankShare:
     Attributes:
         sizes: of its stages.
         activations: of all micro-batches that it has under way.
-        time: its share of the time that the whole network takes.
-        received_bytes: of the features of a micro-batch that its stages get from other ranks.
         tried_bytes: of a micro-batch that goes through the whole network before it is cut.
     """
 
     sizes: ModelSizes
     activations: Activations
-    time: float
-    received_bytes: int
     tried_bytes: int
 
 
 @functools.lru_cache(maxsize=64)
-def pipeline_of(
-    workload: Workload, machine: Machine, config: TrainConfig, precision: str, device: str
-) -> tuple[RankShare, ...]:
+def pipeline_of(workload: Workload, config: TrainConfig, precision: str, device: str) -> tuple[RankShare, ...]:
     """Cut a network; return what each rank has of it.
 
     Args:
         workload: the whole network.
-        machine: whose times balance the stages.
         config: its micro-batch, accumulation, activation checkpointing, and how the network is cut.
         precision: 'fp32', 'bf16' or 'fp16'.
         device: 'cpu' or 'cuda'.
@@ -70,7 +59,7 @@ def pipeline_of(
         UserError: if it cannot be cut so.
     """
     if isinstance(workload.network, Ensemble):
-        return _members_of(workload, workload.network, machine, config, precision, device)
+        return _members_of(workload, workload.network, config, precision, device)
     ranks, size, recomputes = config.pipeline_parallel, workload.image_size, config.activation_checkpointing
     count = ranks * stages_per_rank(config.pipeline_schedule)
     network = workload.without_data(recomputes=recomputes)
@@ -78,11 +67,9 @@ def pipeline_of(
     check_places(traced, count, f"--pipeline-parallel {ranks}")
     places = places_to_cut(traced)
     found = workload.activations(config.micro_batch, precision, device, recomputes, True, tuple(places))
-    flops = forward_flops(workload.without_data(recomputes=False), places, size, workload.image_channels)
-    works = zip(flops, found.pieces, strict=True)
-    costs = [compute_s(machine, precision, 3 * one * config.micro_batch, piece.saved) for one, piece in works]
     if config.pipeline_split == "auto":
-        cuts = balanced_cuts(places, costs, count)
+        flops = forward_flops(workload.without_data(recomputes=False), places, size, workload.image_channels)
+        cuts = balanced_cuts(places, flops, count)
     else:
         cuts = named_cuts(traced, config.pipeline_split, count, "--pipeline-split")
     before = [traced.calls[cut].operations for cut in cuts]
@@ -94,31 +81,23 @@ def pipeline_of(
         stages = [[piece for piece, at in zip(found.pieces, stage_of, strict=True) if at == stage] for stage in own]
         held = _held(stages, _under_way(config, rank))
         sizes = sizes_of(network, {name for stage in own for name in names[stage]})
-        share = sum(cost for cost, at in zip(costs, stage_of, strict=True) if at in own) / sum(costs)
-        tried = 0 if rank else found.saved + found.workspace
-        shares.append(RankShare(sizes, held, share, sum(stage[0].entered for stage in stages), tried))
+        shares.append(RankShare(sizes, held, 0 if rank else found.saved + found.workspace))
     return tuple(shares)
 
 
 def _members_of(
-    workload: Workload, ensemble: Ensemble, machine: Machine, config: TrainConfig, precision: str, device: str
+    workload: Workload, ensemble: Ensemble, config: TrainConfig, precision: str, device: str
 ) -> tuple[RankShare, ...]:
     """Deal the members of the workload's network out; other arguments as of `pipeline_of`."""
     settings = (config.micro_batch, precision, device, config.activation_checkpointing, True)
-    shape = (workload.image_channels, *sides(workload.image_size))
     costs = []
     for member in ensemble.members:
-        alone = dataclasses.replace(workload, network=member)
-        flops = sum(forward_flops(alone.without_data(recomputes=False), (), workload.image_size, shape[0]))
-        saved = alone.activations(*settings).saved
-        costs.append(compute_s(machine, precision, 3 * flops * config.micro_batch, saved))
-    with torch.no_grad():
-        logits = workload.without_data(recomputes=False)(torch.empty(1, *shape, device="meta"))
-    received, shares = FLOAT32_BYTES * config.micro_batch * logits.numel(), []
+        alone = dataclasses.replace(workload, network=member).without_data(recomputes=False)
+        costs.append(sum(forward_flops(alone, (), workload.image_size, workload.image_channels)))
+    shares = []
     for own in deal_members(costs, config.pipeline_parallel):
         part = dataclasses.replace(workload, network=Ensemble(ensemble.members[number] for number in own))
-        time = sum(costs[number] for number in own) / sum(costs)
-        shares.append(RankShare(sizes_of(part.network), part.activations(*settings), time, received, 0))
+        shares.append(RankShare(sizes_of(part.network), part.activations(*settings), 0))
     return tuple(shares)
 
 

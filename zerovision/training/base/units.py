@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 
 def format_duration(seconds: float) -> str:
     """Format a duration in seconds: 320 ms, 7.31 s, 3 min 20 s, 2 h 05 min, 3 d 04 h."""
@@ -17,12 +15,6 @@ def format_duration(seconds: float) -> str:
     if whole < 86_400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
-
-
-def format_digits(value: float) -> str:
-    """Format a positive number with three digits, or all before the point, and no power of ten: 0.012, 6.34, 1,780."""
-    before = math.floor(math.log10(value)) if value else 0
-    return f"{value:,.{max(2 - before, 0)}f}"
 
 
 def format_bytes(count: float) -> str:

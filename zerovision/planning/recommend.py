@@ -1,0 +1,154 @@
+"""Chooses how a training runs on given GPUs: the first rung of the ladder on which it fits.
+
+On each rung it is the default engine, or the first other one with which it fits. The rungs are those of
+`out_of_memory.next_rung`, the fastest settings first, which a run that is out of memory goes down too.
+docs/strategies.md draws them. After stage 3, before what costs more, the smallest tensor group or pipeline is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.planning.machines import GPUS
+from zerovision.planning.search import Option, PlannedJob, engines_of, evaluate, fits, memory_of
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.settings import FEWEST_IMAGES
+from zerovision.training.base.units import format_bytes, plural
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.engines.strategies import STRATEGIES, bubble
+from zerovision.training.out_of_memory import Rung, next_rung
+
+SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
+SIZES = (2, 4, 8, 16)  # of a tensor group or a pipeline
+MESH = {
+    "tensor_parallel": "ranks compute every layer together, each with a part of its weights",
+    "pipeline_parallel": "each rank has consecutive layers, or members of an ensemble",
+}
+
+
+def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
+    """Return the first option that fits, and the changes that lead there from the job's configuration.
+
+    Raises:
+        UserError: if the ranks or settings do not go together, or nothing fits, with the nearest thing that works.
+    """
+    config, rungs = job.config, list[Rung]()
+    asked = config.ranks_per_replica > 1 or config.engine == "deepspeed" or config.deepspeed_config
+    tries_meshes = not asked
+    while (fitting := next((each for each in engines_of(job, config) if fits(job, each)), None)) is None:
+        rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
+        if tries_meshes and (rung is None or _costs_more_than_a_mesh(rung)):
+            tries_meshes, mesh = False, _first_mesh(job, config.micro_batch)
+            if mesh is not None:
+                return evaluate(job, mesh), [_as_rung(job.config, mesh)]
+        if rung is None:
+            raise fits_nowhere(job, evaluate(job, config))
+        config = dataclasses.replace(config, **rung.changes)
+        rungs.append(rung)
+    return evaluate(job, fitting), rungs
+
+
+def _costs_more_than_a_mesh(rung: Rung) -> bool:
+    return "offload" in rung.changes or rung.changes.get("batch_size", FEWEST_IMAGES) < FEWEST_IMAGES
+
+
+def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
+    """Return the first tensor groups or pipelines that fit, the smallest first; an update has the images of the job.
+
+    Args:
+        job: that does not fit as it is.
+        batch_size: images at a time.
+    """
+    groups, pipelines = ([{kind: size} for size in SIZES] for kind in MESH)
+    # Over several machines: a group on each, whose stages they are (Narayanan et al. 2021, section 3.2).
+    of_groups = [{"tensor_parallel": job.machine.ranks} | pipeline for pipeline in pipelines]
+    for divided in (*groups, *pipelines, *(of_groups if job.ranks > job.machine.ranks > 1 else [])):
+        with contextlib.suppress(UserError):  # ranks or a model that cannot be divided so
+            for config in _candidates(job, divided, batch_size):
+                if fits(job, config):
+                    return config
+    return None
+
+
+def _candidates(job: PlannedJob, divided: dict[str, int], batch_size: int) -> Iterator[TrainConfig]:
+    """Yield configurations with so many ranks of each kind that the trainer takes, the fastest first."""
+    config = dataclasses.replace(job.config, **{"engine": "torch", **divided})
+    images = config.ranks_per_replica * config.micro_batch * config.gradient_accumulation_steps
+    # A tensor group takes the images of its ranks at once, unless BatchNorm would see more of them.
+    at_a_time = 1 if job.workload.has_batchnorm else config.tensor_parallel
+    sizes = [each for each in dict.fromkeys((at_a_time * batch_size, batch_size)) if images % each == 0]
+    for recomputes, size, strategy in itertools.product((False, True), sizes, STRATEGIES):
+        changes: dict[str, Any] = {"batch_size": size, "activation_checkpointing": recomputes, "strategy": strategy}
+        other = dataclasses.replace(config, gradient_accumulation_steps=images // size, **changes)
+        with contextlib.suppress(UserError):
+            check_config(other, FLAG_OF)
+            yield other
+
+
+def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
+    """Return a mesh as a change of a configuration."""
+    names = ("strategy", *MESH, "batch_size", "gradient_accumulation_steps", "activation_checkpointing")
+    values = {name: getattr(mesh, name) for name in names}
+    changes = {name: value for name, value in values.items() if value != getattr(config, name)}
+    cost = ", ".join(MESH[kind] for kind in MESH if kind in changes)
+    if mesh.has_stages:
+        waits = bubble(mesh.pipeline_parallel, mesh.pipeline_schedule, mesh.gradient_accumulation_steps)
+        cost += f", and waits for {waits:.0%} of a step"
+    seen = mesh.micro_batch
+    return Rung(changes, cost, batchnorm_images=seen if seen != config.micro_batch else 0)
+
+
+def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
+    """Return in one sentence why this option is recommended."""
+    gpu = job.machine.gpu
+    need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
+    if chosen.memory.offloaded:
+        need += f" and {format_bytes(job.host_bytes(chosen))} of each machine's own memory for what is offloaded"
+    default = evaluate(job, dataclasses.replace(chosen.config, engine=job.config.engine))
+    if default.engine != chosen.engine:
+        need += f"; --engine {default.engine} would need {format_bytes(default.memory.peak)}"
+    if rungs:
+        last = {tuple(rung.changes): rung for rung in rungs}.values()  # of those that change the same
+        way = "; then ".join(rung.describe(has_batchnorm=job.workload.has_batchnorm) for rung in last)
+        asked = format_bytes(evaluate(job, job.config).memory.peak)
+        return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
+    return f"it needs {need}, so nothing has to be given up for memory"
+
+
+def _halved(size: ImageSize) -> ImageSize:
+    return size_of(*(side // 2 for side in sides(size)))
+
+
+def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
+    """Build the error for a job that does not fit: the least that it needs, and the nearest GPU or size that works."""
+    need, gpu = smallest.memory.peak, job.machine.gpu
+    enough = [
+        other.name
+        for other in sorted(GPUS.values(), key=lambda other: other.memory_bytes)
+        if other.memory_bytes >= need and job.precision in other.precisions
+    ]
+    works = [f"--gpu {enough[0]}"] if enough else []
+    size = _halved(job.image_size)
+    # Smaller images save activations alone.
+    is_too_large = memory_of(job, smallest.config, counts_activations=False)[2].peak > gpu.memory_bytes
+    while not is_too_large and min(sides(size)) >= SMALLEST_IMAGE:
+        config = dataclasses.replace(smallest.config, image_size=size)
+        try:
+            if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
+                works.append(f"--image-size {size}")
+                break
+        except UserError:  # a network that takes one size alone
+            break
+        size = _halved(size)
+    least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all else that saves memory"
+    return UserError(
+        f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
+        f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "
+        f"Nearest that works: {' or '.join(works) or 'a smaller model'}."
+    )
