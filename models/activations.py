@@ -27,10 +27,6 @@ BLOCKED_COPIES = 2
 CHANNEL_BLOCK = 16 * 16
 LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
-# Of a piece that a CPU rank's malloc keeps when it is freed (`node_launcher.malloc_variables`): glibc maps
-# larger ones one by one, and gives them back.
-LARGEST_KEPT_BYTES = 32 * 2**20
-
 
 class Piece(NamedTuple):
     """Bytes of what a network computes from one place in it to the next, for one micro-batch.
@@ -51,7 +47,6 @@ class Activations(NamedTuple):
 
     Attributes:
         saved: what forward keeps for backward: distinct tensors, with the images.
-        heap: the most at a time in pieces that malloc keeps for the next step, see `LARGEST_KEPT_BYTES`.
         moments: when most is taken beside that (less is, once backward frees it): these bytes, of gradients of
             activations, of the weights' gradients that are computed just then, on a CPU of oneDNN's copies of these;
             and how many elements of the weights' gradients are complete. A moment with no more of either is left out.
@@ -60,7 +55,6 @@ class Activations(NamedTuple):
 
     saved: int
     moments: tuple[tuple[int, int], ...]
-    heap: int = 0
     pieces: tuple[Piece, ...] = ()
 
     @property
@@ -120,7 +114,7 @@ def activations(
             saved = live.now
             logits.float().sum().backward()
     moments = tuple((most - saved, done) for most, done in live.moments())
-    return Activations(saved + images.nbytes, moments, live.heap, pieces.found(saved))
+    return Activations(saved + images.nbytes, moments, pieces.found(saved))
 
 
 class _Pieces:
@@ -153,13 +147,12 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes at this moment.
-        heap: the most at a time in pieces of up to `LARGEST_KEPT_BYTES`.
     """
 
     def __init__(self, copies: Callable[[Any, Any], int] | None = None) -> None:
         """Count also the bytes that `copies` returns for an operation and its arguments, while that runs."""
         super().__init__()
-        self.now = self.heap = self._heap_now = self._complete = self._most_now = 0
+        self.now = self._complete = self._most_now = 0
         self._copies, self._sizes = copies, dict[int, int]()
         self._most: dict[int, int] = {}  # bytes, by the number of complete elements
 
@@ -200,18 +193,10 @@ class LiveBytes(TorchDispatchMode):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
-        self._heap_now += _kept(storage.nbytes())
-        self.heap = max(self.heap, self._heap_now)
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
-        size = self._sizes.pop(key)
-        self.now -= size
-        self._heap_now -= _kept(size)
-
-
-def _kept(size: int) -> int:
-    return size if size <= LARGEST_KEPT_BYTES else 0
+        self.now -= self._sizes.pop(key)
 
 
 def onednn_copies(operation: Any, args: Any, *, channels_last: bool) -> int:

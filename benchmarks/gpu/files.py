@@ -1,4 +1,4 @@
-"""Part 3 of `run.py`: whole trainings from JPEG files, and their memory beside its prediction.
+"""Part 3 of `run.py`: whole trainings from JPEG files.
 
 python -m benchmarks.gpu.files --seconds 100
 """
@@ -46,7 +46,6 @@ def train(case: tuple[str, str, int], options: Options, jpegs: Path, seconds: fl
         run(command, timeout_s=max(seconds, 1))
         of_run = Path(folder, "runs", "jpegs")
         entries = [json.loads(line) for line in (of_run / "metrics.jsonl").read_text().splitlines()]
-        predicted = json.loads((of_run / "prediction.json").read_text())["memory_bytes"]
     of_kind = {kind: [entry for entry in entries if entry["kind"] == kind] for kind in ("epoch", "checkpoint", "end")}
     end, last = of_kind["end"][-1], of_kind["epoch"][-1]
     emit(
@@ -61,7 +60,6 @@ def train(case: tuple[str, str, int], options: Options, jpegs: Path, seconds: fl
         save_stall_seconds=[entry["stall_seconds"] for entry in of_kind["checkpoint"]],
         time_shares=end["time_shares"],
         memory_bytes=end["memory_bytes"],
-        predicted_memory_bytes=predicted["peak"],  # of tensors, as the allocator counts
     )
 
 

@@ -66,7 +66,7 @@ def _sections(lines: list[Line]) -> Iterable[Section]:
             ),
             *(f"{line['data_wait_share']:.0%}", f"{line['evaluation_seconds']:.1f}"),
             f"{max(line['save_stall_seconds'], default=0):.2f}",
-            *(f"{line['memory_bytes'] / 1e9:.2f}", f"{line['predicted_memory_bytes'] / 1e9:.2f}"),
+            f"{line['memory_bytes'] / 1e9:.2f}",
         )
         for line in of("training")
     ]
@@ -79,7 +79,6 @@ def _sections(lines: list[Line]) -> Iterable[Section]:
         "evaluation, s",
         "longest stall of a save, s",
         "memory, GB",
-        "predicted, GB",
     )
     yield Section("Trainings from JPEG files", "Two epochs or three.", columns, rows)
     rows = [

@@ -9,7 +9,7 @@ import torch
 from timm.layers import Attention, PatchEmbed
 from torch import nn
 
-from zerovision.models.activations import LARGEST_KEPT_BYTES, Activations, activations
+from zerovision.models.activations import Activations, activations
 from zerovision.models.dry_run import without_data
 from zerovision.planning.memory import STATE_RULES, ModelSizes, plan_memory
 from zerovision.planning.run_workload import sizes_of, workload_of
@@ -78,7 +78,8 @@ def test_pytorchs_own():
 
 def test_more_ranks_and_higher_stages_need_no_more():
     for engine, stage in STATE_RULES:
-        one, two, four = (plan(stage, ranks, engine).held for ranks in (1, 2, 4))
+        found = [plan(stage, ranks, engine) for ranks in (1, 2, 4)]
+        one, two, four = (each.weights + each.optimizer for each in found)
         assert one > two > four
     for engine in ("deepspeed", "torch"):
         peaks = [plan(stage, 4, engine, device="cuda").peak for stage in (1, 2, 3)]
@@ -208,16 +209,6 @@ def test_copies_of_the_weights_on_a_cpu(kernel, groups, copies):
     other = activations(without_data(network), **settings, channels_last=False)
     assert cpu.workspace - gpu.workspace == copies * weight_bytes
     assert other.workspace - cpu.workspace == (weight_bytes if copies == 2 else 0)
-
-
-def test_what_malloc_keeps_is_in_small_pieces():
-    """Of two maps of 36 MiB and one of 9: the large ones are mapped, and given back."""
-    network = nn.Sequential(nn.Conv2d(3, 12, 1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten())
-    found = activations(without_data(network), 12, 256, device="cuda")
-    map_bytes = 4 * 12 * 12 * 256 * 256
-    assert map_bytes > LARGEST_KEPT_BYTES > map_bytes / 4
-    assert found.saved >= map_bytes
-    assert map_bytes / 4 <= found.heap < map_bytes
 
 
 def test_moments_of_backward():

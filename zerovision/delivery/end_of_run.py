@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-
-import torch
 
 from zerovision.delivery.activation_map import explainer
 from zerovision.delivery.evaluation_files import write_evaluation
-from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.run_folder import (
     EVALUATION,
-    METRICS,
-    PREDICTION,
     REPORT,
     TEST_EVALUATION,
     RunFolder,
     shown_path,
 )
-from zerovision.training.base.units import format_bytes
 from zerovision.training.checkpoint.weights import load_model, read_metadata
 from zerovision.training.data.reading.sources import Source
 from zerovision.training.observe.evaluation import read_scores
-from zerovision.training.observe.memory_limit import peak_memory
 
 
 def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: bool, with_report: bool) -> list[str]:
@@ -51,7 +42,6 @@ def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: 
     }
     if "test" in sources:
         steps["evaluation of the test part"] = lambda: _write_evaluation(folder, TEST_EVALUATION, sources["test"])
-    steps["memory"] = lambda: count_evaluation(folder.path)
     if with_card:
         steps["model card"] = lambda: write_model_card(folder.path)
     if with_report:
@@ -63,33 +53,7 @@ def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: 
         except Exception as error:  # whatever it is
             notes[name] = f"note: the {name} could not be written ({type(error).__name__}: {error})"
     shown = {"report": f"report       {shown_path(report)}"} if with_report else {}
-    lines = [*(shown | notes).values()]
-    with contextlib.suppress(Exception):  # a prediction that cannot be read, whatever it is
-        if line := prediction_line(folder.path):
-            lines.insert(0, line)
-    return lines
-
-
-def count_evaluation(folder: Path) -> None:
-    """Note the most memory that this process has had, of a CPU rank, beside the run's prediction, if there is one."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # as of a prediction that failed
-        prediction = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
-        if prediction["memory_bytes"]["process"]:
-            write_json(folder / PREDICTION, prediction | {"rank_0_bytes": peak_memory(torch.device("cpu"))})
-
-
-def prediction_line(folder: Path) -> str | None:
-    """Return the line for a run's log, None if it has no prediction or no `end` line."""
-    from zerovision.delivery.report.run_facts import compare_memory  # imported late, as above
-
-    metrics = folder / METRICS
-    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
-    end = json.loads(lines[-1]) if lines else {}
-    found = compare_memory(folder, end) if end.get("kind") == "end" else None
-    if found is None:
-        return None
-    predicted, measured = map(format_bytes, found)
-    return f"predicted    memory of a rank {predicted} ({measured} measured, ratio {found[0] / found[1]:.2f})"
+    return [*(shown | notes).values()]
 
 
 def _write_evaluation(folder: RunFolder, name: str, source: Source) -> None:

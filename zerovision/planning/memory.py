@@ -147,23 +147,14 @@ class MemoryPlan:
     """Buckets, and gathered weights."""
     step: int
     """Temporary tensors of the end of a step, when the activations are gone."""
-    stays: int
-    """Of gradients and communication, bytes that stay taken between the steps."""
     later: int = 0
     """Of gradients and communication, bytes that backward has not taken yet when all in all it needs most."""
-    heap: int = 0
-    """Of what backward takes, bytes that a CPU rank's malloc keeps between the steps."""
     offloaded: int = 0
     """Bytes in CPU memory instead, in none of the fields above."""
     start: int = 0
     """What a rank has before the network is divided: whole weights, and what is tried with them."""
     overhead: int = 0
     """Of a GPU: context, libraries' workspaces, and what the allocator cannot use."""
-
-    @property
-    def held(self) -> int:
-        """Bytes between two steps, without overhead."""
-        return self.weights + self.optimizer + self.buffers + self.stays
 
     @property
     def peak(self) -> int:
@@ -240,9 +231,7 @@ def plan_memory(
             workspace=max(activations.workspace, traffic.forward),
             communication=round(traffic.most),
             step=round(max(rule.step * part, traffic.step)),
-            stays=round((traffic.buckets + gradients) * rule.gradients_stay),
             later=round(later),
-            heap=activations.heap + (0 if rule.gradients_stay else round(gradients)),
             start=start,
         ),
         engine,
@@ -253,12 +242,11 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Bytes of a rank's communication: in backward at most, of which so many are taken as backward goes on; buckets;
-    copies in forward and at the end of the step; and the elements whose gradients are sent when backward ends."""
+    """Bytes of a rank's communication: in backward at most, of which so many are taken as backward goes on; copies
+    in forward and at the end of the step; and the elements whose gradients are sent when backward ends."""
 
     most: float
     grows: float
-    buckets: int
     forward: int
     step: float
     outside: int
@@ -283,7 +271,6 @@ def _traffic(rule: StateRule, sizes: ModelSizes, plan: ParallelPlan, ranks: int,
     return _Traffic(
         most=most,
         grows=gradients + (filled if on_cpu and not rule.gradients_stay else 0),
-        buckets=filled,
         forward=sent if rule.gathers_twice and ranks > 1 and on_cpu else 0,
         step=step,
         outside=outside,

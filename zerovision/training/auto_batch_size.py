@@ -30,10 +30,9 @@ from zerovision.training.config.global_batch import (
     micro_batches,
     usual_global_batch,
 )
-from zerovision.training.observe.environment import RunFacts
 from zerovision.training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
 from zerovision.training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
-from zerovision.training.prepare import Prepared, RunStart
+from zerovision.training.prepare import Prepared, RunFacts, RunStart
 from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
 from zerovision.training.world.world import World
@@ -132,8 +131,8 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
 def _search(prepared: Prepared, global_batch: int, start: RunStart) -> tuple[int, str]:
     """Return the size, and what was tried in words, and write both into the run's folder; a collective."""
     config, world, folder = prepared.config, prepared.world, prepared.folder
-    facts = prepared.memory_facts(config.engine)
-    most = 0 if facts.gpu_name else MOST_IMAGES_ON_CPU
+    facts = prepared.memory_facts()
+    most = 0 if facts.has_gpus else MOST_IMAGES_ON_CPU
     sizes = agreed(lambda: micro_batches(global_batch, world.data.size, most), world)
     configs = [divided(config, size, global_batch, world.data.size) for size in sizes]
     planned = broadcast_object(_plan(facts, configs, start) if world.is_main else None, world)
@@ -249,7 +248,7 @@ def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Run
 def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart) -> str:
     """Return the first settings down the ladder that the planner expects to fit, in words."""
     ladder, changes = [config], list[dict[str, Any]]([{}])
-    while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=bool(facts.gpu_name))) is not None:
+    while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=facts.has_gpus)) is not None:
         ladder.append(dataclasses.replace(ladder[-1], **rung.changes))
         changes.append(changes[-1] | rung.changes)
     planned = _plan(facts, ladder, start)

@@ -18,15 +18,34 @@ from zerovision.training.config.check import note_unused_flags
 from zerovision.training.data import data_options, load_data
 from zerovision.training.engines.deepspeed_config import read_strategy_json
 from zerovision.training.engines.precision import resolve_precision
-from zerovision.training.observe.environment import RunFacts
 from zerovision.training.observe.evaluation import check_replaceable
 from zerovision.training.observe.new_run import create_run_folder, removed_if_refused, run_folder
-from zerovision.training.observe.step_metrics import resident_bytes
 from zerovision.training.resume import Resolved, resolve
 from zerovision.training.steps.audit import check_audit
 from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a prediction of a run depends on.
+
+    Attributes:
+        config: with the resolved precision, and the channels of the images.
+        classes: of the data set.
+        image_size: of the training images, pixels.
+        ranks: that share one training state: all, or those of an island.
+        ranks_per_machine: of these.
+        has_gpus: whether they compute on GPUs.
+    """
+
+    config: TrainConfig
+    classes: int
+    image_size: int | str
+    ranks: int
+    ranks_per_machine: int
+    has_gpus: bool
 
 
 @dataclass(frozen=True)
@@ -36,14 +55,12 @@ class RunStart:
     Attributes:
         origin: what started it and how often it was restarted.
         heartbeat: signs of life for the launcher.
-        predict: writes on rank 0 the memory that is predicted for a run, when it ends.
         plan_memory: predicts on rank 0 the bytes that a rank takes under configurations of the run.
         stop: the ranks' agreement on stopping.
     """
 
     origin: Origin
     heartbeat: HeartbeatWriter
-    predict: Callable[[RunFacts], None] | None = None
     plan_memory: Callable[[RunFacts, Sequence[TrainConfig]], list[int]] | None = None
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -77,22 +94,17 @@ class Prepared(Resolved):
         """Return the same with settings that were left to this machine, and a note on them."""
         return dataclasses.replace(self.changed(**settings), notes=[*self.notes, note])
 
-    def memory_facts(self, engine: str) -> RunFacts:
-        """Return on what the memory that a rank needs depends, under an engine or 'auto'."""
-        world, device = self.world, self.world.device
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        ranks = world.size // self.islands  # that share one training state
+    def memory_facts(self) -> RunFacts:
+        """Return on what the memory that a rank needs depends."""
+        world, ranks = self.world, self.world.size // self.islands  # that share one training state
+        resolved: dict[str, Any] = {"precision": self.precision, "image_channels": self.data.image_channels}
         return RunFacts(
-            folder=str(self.folder.path),
-            config=dataclasses.asdict(self.config) | {"image_channels": self.data.image_channels},
+            config=dataclasses.replace(self.config, **resolved),
             classes=len(self.data.class_names),
             image_size=self.data.train.sizes[-1],
-            engine=engine,
-            precision=self.precision,
             ranks=ranks,
             ranks_per_machine=min(world.local_size, ranks),
-            gpu_name=gpu,
-            process_bytes=0 if gpu else resident_bytes(),
+            has_gpus=world.device.type == "cuda",
         )
 
 

@@ -100,7 +100,7 @@ def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> 
             context.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
             context.loggers.message(f"gave up at step {error.step}")
             if world.is_main:
-                _deliver(context, start, deliver, has_finished=False)
+                _deliver(context, deliver, has_finished=False)
     except Exception as error:
         if is_out_of_memory(error):  # the launcher ends the others, and may start all again
             print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
@@ -168,7 +168,7 @@ def train(context: Run, start: RunStart = FIRST_START, deliver: Deliver | None =
     announce_end(context, stop_signal, run_point(context.position, images, loop.timing, world))
     if world.is_main:
         # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.
-        _deliver(context, start, deliver, has_finished=not stop_signal)
+        _deliver(context, deliver, has_finished=not stop_signal)
     if stop_signal:
         return 128 + stop_signal
     return DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
@@ -194,11 +194,9 @@ def _resume(context: Run, start: RunStart) -> None:
         loggers.event(kind, {"step": context.position} | values)
 
 
-def _deliver(context: Run, start: RunStart, deliver: Deliver | None, *, has_finished: bool) -> None:
+def _deliver(context: Run, deliver: Deliver | None, *, has_finished: bool) -> None:
     if deliver is None:
         return
-    if start.predict is not None:
-        start.predict(context.facts)
     # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
     with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
     sources = {name: part.source for name, part in context.data.parts.items()}

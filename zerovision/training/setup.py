@@ -37,7 +37,7 @@ from zerovision.training.engines.strategies import ParallelPlan, check_micro_bat
 from zerovision.training.engines.tensor_parallel import split_model
 from zerovision.training.engines.tensor_split import WHOLE
 from zerovision.training.observe.class_scores import check_best_by
-from zerovision.training.observe.environment import RunFacts, describe_run
+from zerovision.training.observe.environment import describe_run
 from zerovision.training.observe.loggers import open_loggers
 from zerovision.training.observe.neighbours import MOST_COMPARED, Neighbours
 from zerovision.training.observe.sample_history import MOST_IMAGES, SampleHistory
@@ -69,7 +69,6 @@ class Run(Prepared):
 
     Attributes:
         built: the model, before it was sharded.
-        facts: on which a prediction of its memory depends.
         plan: which samples are in which batch.
         teacher: whose answers the run learns; None without.
         step: how the micro-batches of a step are trained on.
@@ -92,7 +91,6 @@ class Run(Prepared):
     """
 
     built: BuiltModel
-    facts: RunFacts
     plan: BatchPlan
     teacher: Teacher | None
     step: Step
@@ -177,7 +175,6 @@ def build(prepared: Prepared) -> Run:
     if world.is_main:
         facts = describe_run(world, precision, data, built)
         loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
-    facts_of_memory = prepared.memory_facts(engine_name)  # before the engine takes memory
     freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
     frozen = None
     if read_tune(config.tune)[0] != "full":  # what is not trained is written once, beside the checkpoints
@@ -206,7 +203,6 @@ def build(prepared: Prepared) -> Run:
     return Run(
         **vars(prepared) | changed | {"notes": notes},
         built=built,
-        facts=facts_of_memory,
         plan=plan,
         teacher=teacher,
         step=step,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerovision.delivery.intervals import Interval, interval_of, wilson
 from zerovision.delivery.report.formatting import THIN, clip, count, date_and_time, number, percent, plural
 from zerovision.delivery.report.run_files import History, RunFiles
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, score_in
-from zerovision.training.base.run_folder import PREDICTION
 from zerovision.training.base.units import format_bytes, format_duration
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.values import OF_ONE_RUN, launch_command
@@ -151,11 +148,6 @@ def key_figures(run: RunFiles) -> list[Fact]:
     if peaks := history.memory_bytes_per_rank:
         remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
         figures.append(Fact("peak memory", format_bytes(max(peaks)), remark))
-    end = history.processes[-1].end
-    if end and (found := compare_memory(run.folder, end)):
-        predicted, measured = found
-        name, both = "memory of a rank, predicted / measured", f"{format_bytes(predicted)} / {format_bytes(measured)}"
-        figures.append(Fact(name, f"{predicted / measured:.2f}", both))
     if history.pipeline:
         figures.append(_pipeline(history.pipeline))
     if history.rounds:
@@ -188,22 +180,6 @@ def _islands(rounds: Sequence[Mapping[str, Any]]) -> Fact:
     value = ", ".join(f"{islands} in {plural(count, 'round')}" for islands, count in sorted(numbers.items())[::-1])
     sent = format_bytes(sum(line["sent_bytes"] for line in rounds))
     return Fact("islands", clip(value, LONGEST_REASON), f"rank 0 sent {sent} in outer steps")
-
-
-def compare_memory(folder: Path, end: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the predicted and the measured peak of the largest rank in bytes, None without either.
-
-    Args:
-        folder: of the run, with `PREDICTION`.
-        end: the `end` line of its metrics.
-    """
-    try:
-        found = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
-        predicted = found["memory_bytes"]["peak"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    measured = max([found.get("rank_0_bytes", 0), *(end.get("memory_bytes_per_rank") or [])])
-    return (predicted, measured) if measured else None
 
 
 def time_breakdown(history: History) -> Breakdown | None:

@@ -12,7 +12,6 @@ METRICS = "metrics.jsonl"
 LEARNING_RATE = "learning_rate.json"  # of a search for one
 IMAGES = "images.csv.gz"  # what was trained on
 BATCH_SIZE = "batch_size.json"  # of a search for one
-PREDICTION = "prediction.json"  # written by zerovision.planning.run_memory
 WEIGHTS = "model.safetensors"
 EVALUATION, TEST_EVALUATION = "evaluation", "evaluation-test"
 EXPORT = "export"

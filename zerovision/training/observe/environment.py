@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,35 +28,6 @@ CODE = ("models", "zerovision", "scripts", "deepspeed_configs") if CHECKOUT else
 CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What a prediction of a run depends on.
-
-    Attributes:
-        folder: the run's own.
-        config: fields of `TrainConfig`; its image_channels are those of the images.
-        classes: of the data set.
-        image_size: of the training images, pixels.
-        engine: a key of `ENGINES`.
-        precision: 'fp32', 'bf16' or 'fp16'.
-        ranks: that share one training state: all, or those of an island.
-        ranks_per_machine: of these.
-        gpu_name: as PyTorch names it; empty on a CPU.
-        process_bytes: resident in rank 0's process on a CPU, with the model, before engine and optimizer.
-    """
-
-    folder: str
-    config: dict[str, Any]
-    classes: int
-    image_size: int | str
-    engine: str
-    precision: str
-    ranks: int
-    ranks_per_machine: int
-    gpu_name: str
-    process_bytes: int = 0
 
 
 def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltModel) -> dict[str, Any]:

@@ -275,17 +275,13 @@ def device_use(images_per_second: float, timing: Timing, world: World) -> Device
     return DeviceUse(*_memory(world.device), tflops, mfu, utilization, free)
 
 
-def resident_bytes() -> int:
-    """Return the bytes of this process that are in memory, pages that it shares with others included."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def _memory(device: torch.device) -> tuple[int, int, int | None]:
     """Return the first three fields of `DeviceUse`."""
     if device.type == "cuda":
         cuda = torch.cuda
         return cuda.max_memory_allocated(device), cuda.memory_allocated(device), cuda.memory_reserved(device)
-    resident = resident_bytes()
+    # Pages that it shares with others included.
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     # The kernel updates the peak now and then only.
     return max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024), resident, None
 
