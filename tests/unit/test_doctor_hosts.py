@@ -133,7 +133,7 @@ def test_paths_to_real_ports() -> None:
 
 
 def measured(host: str, *ranks: tuple[str, int], port: int, seconds: float) -> dict[str, Any]:
-    common = {"ranks": ranks, "address": "127.0.0.1", "port": port, "secret": "s", "use_gpu": False}
+    common = {"ranks": ranks, "address": "127.0.0.1", "port": port, "run_id": "r", "use_gpu": False}
     return measure_network(host, {**common, "join_seconds": seconds}, interface="", seconds=2 * seconds)
 
 

@@ -31,7 +31,7 @@ from zerovision.launch.process_tree import Launch, extensions_folder, remove_sta
 from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from zerovision.training.base.control_groups import quota_note, usable_cores
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABLE
 from zerovision.training.world.gpus import machine_gpus, visible_gpus
 from zerovision.training.world.launchers import refuse_a_pod_alone, remember_line
 from zerovision.training.world.network_interfaces import check_chosen_interfaces, free_port
@@ -136,7 +136,7 @@ def supervise(
             node_run = NodeRun(launch, launcher, folder, received, stop_timeout_s)
             compiled = f"{folder.path}/compiled-{restart}"  # a compiler that was killed leaves half a library in it
             of_this_start = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)}
-            of_this_start |= {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
+            of_this_start |= {RESTARTS_VARIABLE: str(restart), RUN_ID_VARIABLE: secrets.token_hex(8)}
             ending = node_run.run(command_of(restart) + resuming, environment | of_this_start)
             return Started(ending, node_run.monitor.run_name, folder.checkpoint_position())
 

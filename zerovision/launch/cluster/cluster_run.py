@@ -18,7 +18,7 @@ from zerovision.launch.node_run import DEAD_RANK_SECONDS, FINAL_CODES, HANG_CODE
 from zerovision.launch.process_tree import KILL_SECONDS
 from zerovision.launch.rank_monitor import STOP_CODES
 from zerovision.launch.restart_policy import NODES_BACK_CODE, Started
-from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABLE
 from zerovision.training.base.units import plural
 
 LOOK_SECONDS = 0.1
@@ -80,7 +80,7 @@ class ClusterRun:
     def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
         plan, count = self._plan, len(rendezvous.nodes)
         starter = local_ranks_command(plan.config.engine, rendezvous.has_gpus)
-        of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
+        of_this_start = {RESTARTS_VARIABLE: str(restart), RUN_ID_VARIABLE: secrets.token_hex(8)}
         for node_rank, node in enumerate(rendezvous.nodes):
             place = ["--nnodes", str(count), "--node_rank", str(node_rank)]
             place += ["--nproc_per_node", str(plan.given.ranks_per_node), f"--stop_timeout={plan.given.stop_timeout}"]

@@ -168,7 +168,7 @@ def _examine_network(request: Request, hosts: Mapping[str, Answer], probes: Mapp
         "ranks": list(ranks.items()),
         "address": addresses[first],
         "port": hosts[first]["spare_port"],
-        "secret": secrets.token_hex(32),
+        "run_id": secrets.token_hex(8),
         "use_gpu": use_gpu,
         "join_seconds": JOIN_SECONDS,
     }

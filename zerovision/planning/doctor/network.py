@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerovision.planning.doctor.probe import Answer
-from zerovision.training.world.secure_store import authenticate, open_store
+from zerovision.training.world.store import open_store
 
 REPEATS = 3
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}
@@ -26,7 +26,7 @@ def measure_network(host: str, common: Mapping[str, Any], interface: str, second
     Args:
         host: this host's name in `ranks`.
         common: the same on all hosts: `ranks`, name and number of ranks of every host, in the order of the ranks;
-            `address` and `port` of the first host, where the ranks meet; the `secret` that they prove to know;
+            `address` and `port` of the first host, where the ranks meet; the `run_id` of their store;
             `use_gpu` for NCCL between GPUs instead of gloo between CPUs; `join_seconds`, how long ranks wait for each
             other.
         interface: by which this host reaches the others; '' leaves the choice to gloo and NCCL.
@@ -57,8 +57,8 @@ def _run_rank(common: Mapping[str, Any], rank: int, local_rank: int, interface: 
     limit = datetime.timedelta(seconds=common["join_seconds"])
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     try:
-        store = open_store(common["address"], common["port"], limit, is_host=rank == 0, is_alone=len(ranks) == 1)
-        store = authenticate(store, common["secret"], rank, size, limit, is_ours=rank == 0)
+        place, is_alone = (common["address"], common["port"]), len(ranks) == 1
+        store = open_store(*place, limit, common["run_id"], is_host=rank == 0, is_alone=is_alone)
         if use_gpu:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit)

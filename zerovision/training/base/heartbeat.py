@@ -35,8 +35,7 @@ FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"
 LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # in the environment of everything that one launch starts: survives re-parenting
 CALLER_VARIABLE = "ZEROVISION_CALLER"  # process that starts the launcher, which stops the ranks if it dies
 RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # how often this launch has been restarted: 0 at the first start
-# What the ranks of one start prove to each other that they know (`zerovision.training.world.secure_store`).
-SECRET_VARIABLE = "ZEROVISION_RUN_SECRET"
+RUN_ID_VARIABLE = "ZEROVISION_RUN_ID"  # of one start: the prefix of its ranks' store
 RUN_NAME, CHECKPOINT, SUCCESS = "run-name", "checkpoint", "success"
 ENDED = "ended"  # the phase of a rank's last beat
 RECORD_BYTES = 512

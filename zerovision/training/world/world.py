@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import UserError, one_line
-from zerovision.training.base.heartbeat import SECRET_VARIABLE
+from zerovision.training.base.heartbeat import RUN_ID_VARIABLE
 from zerovision.training.base.units import plural
-from zerovision.training.world import secure_store
 from zerovision.training.world.gpus import machine_gpus, visible_gpus
 from zerovision.training.world.launchers import PORT_OF_NONE, launched_world
 from zerovision.training.world.network_interfaces import check_chosen_interfaces, interface_towards
+from zerovision.training.world.store import open_store
 
 LOOPBACK = "lo"
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -171,26 +171,19 @@ def stop_world() -> None:
 def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
     """Return the arguments of `init_process_group` for joining the group; none for PyTorch's own rendezvous.
 
-    If the environment contains the run's secret, every rank proves first that it knows it. The secret is removed from
-    the environment, so that the processes that a rank starts do not inherit it.
+    Our launchers give every start an id. It is removed from the environment, so that the processes that a rank starts
+    do not inherit it.
 
     Raises:
-        UserError: see `secure_store.open_store`.
-        ConnectionError, TimeoutError: see `secure_store.authenticate`.
+        UserError: see `open_store`.
     """
-    secret = os.environ.pop(SECRET_VARIABLE, "")
+    run_id = os.environ.pop(RUN_ID_VARIABLE, "")
     if size == 1:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # opens no port
-    if not secret:
+    if not run_id:
         return {}
-    # Under torchrun its own process hosts the store, and all ranks connect to it.
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_host = rank == 0 and not is_torchruns
-    store = secure_store.open_store(address, port, COLLECTIVE_TIMEOUT, is_host=is_host, is_alone=is_alone)
-    if is_torchruns:  # the store outlives torchrun's restarts
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    store = secure_store.authenticate(store, secret, rank, size, COLLECTIVE_TIMEOUT, is_ours=is_host)
+    store = open_store(address, port, COLLECTIVE_TIMEOUT, run_id, is_host=rank == 0, is_alone=is_alone)
     return {"store": store, "rank": rank, "world_size": size}
 
 

@@ -1,0 +1,62 @@
+"""The ranks' store, opened by rank 0 on one address."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import socket
+import sys
+
+import torch.distributed as dist
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.world.network_interfaces import is_loopback
+
+BACKLOG = 4096
+
+
+def open_store(
+    address: str, port: int, timeout: datetime.timedelta, run_id: str, *, is_host: bool, is_alone: bool
+) -> dist.Store:
+    """Open the ranks' store, or connect to it.
+
+    Args:
+        address: of the store, on the host of rank 0.
+        port: of the store.
+        timeout: how long to wait for the others, now and in every request to the store.
+        run_id: of this start, the prefix of all keys: processes of another run or start that come to the same port do
+            not mix with these.
+        is_host: whether this is rank 0, which opens it: on this one address, not on all of its host's as PyTorch does.
+        is_alone: whether all ranks run on one host.
+
+    Raises:
+        UserError: the port is in use, or the address is unknown.
+    """
+    descriptor = _listen(address, port, is_alone=is_alone) if is_host else None
+    store = dist.TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    return dist.PrefixStore(run_id, store)
+
+
+def _listen(address: str, port: int, *, is_alone: bool) -> int:
+    """Return a socket that listens on this address only, or on all of this host's if others cannot reach it."""
+    try:
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise UserError(f"the address that the ranks meet on, {address}: {error.strerror}.") from None
+    if is_loopback(str(endpoint[0])) and not is_alone:  # Debian's 127.0.1.1 for a host's own name
+        endpoint = ("", port)
+    for one in (endpoint, ("", port)):
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(one)
+            listener.listen(BACKLOG)
+            return listener.detach()
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(f"port {port} is in use: give a free one with --master_port.") from None
+            if error.errno != errno.EADDRNOTAVAIL or one[0] == "":
+                raise
+            print(f"note: {address} is no address of this machine: rank 0 listens on all of them", file=sys.stderr)
+    raise AssertionError
