@@ -110,18 +110,16 @@ def test_data_that_differs_or_is_absent() -> None:
     ("failed", "guilty"),
     [
         (("ba", "ca", "da"), ["a"]),  # nobody reaches a
-        (("ab", "ac", "ad"), ["a"]),  # a reaches nobody
+        (("ba", "ab", "bc"), ["b"]),  # b drops answers too
         (("ab",), ["b"]),  # one way: the end that does not answer
-        (("ab", "ba"), ["a or b"]),  # both ways: nothing tells them apart
-        (("ab", "ba", "bc", "cb"), ["b"]),
-        (("ba", "ca", "da", "ed"), ["a", "d"]),
         ((), []),
     ],
 )
-def test_the_hosts_that_all_failing_paths_have_in_common_are_named(failed: tuple[str, ...], guilty: list[str]) -> None:
+def test_the_host_in_most_paths_that_fail_is_named(failed: tuple[str, ...], guilty: list[str]) -> None:
     """'ab' is a path from a to b that fails."""
     rows = assess_paths([FailedPath(source, target, 29500) for source, target in failed])
     assert [(row.check, row.verdict, row.host) for row in rows] == [("connections", "wrong", host) for host in guilty]
+    assert all(f"{source} cannot connect to {target}, port 29500" in rows[0].found for source, target in failed)
 
 
 def test_paths_to_real_ports() -> None:

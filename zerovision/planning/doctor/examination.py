@@ -6,7 +6,6 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ FACTS_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 300.0, 30.0, 60.0,
 SEEN_SECONDS = 5.0  # within which a shared disk shows what another machine has written
 HERE = "here"
 CONNECT_SECONDS = 3.0
-MOST_AT_ONCE = 128
 
 _listening: list[socket.socket] = []  # until the process ends
 
@@ -161,8 +159,8 @@ def _examine_network(request: Request, hosts: Mapping[str, Answer], probes: Mapp
     own = {host: facts["own_addresses"] for host, facts in hosts.items()}
     addresses = dict(zip(hosts, reachable_addresses(known, list(own.values())), strict=True))
     asked, first = [probes[host] for host in hosts], next(iter(hosts))
-    if len(hosts) > 1 and (failed := _failed_paths(asked, addresses)):
-        return assess_paths(failed)
+    if len(hosts) > 1 and (rows := assess_paths(_failed_paths(asked, addresses))):
+        return rows
     interfaces = {host: interface_of(addresses[host], own[host]) for host in hosts}
     common = {
         "ranks": list(ranks.items()),
@@ -198,12 +196,15 @@ def _address_of(host: str) -> str:
 
 
 def _failed_paths(probes: list[Probe], addresses: Mapping[str, str]) -> list[FailedPath]:
-    """Let all hosts listen, then try to connect to each other, and return the paths that failed."""
+    """Let all hosts listen, each connect to the first and to the next one in a ring; return the paths that failed."""
     opened, _ = ask_all(probes, lambda probe: probe.ask("open_port", PATHS_SECONDS, address=addresses[probe.host]))
     ports = {host: answer["port"] for host, answer in opened.items() if "port" in answer}
+    hosts = list(ports)
+    following = dict(zip(hosts, hosts[1:] + hosts[:1], strict=True))
 
     def try_paths(probe: Probe) -> Answer:
-        targets = [(host, addresses[host], port) for host, port in ports.items() if host != probe.host]
+        others = {hosts[0], following[probe.host]} - {probe.host}
+        targets = [(host, addresses[host], ports[host]) for host in sorted(others)]
         return probe.ask("try_paths", PATHS_SECONDS, source=probe.host, targets=targets)
 
     tried, _ = ask_all([probe for probe in probes if probe.host in ports], try_paths)
@@ -253,10 +254,8 @@ def try_paths(source: str, targets: Sequence[Sequence[Any]]) -> Answer:
     Returns:
         `failed`: the fields of each `FailedPath`.
     """
-    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-        connected = list(pool.map(lambda target: _connects(*target[1:]), targets))
-    tried = zip(targets, connected, strict=True)
-    return {"failed": [FailedPath(source, name, port) for (name, _, port), connects in tried if not connects]}
+    failed = [(name, port) for name, address, port in targets if not _connects(address, port)]
+    return {"failed": [FailedPath(source, name, port) for name, port in failed]}
 
 
 def _connects(address: str, port: int) -> bool:
@@ -268,24 +267,10 @@ def _connects(address: str, port: int) -> bool:
 
 
 def assess_paths(failed: Sequence[FailedPath]) -> list[Row]:
-    """Name the fewest hosts that all failed paths have in common (a minimum vertex cover, greedily).
-
-    Of the two ends of a path that fails one way only, the target is named: its own firewall is the usual cause. Both
-    are named if it fails both ways and nothing distinguishes them.
-    """
-    rows, left = [], sorted(failed)  # in the same order in every process
-    while left:
-        partners = Counter(host for pair in {frozenset(path[:2]) for path in left} for host in pair)
-        targets = Counter(path.target for path in left)
-        weights = {host: (partners[host], targets[host]) for path in left for host in path[:2]}
-        guilty = max(weights, key=lambda host: weights[host])
-        own = [path for path in left if guilty in path[:2]]
-        others = sorted({host for path in own for host in path[:2]} - {guilty})
-        suspects = " or ".join([guilty, *(host for host in others if weights[host] == weights[guilty])])
-        found = f"{guilty} cannot connect to {some_of(others)}"
-        if inward := [path for path in own if path.target == guilty]:
-            found = f"{some_of([path.source for path in inward])} cannot connect to {guilty}, port {inward[0].port}"
-        cure = f"a firewall on {suspects} or before it: open all ports between the hosts"
-        rows.append(Row("connections", "wrong", found, cure, suspects))
-        left = [path for path in left if path not in own]
-    return rows
+    """Return a row of the paths that failed, if any did: of the host that is in most of them, as a target if in one."""
+    ends = Counter([path.target for path in failed] + [path.source for path in failed])
+    found = some_of([f"{path.source} cannot connect to {path.target}, port {path.port}" for path in failed])
+    return [
+        Row("connections", "wrong", found, f"a firewall on {host} or before it: open all ports between the hosts", host)
+        for host, _ in ends.most_common(1)
+    ]
