@@ -11,12 +11,9 @@ from zerovision.training.base.places import REPO_ROOT
 from zerovision.training.world.launchers import launched_world, line_to_go_on, remember_line
 
 ACCELERATE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # 1.15
-OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SRUN = {
     **{"SLURM_STEP_NUM_TASKS": "5", "SLURM_NTASKS": "5", "SLURM_PROCID": "4", "SLURM_LOCALID": "0"},
     **{"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_JOB_ID": "123456"},
-    **{"PMI_SIZE": "5", "PMI_RANK": "4"},
 }
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 ALONE = (0, 0, 1, 1)
@@ -27,7 +24,7 @@ def no_launcher(monkeypatch):
     """Without the variables of a launcher that started these tests, and without those that a test adds."""
     environment = dict(os.environ)
     for name in environment:
-        if name.startswith(("SLURM_", "OMPI_", "PMI_", "MV2_", "ACCELERATE_", "PET_")):
+        if name.startswith(("SLURM_", "ACCELERATE_", "PET_")):
             monkeypatch.delenv(name)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *MASTER):
         monkeypatch.setenv(name, "")  # so that it is put back as it was
@@ -40,8 +37,7 @@ def no_launcher(monkeypatch):
         (SRUN | {"SLURM_STEP_NODELIST": "gpu[03-05,9]"}, (4, 0, 1, 5), ("gpu03", "23456")),
         (SRUN | {"SLURM_STEP_NODELIST": "gpu-a,gpu-b[1-2]", MASTER[1]: "77"}, (4, 0, 1, 5), ("gpu-a", "77")),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}, (4, 0, 5, 5), ("127.0.0.1", "23456")),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, ALONE, None),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}, ALONE, None),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ALONE, None),
         # in the script of a job of 4 tasks, and in a shell that srun opened
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, ALONE, None),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "41000"}, ALONE, None),
@@ -49,7 +45,7 @@ def no_launcher(monkeypatch):
         # a job of one pod
         ({"RANK": "0", "WORLD_SIZE": "1"}, ALONE, None),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, ALONE, None),
-        # the ranks that our agents and torchrun start under srun or mpirun
+        # the ranks that our agents and torchrun start under srun
         (SRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, (1, 1, 2, 2), None),
     ],
 )
@@ -69,11 +65,7 @@ def test_every_launchers_ranks_are_known(monkeypatch, variables, ranks, master):
     ("variables", "message"),
     [
         (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, r"accelerate .* give it --multi_gpu.* torchrun --nproc_per_node=N"),
-        (OPEN_MPI, "mpirun started 4 processes.* torchrun --nproc_per_node=N"),
-        (OPEN_MPI | SRUN, "mpirun started 4 processes"),  # with what its daemon's srun gave the daemon, too
-        (MPICH, "mpirun started 2 processes"),
-        (MPICH | SRUN, "srun started 5 processes"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": ""}, "srun started 5 processes"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": ""}, "srun started 5 processes.* torchrun --nproc_per_node=N"),
         ({"RANK": "1", "LOCAL_RANK": "1"}, "incomplete: RANK=1, LOCAL_RANK=1, WORLD_SIZE=missing"),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},

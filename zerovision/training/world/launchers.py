@@ -17,12 +17,6 @@ from zerovision.training.base.run_folder import shown_path
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _LINE_VARIABLE = "ZEROVISION_LINE"  # what was typed to start our launcher
-# Of mpirun alone: in a Slurm job its processes have the variables of the srun that started its daemons, too.
-_OF_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
-_SIZES = {  # how many processes were started, and by what; srun sets PMI_SIZE too
-    **{"OMPI_COMM_WORLD_SIZE": "mpirun", "MV2_COMM_WORLD_SIZE": "mpirun"},
-    **{"SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "mpirun"},
-}
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _WAYS = (
@@ -103,7 +97,7 @@ def adopt_rank() -> None:
     if any(name in os.environ for name in RANK_VARIABLES):
         return
     numbers = _numbers_of_srun()
-    if numbers is None or any(name in os.environ for name in _OF_MPIRUN):
+    if numbers is None:
         _refuse_a_single_process()
         return
     host = "127.0.0.1" if numbers[2] == numbers[3] else _first_host()
@@ -159,9 +153,8 @@ def _first_host() -> str:
 
 def _refuse_a_single_process() -> None:
     """Raise a UserError if several ranks were requested, but this process would train on its own."""
-    for name, launcher in _SIZES.items():
-        if (size := _number(name)) > 1 and not (launcher == "srun" and "SLURM_PTY_PORT" in os.environ):
-            raise UserError(f"{launcher} started {size} processes, and each would train on its own. {_WAYS}")
+    if (size := _number("SLURM_STEP_NUM_TASKS")) > 1 and "SLURM_PTY_PORT" not in os.environ:
+        raise UserError(f"srun started {size} processes, and each would train on its own. {_WAYS}")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         raise UserError(
             "accelerate was asked for several processes and started one on its own: give it --multi_gpu, which starts "
