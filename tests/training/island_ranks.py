@@ -75,11 +75,10 @@ def train(
     islands: int,
     precision: str = "fp32",
     over_collectives: bool = False,
-    delay: int = 0,
     of_one_matrix: bool = False,
 ) -> dict[str, Any]:
     """Train in the run's own loop; return the digests of what each epoch exports, and of all islands' weights."""
-    config = island_configuration(world, islands, outer_precision=precision, outer_delay=delay)
+    config = island_configuration(world, islands, outer_precision=precision)
     module = make_model(True)
     if of_one_matrix:  # muon deals whole matrices out to an island's ranks: one has it
         config = dataclasses.replace(config, optimizer="muon")
@@ -112,7 +111,7 @@ def train(
     return {"found": found, "rounds": rounds, "are_equal": are_equal, "sent_bytes": sent, "updates": len(ours)}
 
 
-def simulate(islands: int, precision: str = "fp32", delay: int = 0) -> dict[str, Any]:
+def simulate(islands: int, precision: str = "fp32") -> dict[str, Any]:
     """Return what `train` finds, by PyTorch alone: a model and an AdamW per island, SGD for the outer step."""
     plan, config = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES, 1, 0), configuration(gradient_clipping=0.0)
     outer = make_model(True).to(memory_format=torch.channels_last)
@@ -124,7 +123,6 @@ def simulate(islands: int, precision: str = "fp32", delay: int = 0) -> dict[str,
     groups = [[*one.parameters] for one in share_out(models[0], rules[0], torch.device("cpu"), WHOLE)]
     residuals = [[torch.zeros(())] * islands for _ in groups]
     found: dict[str, Any] = {}
-    sent: list[nn.Module] = []
     for epoch in range(EPOCHS):
         leaves = [*Loader(make_small_data().train, plan, 0).epoch(epoch)]
         for step in range(plan.steps_per_epoch):
@@ -132,21 +130,11 @@ def simulate(islands: int, precision: str = "fp32", delay: int = 0) -> dict[str,
                 own = range(number * LEAVES // islands, (number + 1) * LEAVES // islands)
                 take_step(model, inner, [leaves[step * LEAVES + leaf] for leaf in own], [buffers[leaf] for leaf in own])
             position = epoch * plan.steps_per_epoch + step + 1
-            is_last = position == EPOCHS * plan.steps_per_epoch
-            if delay and position == LOCAL_STEPS + delay:
-                before = copy.deepcopy(outer)
-                take_outer_step(outer, sent, rule, groups, residuals, precision)
-                for model, own in zip(models, sent, strict=True):
-                    four = (one.parameters() for one in (model, outer, before, own))
-                    for now, new, old, at_end in zip(*four, strict=True):
-                        now.data += new.detach() - old.detach() + (old.detach() - at_end.detach())
-            if position % LOCAL_STEPS == 0 or is_last:
-                sent = [copy.deepcopy(model) for model in models]
-                if is_last or not delay:
-                    take_outer_step(outer, sent, rule, groups, residuals, precision)
-                    average(buffers)
-                    for model in models:
-                        model.load_state_dict(dict(outer.named_parameters()), strict=False)
+            if position % LOCAL_STEPS == 0 or position == EPOCHS * plan.steps_per_epoch:
+                take_outer_step(outer, models, rule, groups, residuals, precision)
+                average(buffers)
+                for model in models:
+                    model.load_state_dict(dict(outer.named_parameters()), strict=False)
         average(buffers)
         found[f"islands after {epoch}"] = digests(
             {

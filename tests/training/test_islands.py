@@ -15,7 +15,7 @@ from commands import read_metrics
 from tests.training.engine_ranks import make_model
 from tests.training.island_ranks import LEAVES, digests, simulate
 
-CASE = ("islands", "precision", "over_collectives", "delay")
+CASE = ("islands", "precision", "over_collectives")
 TRAIN = "tests.training.island_ranks:train"
 SENT_BYTES = {"fp32": 1024 * (4 + 4), "bf16": 1024 * (2 + 2), "int8": 1024 * (1 + 2) + 4}  # per block, there and back
 STATISTICS = 4 * 32  # of BatchNorm: means and variances of 8 and of 16 channels, each aligned
@@ -34,35 +34,35 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, [(2, "fp32", False, 0), (2, "int8", False, 0), (2, "fp32", False, 1)]),
+        (2, [(2, "fp32", False), (2, "int8", False)]),
         (
             4,
             [
-                (2, "fp32", False, 0),
-                (2, "fp32", True, 0),
-                (4, "fp32", False, 2),
-                (4, "bf16", False, 0),
-                (2, "int8", True, 0),
-                (2, "int8", False, 1),
+                (2, "fp32", False),
+                (2, "fp32", True),
+                (4, "fp32", False),
+                (4, "bf16", False),
+                (2, "int8", True),
+                (2, "int8", False),
             ],
         ),
     ],
 )
 def test_islands_give_the_bytes_of_a_simulation_in_one_process(ranks, cases, run_on_ranks):
     found = run_on_ranks(TRAIN, ranks, [dict(zip(CASE, case, strict=True)) for case in cases])
-    for (islands, precision, _, delay), *reports in zip(cases, *found, strict=True):
-        expected = simulate(islands, precision, delay)
+    for (islands, precision, _), *reports in zip(cases, *found, strict=True):
+        expected = simulate(islands, precision)
         assert reports[0]["found"].keys() == expected.keys()
         for name, found_digests in reports[0]["found"].items():
-            assert found_digests == expected[name], (islands, precision, delay, name)
+            assert found_digests == expected[name], (islands, precision, name)
         assert all(report["are_equal"] for report in reports)
-        assert all(report["rounds"] == [[4 + delay, 1, 4], [6, 2, 2]] for report in reports)
-        # Of 3 blocks of matrices and 1 of vectors a rank has all, or 2 + 1 of its island's, and it adds up a part.
-        part = (3 + 1 if ranks == islands else 2 + 1) / islands
+        assert all(report["rounds"] == [[4, 1, 4], [6, 2, 2]] for report in reports)
+        # Each parameter begins a block: a rank has all 9, or 6 of its island's in three buckets; it adds up a part.
+        part = (9 if ranks == islands else 6) / islands
         of_ways = SENT_BYTES[precision] * (part if precision == "fp32" else ceil(part)) * (islands - 1)
         of_statistics = 4 * STATISTICS * LEAVES // ranks * (ranks - 1)
-        sent = [of_ways + of_statistics * (not delay), of_ways + of_statistics]
-        assert all(report["sent_bytes"] == sent for report in reports), (islands, precision, delay)
+        sent = [of_ways + of_statistics] * 2
+        assert all(report["sent_bytes"] == sent for report in reports), (islands, precision)
         assert expected["islands after 0"]["head.bias"] != expected["islands after 0"]["island 1/head.bias"]
 
 
@@ -122,9 +122,8 @@ def whole(train, tmp_path_factory) -> Callable[..., Path]:
     """Return the folder of an undisturbed run in an outer precision, with a checkpoint after each step."""
 
     @cache
-    def run(precision: str, delay: int = 0) -> Path:
-        changes = {"outer_precision": precision, "outer_delay": delay}
-        return train(2, tmp_path_factory.mktemp(precision), save_every_steps=1, **changes)
+    def run(precision: str) -> Path:
+        return train(2, tmp_path_factory.mktemp(precision), save_every_steps=1, outer_precision=precision)
 
     return run
 
@@ -135,19 +134,13 @@ def epochs(folder: Path) -> dict[int, tuple[float, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "delay", "step"),
-    [
-        pytest.param("fp32", 0, "00000-0000003", marks=pytest.mark.slow),
-        ("int8", 0, "00001-0000005"),
-        ("int8", 3, "00001-0000001"),  # what was sent after step 5 is still under way
-    ],
+    ("precision", "step"),
+    [pytest.param("fp32", "00000-0000003", marks=pytest.mark.slow), ("int8", "00001-0000005")],
 )
-def test_more_ranks_per_island_go_on_in_mid_round_and_end_with_the_same_bytes(
-    whole, train, tmp_path, precision, delay, step
-):
-    undisturbed = whole(precision, delay)
-    changes = {"outer_precision": precision, "outer_delay": delay}
-    resumed = train(4, tmp_path, resume=str(undisturbed / f"checkpoints/step-{step}"), **changes)
+def test_more_ranks_per_island_go_on_in_mid_round_and_end_with_the_same_bytes(whole, train, tmp_path, precision, step):
+    undisturbed = whole(precision)
+    checkpoint = undisturbed / f"checkpoints/step-{step}"
+    resumed = train(4, tmp_path, resume=str(checkpoint), outer_precision=precision)
     assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
     assert epochs(resumed).items() <= epochs(undisturbed).items()
     assert max(epochs(resumed)) == 2
@@ -169,16 +162,3 @@ def test_one_local_step_is_ddp_and_more_are_not(whole, train, tmp_path):
     one, ddp = (train(2, tmp_path / str(number), **more) for number, more in enumerate(settings))
     assert (one / "model.safetensors").read_bytes() == (ddp / "model.safetensors").read_bytes()
     assert epochs(one) == epochs(ddp) != epochs(whole("fp32"))
-
-
-def test_more_epochs_do_not_take_twice_what_the_last_step_took(whole, train, tmp_path):
-    longer = train(
-        2,
-        tmp_path,
-        resume=f"{whole('int8', 3)}/checkpoints/step-00002-0000000",
-        epochs=3,
-        outer_delay=3,
-        outer_precision="int8",
-    )
-    taken = [(line["step"], line["round"]) for line in read_metrics(longer, "outer_step")]
-    assert taken == [(18, 3), (18, 4)]

@@ -164,7 +164,7 @@ def test_frozen_weights_have_no_gradients_and_moments():
         ({"optimizer": "adan"}, 4),
         ({"ema": 0.999, "lookahead": 6}, 4),
         ({"local_steps": 10}, 4),
-        ({"local_steps": 10, "outer_delay": 5}, 5),
+        ({"local_steps": 10, "outer_precision": "bf16"}, 5),
     ],
 )
 def test_what_the_optimizer_keeps(words, values):

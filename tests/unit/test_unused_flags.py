@@ -45,7 +45,6 @@ CASES = {  # a value, and what gives it an effect
     "outer_learning_rate": (0.5, {"local_steps": 10}),
     "outer_momentum": (0.5, {"local_steps": 10}),
     "outer_precision": ("bf16", {"local_steps": 10}),
-    "outer_delay": (5, {"local_steps": 10}),
     "pipeline_schedule": ("gpipe", {"pipeline_parallel": 2}),
     "pipeline_split": ("blocks.1", {"pipeline_parallel": 2}),
 }

@@ -87,8 +87,7 @@ def note_other_epochs(
         last_mixed = min(saved.epochs, config.epochs) - config.mixup_off_epochs
         is_same &= steps <= last_mixed * plan.steps_per_epoch
     if config.has_islands:  # the last round of a run ends with it
-        is_between = steps % config.local_steps == 0 and not config.outer_delay
-        is_same &= is_between or steps < min(saved.epochs, config.epochs) * plan.steps_per_epoch
+        is_same &= steps % config.local_steps == 0 or steps < min(saved.epochs, config.epochs) * plan.steps_per_epoch
     change = f"--epochs {config.epochs} instead of {saved.epochs}"
     if is_same and (changed := _changes_of_bytes(config, found, plan, engine)):
         return [f"{change}: the bytes may not be those of a run that began with {config.epochs}, because of {changed}"]

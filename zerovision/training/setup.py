@@ -126,8 +126,6 @@ class Run(Prepared):
         self.loggers.close()
         self.train_loader.close()
         self.val_loader.close()
-        if isinstance(self.averages, OuterSteps):
-            self.averages.close()
         self.state.engine.close()
         if self.lock is not None:
             self.lock.close()
@@ -194,9 +192,7 @@ def build(prepared: Prepared) -> Run:
     if groups is None:
         averages = WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch)
     else:
-        steps, saved = plan.steps_per_epoch, found.manifest.config if found else {}
-        ended_at = first_step if saved.get("epochs") == first_step / steps else 0
-        averages = OuterSteps(engine, groups, world, config, config.epochs * steps, loggers, ended_at)
+        averages = OuterSteps(engine, groups, world, config, config.epochs * plan.steps_per_epoch, loggers)
         notes.append(averages.describe())
     notes += setup.notes
     changed: dict[str, Any] = {"config": dataclasses.replace(config, compile="on" if compiles else "off")}

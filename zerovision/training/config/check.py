@@ -248,8 +248,6 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         if config.has_stages and not config.global_batch:
             steps = config.gradient_accumulation_steps
             check_micro_batches(config.pipeline_schedule, config.pipeline_parallel, steps)
-    if config.has_islands and config.outer_delay >= config.local_steps:
-        yield f"{given['outer_delay']}: expected less than {given['local_steps']}, when the next differences are sent."
     if config.learning_rate == "auto" and config.base_batch_size:
         yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto tries those of this batch."
     if config.mixup_off_epochs > config.epochs:
@@ -392,8 +390,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "temperature": lambda config: config.is_contrastive,
     "teacher_classes": lambda config: bool(config.teacher),
     **dict.fromkeys(
-        ("islands", "outer_learning_rate", "outer_momentum", "outer_precision", "outer_delay"),
-        lambda config: config.has_islands,
+        ("islands", "outer_learning_rate", "outer_momentum", "outer_precision"), lambda config: config.has_islands
     ),
 }
 

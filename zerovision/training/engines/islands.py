@@ -33,7 +33,6 @@ from zerovision.training.world.world import World
 # Kinds of tensors in the optimizer's state that are the same on all islands.
 OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"
 OUTER_RESIDUAL = "outer_residual"  # what an island has still to send of its way, its own
-OUTER_SENT = "outer_sent"  # an island's way at the end of its latest round, its own
 FURTHER = re.compile(r"island ([0-9]{1,6})/")  # how the name of a further island's parameter begins in a checkpoint
 APPLIED_STEPS = "island/applied_steps"  # kept beside the buffers, which each rank saves: an island may skip a step
 
@@ -152,7 +151,7 @@ def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, froze
         try:
             return tensors[kind](name if name in frozen else prefix + name, box)
         except KeyError:
-            if kind in (OUTER_RESIDUAL, OUTER_SENT):
+            if kind == OUTER_RESIDUAL:
                 return torch.zeros(())
             return tensors[OUTER_WEIGHTS if kind == WEIGHTS else kind](name, box)
 

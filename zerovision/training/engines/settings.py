@@ -51,13 +51,6 @@ class EngineSettings(DataSettings):
         "--local-steps: in what the weights' differences cross the links; bf16: half of the bytes, int8: 3/8 of them. "
         "What rounding leaves out goes with the next outer step.",
     )
-    outer_delay: int = option(
-        0,
-        "--local-steps: steps that go on while the differences cross the links; the outer step is taken so many steps "
-        "after its round, and waits only for what has not come by then. Fewer than --local-steps.",
-        low=0,
-        high=99_999,
-    )
     pipeline_parallel: int = option(
         1,
         "Cut the model into so many stages of consecutive layers, each on ranks of its own; micro-batches go through "

@@ -4,21 +4,14 @@ Douillard et al. 2023 (https://arxiv.org/abs/2311.08105, algorithm 1): the weigh
 mean of those that they have come to, is the gradient of a step of SGD with Nesterov momentum. Its weights are the outer
 ones, which are evaluated and exported; islands keep the moments of their own optimizers.
 
-With `--outer-delay` training goes on while the differences cross the links, and the outer step is taken some steps
-after its round: an island keeps what it has learned since (Douillard et al. 2025, https://arxiv.org/abs/2501.18512,
-section 2.3, with all weights as one fragment). A checkpoint in between contains what was sent, and it is sent again.
-
 The outer state is in the optimizer's state beside the moments, as averages of the weights are: so it is sharded, saved
 and resumed as those. With `--outer-precision` what rounding has kept back of an island's way is in it, too.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -27,10 +20,9 @@ import torch
 from torch.nn.functional import pad
 
 from zerovision.training.base.run_logger import Loggers
-from zerovision.training.base.timing import communication
 from zerovision.training.base.units import plural
 from zerovision.training.engines.engine import Engine
-from zerovision.training.engines.islands import OUTER_MOMENTUM, OUTER_RESIDUAL, OUTER_SENT, OUTER_WEIGHTS, Islands
+from zerovision.training.engines.islands import OUTER_MOMENTUM, OUTER_RESIDUAL, OUTER_WEIGHTS, Islands
 from zerovision.training.engines.norms import BLOCK
 from zerovision.training.engines.settings import EngineSettings
 from zerovision.training.recipe.optimizer import AVERAGES
@@ -55,10 +47,9 @@ class OuterSteps:
         engine: of this rank's island, before its state is restored.
         islands: the groups of ranks.
         world: all ranks.
-        config: how many steps lie between two outer steps, and their learning rate, momentum, precision and delay.
+        config: how many steps lie between two outer steps, and their learning rate, momentum and precision.
         total_steps: of the run.
         loggers: of the run.
-        ended_at: the step after which the run had ended that goes on for more epochs; 0 for none.
     """
 
     def __init__(
@@ -69,13 +60,11 @@ class OuterSteps:
         config: EngineSettings,
         total_steps: int,
         loggers: Loggers,
-        ended_at: int = 0,
     ) -> None:
         self._engine, self._islands, self._world, self._config = engine, islands, world, config
-        self._total_steps, self._loggers, self._ended_at = total_steps, loggers, ended_at
-        self._is_compressed, self._is_delayed = config.outer_precision != "fp32", config.outer_delay > 0
-        zeros = [OUTER_MOMENTUM, *[OUTER_RESIDUAL] * self._is_compressed, *[OUTER_SENT] * self._is_delayed]
-        self._exchange: Future[Exchanged] | None = None  # that is under way
+        self._total_steps, self._loggers = total_steps, loggers
+        self._is_compressed = config.outer_precision != "fp32"
+        zeros = [OUTER_MOMENTUM, *[OUTER_RESIDUAL] * self._is_compressed]
         for group in engine.optimizer.param_groups:
             group[AVERAGES] = (OUTER_WEIGHTS, *zeros)
         for weights, state in engine.optimizer.state.items():
@@ -86,43 +75,23 @@ class OuterSteps:
         """Return what the islands do, for the log."""
         config, islands = self._config, self._islands
         rounds = -(-self._total_steps // config.local_steps)
-        when = f"{plural(config.outer_delay, 'step')} after its end" if self._is_delayed else "at its end"
         return (
             f"{plural(islands.peers.size, 'island')} of {plural(islands.own.size, 'rank')}: "
-            f"{plural(rounds, 'round')} of {config.local_steps} steps, each with an outer step {when} (learning "
+            f"{plural(rounds, 'round')} of {config.local_steps} steps, each with an outer step at its end (learning "
             f"rate {config.outer_learning_rate:g}, momentum {config.outer_momentum:g}, {config.outer_precision}); "
             "evaluated and saved are the outer weights"
         )
 
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
-        """Begin or take an outer step if it is time; a collective.
+        """Take an outer step if it is time; a collective.
 
         Args:
             applied: whether the step of this island changed its weights, which makes no difference here.
             step: of the run, from 1; skipped ones count.
         """
-        local_steps, delay = self._config.local_steps, self._config.outer_delay
-        rounds, since = divmod(step, local_steps)
-        start, is_last = time.perf_counter(), step == self._total_steps
-        # What was sent at the round's end is under way, or was when the checkpoint was saved.
-        if 0 < since <= delay and rounds * local_steps > self._ended_at:
-            self._exchange = self._exchange or self._send()
-            if since == delay or is_last:
-                self._take_outer_step(step, rounds, local_steps, start, is_at_end=False)
-                start = time.perf_counter()
-        if since and not is_last:
-            return
-        if self._is_delayed:
-            for weights, state in self._engine.optimizer.state.items():
-                torch.sub(state[OUTER_WEIGHTS], weights.detach(), out=state[OUTER_SENT])
-        self._exchange = self._send()
-        if is_last or not delay:
-            self._take_outer_step(step, -(-step // local_steps), since or local_steps, start, is_at_end=True)
-
-    def close(self) -> None:
-        """Wait for what is under way."""
-        if self._exchange is not None:
-            self._exchange.exception()
+        since = step % self._config.local_steps
+        if not since or step == self._total_steps:
+            self._take_outer_step(step, since or self._config.local_steps)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -136,82 +105,42 @@ class OuterSteps:
         self._engine.change_weights(with_outer)
 
     @torch.no_grad()
-    def _take_outer_step(self, step: int, number: int, local_steps: int, start: float, *, is_at_end: bool) -> None:
-        """Let all islands go on from new outer weights, when the mean of their ways is there; a collective.
+    def _take_outer_step(self, step: int, local_steps: int) -> None:
+        """Let all islands go on from new outer weights and averaged statistics of BatchNorm; a collective.
 
         Args:
             step: of the run.
-            number: of the round.
-            local_steps: of the round.
-            start: when training began to stand still for it, in seconds of `time.perf_counter`.
-            is_at_end: whether no step was taken since the round's end; BatchNorm's statistics are then averaged, too.
+            local_steps: of the round that ends with it.
         """
-        states, exchange = self._engine.optimizer.state, self._exchange
-        assert exchange is not None
-        with communication():
-            mean, left, sent_bytes = exchange.result()
-        self._exchange = None
-        unit = BLOCK if self._is_compressed else 1
-        lengths = [-(-weights.numel() // unit) * unit for weights in states]
-        means, residuals = (flat.to(self._world.device).split(lengths if len(flat) else []) for flat in (mean, left))
-        gradients = {
-            weights: part[: weights.numel()].view(weights.shape) for weights, part in zip(states, means, strict=True)
-        }
-        self._engine.change_weights(
-            lambda weights, state: self._update(weights, state, gradients[weights], is_at_end=is_at_end)
-        )
-        for (weights, state), residual in zip(states.items(), residuals, strict=False):  # none of fp32
-            state[OUTER_RESIDUAL].copy_(residual[: weights.numel()].view(weights.shape))
-        if is_at_end:
-            sent_bytes += self._engine.buffers.average(self._world)
-        values: dict[str, float] = {"round": number, "islands": self._islands.peers.size}
-        values |= {"local_steps": local_steps, "sent_bytes": sent_bytes}
-        values |= {"seconds": round(time.perf_counter() - start, 4)}
-        self._loggers.event("outer_step", {"step": step} | values)
-
-    @torch.no_grad()
-    def _send(self) -> Future[Exchanged]:
-        """Exchange the islands' ways, with a delay on a thread of its own; a collective."""
-        states, sent = self._engine.optimizer.state, Future[Exchanged]()
-        ways = [
-            (state[OUTER_SENT] if self._is_delayed else state[OUTER_WEIGHTS] - weights).reshape(-1)
-            for weights, state in states.items()
-        ]
+        start, states = time.perf_counter(), self._engine.optimizer.state
+        ways = [(state[OUTER_WEIGHTS] - weights).reshape(-1) for weights, state in states.items()]
         if self._is_compressed:
             # Blocks are the engine's, which no rank shares with another: so the ranks of an island change no byte.
             kept = [state[OUTER_RESIDUAL].reshape(-1) for state in states.values()]
             ways = [pad(way + residual, (0, -len(way) % BLOCK)) for way, residual in zip(ways, kept, strict=True)]
         # In one tensor: over slow links every message takes its time. None has what no rank of its peers updates.
         flat = torch.cat(ways) if ways else torch.empty(0, device=self._world.device)
-        peers, precision = self._islands.peers, self._config.outer_precision
-        if not self._is_delayed:
-            sent.set_result(_exchange(flat, precision, peers))
-            return sent
-        # Over gloo from CPU to CPU, which no queue of a GPU waits for.
-        peers = dataclasses.replace(peers, device=torch.device("cpu"), group=peers.signal_group)
+        mean, left, sent_bytes = _exchange(flat, self._config.outer_precision, self._islands.peers)
+        lengths = [len(way) for way in ways]
+        means, residuals = (flat.split(lengths if len(flat) else []) for flat in (mean, left))
+        gradients = {
+            weights: part[: weights.numel()].view(weights.shape) for weights, part in zip(states, means, strict=True)
+        }
+        self._engine.change_weights(lambda weights, state: self._update(weights, state, gradients[weights]))
+        for (weights, state), residual in zip(states.items(), residuals, strict=False):  # none of fp32
+            state[OUTER_RESIDUAL].copy_(residual[: weights.numel()].view(weights.shape))
+        sent_bytes += self._engine.buffers.average(self._world)
+        values: dict[str, float] = {"round": -(-step // self._config.local_steps), "islands": self._islands.peers.size}
+        values |= {"local_steps": local_steps, "sent_bytes": sent_bytes}
+        values |= {"seconds": round(time.perf_counter() - start, 4)}
+        self._loggers.event("outer_step", {"step": step} | values)
 
-        def exchange(flat: torch.Tensor) -> None:
-            try:
-                sent.set_result(_exchange(flat, precision, peers))
-            except BaseException as error:  # raised where the result is taken
-                sent.set_exception(error)
-
-        threading.Thread(target=exchange, args=(flat.cpu(),), daemon=True).start()
-        return sent
-
-    def _update(
-        self, weights: torch.Tensor, state: dict[str, torch.Tensor], gradient: torch.Tensor, *, is_at_end: bool
-    ) -> None:
+    def _update(self, weights: torch.Tensor, state: dict[str, torch.Tensor], gradient: torch.Tensor) -> None:
         """Update one tensor as `torch.optim.SGD` with `nesterov` does."""
         outer, momentum = state[OUTER_WEIGHTS], state[OUTER_MOMENTUM]
         momentum.mul_(self._config.outer_momentum).add_(gradient)
         gradient = gradient.add(momentum, alpha=self._config.outer_momentum)
-        before = None if is_at_end else outer.clone()
-        outer.add_(gradient, alpha=-self._config.outer_learning_rate)
-        if before is None:
-            weights.copy_(outer)
-        else:  # the step takes the place of what was sent; what was learned since stays
-            weights.add_(outer - before + state[OUTER_SENT])
+        weights.copy_(outer.add_(gradient, alpha=-self._config.outer_learning_rate))
 
 
 def _exchange(flat: torch.Tensor, precision: str, peers: World) -> Exchanged:
