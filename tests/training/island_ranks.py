@@ -36,10 +36,8 @@ from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.engines.buckets import share_out
 from zerovision.training.engines.islands import APPLIED_STEPS, OUTER_WEIGHTS, form_islands
 from zerovision.training.engines.parameter_shards import gather_weights
-from zerovision.training.engines.tensor_split import WHOLE
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.scores import ScoreSums, sample_losses
 from zerovision.training.recipe.optimizer import OPTIONS, build_optimizer
@@ -120,8 +118,7 @@ def simulate(islands: int, precision: str = "fp32") -> dict[str, Any]:
         rules = [build_optimizer(model, config, HEAD, discriminative=False) for model in models]
     rule = torch.optim.SGD(outer.parameters(), OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
     buffers = [{name: buffer.clone() for name, buffer in outer.named_buffers()} for _ in range(LEAVES)]
-    groups = [[*one.parameters] for one in share_out(models[0], rules[0], torch.device("cpu"), WHOLE)]
-    residuals = [[torch.zeros(())] * islands for _ in groups]
+    residuals = [[torch.zeros_like(parameter) for parameter in model.parameters()] for model in models]
     found: dict[str, Any] = {}
     for epoch in range(EPOCHS):
         leaves = [*Loader(make_small_data().train, plan, 0).epoch(epoch)]
@@ -131,7 +128,7 @@ def simulate(islands: int, precision: str = "fp32") -> dict[str, Any]:
                 take_step(model, inner, [leaves[step * LEAVES + leaf] for leaf in own], [buffers[leaf] for leaf in own])
             position = epoch * plan.steps_per_epoch + step + 1
             if position % LOCAL_STEPS == 0 or position == EPOCHS * plan.steps_per_epoch:
-                take_outer_step(outer, models, rule, groups, residuals, precision)
+                take_outer_step(outer, models, rule, residuals, precision)
                 average(buffers)
                 for model in models:
                     model.load_state_dict(dict(outer.named_parameters()), strict=False)
@@ -151,44 +148,22 @@ def take_outer_step(
     outer: nn.Module,
     models: list[nn.Module],
     rule: torch.optim.Optimizer,
-    groups: list[list[str]],
     residuals: list[list[torch.Tensor]],
     precision: str,
 ) -> None:
     """Let SGD take the mean of the ways from the outer weights to the islands' models for a gradient."""
-    for parameter, *others in zip(outer.parameters(), *(m.parameters() for m in models), strict=True):
-        parameter.grad = sum(parameter.detach() - other.detach() for other in others) / len(models)
-    for group, left in zip(groups if precision != "fp32" else [], residuals, strict=False):
-        parameters = [[dict(model.named_parameters())[name] for name in group] for model in [outer, *models]]
-        set_rounded_mean(*parameters, left=left, precision=precision)
-    rule.step()
-
-
-def set_rounded_mean(
-    outer: list[nn.Parameter], *islands: list[nn.Parameter], left: list[torch.Tensor], precision: str
-) -> None:
-    """Let the gradients be the mean of what islands send of their ways, in the blocks of an engine's buffer."""
-    sent = []
-    for number, island in enumerate(islands):
-        ways = [in_buffer_order((old - new).detach()).reshape(-1) for old, new in zip(outer, island, strict=True)]
-        flat = torch.cat([nn.functional.pad(way, (0, -len(way) % 16)) for way in ways])
-        exact = nn.functional.pad(flat, (0, -len(flat) % 1024)).view(-1, 1024) + left[number]
+    for place, (parameter, *others) in enumerate(
+        zip(outer.parameters(), *(m.parameters() for m in models), strict=True)
+    ):
+        ways = [parameter.detach() - other.detach() for other in others]
         if precision == "bf16":
-            sent.append(exact.bfloat16().float())
-        else:
-            step = exact.abs().amax(1, keepdim=True) / 127
-            sent.append(torch.where(step == 0, 0, (exact / step).round() * step))
-        left[number] = exact - sent[-1]
-    mean, start = (sum(sent) / len(islands)).bfloat16().float().view(-1), 0
-    for parameter in outer:
-        place = in_buffer_order(parameter.grad)
-        place.copy_(mean[start : start + parameter.numel()].view(place.shape))
-        start += -(-parameter.numel() // 16) * 16
-
-
-def in_buffer_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view in the order of dimensions in which an engine keeps weights."""
-    return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
+            ways = [way + own[place] for way, own in zip(ways, residuals, strict=True)]
+            for way, own in zip(ways, residuals, strict=True):
+                own[place] = way - way.bfloat16().float()
+            ways = [way.bfloat16().float() for way in ways]
+        mean = sum(ways) / len(models)
+        parameter.grad = mean.bfloat16().float() if precision == "bf16" else mean
+    rule.step()
 
 
 def take_step(
@@ -218,7 +193,7 @@ def change_islands(world: World, before: int, after: int) -> dict[str, Any]:
     """Give the state of some islands to engines of another number of them; return both, and the applied steps."""
     found: dict[str, Any] = {}
     for name, islands in (("before", before), ("after", after)):
-        config, groups = island_configuration(world, islands, outer_precision="int8"), form_islands(world, islands)
+        config, groups = island_configuration(world, islands, outer_precision="bf16"), form_islands(world, islands)
         engine = make_engine(world, make_model(True), config, islands=groups)
         OuterSteps(engine, groups, world, config, 1, Loggers([]))
         if name == "before":

@@ -138,7 +138,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
     states = [value for state in optimizer.state.values() for value in state.values()]
     kept = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim > 0)
     sizes = sizes_of(network)
-    of_islands = config.has_islands * (2 + (config.outer_precision != "fp32"))
+    of_islands = config.has_islands * (2 + (config.outer_precision == "bf16"))
     values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + of_islands
     return Workload(network, image_size, channels, sizes, values, whole_bytes)
 

@@ -46,9 +46,9 @@ class EngineSettings(DataSettings):
     )
     outer_learning_rate: float = option(0.7, "--local-steps: learning rate of the outer step.", above=0, high=10)
     outer_momentum: float = option(0.9, "--local-steps: Nesterov momentum of the outer step.", low=0, high=0.9999)
-    outer_precision: Literal["fp32", "bf16", "int8"] = option(
+    outer_precision: Literal["fp32", "bf16"] = option(
         "fp32",
-        "--local-steps: in what the weights' differences cross the links; bf16: half of the bytes, int8: 3/8 of them. "
+        "--local-steps: in what the weights' differences cross the links; bf16: half of the bytes. "
         "What rounding leaves out goes with the next outer step.",
     )
     pipeline_parallel: int = option(

@@ -5,7 +5,8 @@ mean of those that they have come to, is the gradient of a step of SGD with Nest
 ones, which are evaluated and exported; islands keep the moments of their own optimizers.
 
 The outer state is in the optimizer's state beside the moments, as averages of the weights are: so it is sharded, saved
-and resumed as those. With `--outer-precision` what rounding has kept back of an island's way is in it, too.
+and resumed as those. With `--outer-precision bf16` what rounding has kept back of an island's way is in it, too, and is
+added to its next one: error feedback (Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847).
 """
 
 from __future__ import annotations
@@ -14,30 +15,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.units import plural
 from zerovision.training.engines.engine import Engine
 from zerovision.training.engines.islands import OUTER_MOMENTUM, OUTER_RESIDUAL, OUTER_WEIGHTS, Islands
-from zerovision.training.engines.norms import BLOCK
 from zerovision.training.engines.settings import EngineSettings
 from zerovision.training.recipe.optimizer import AVERAGES
-from zerovision.training.steps.compressed_mean import compressed_mean
 from zerovision.training.steps.weight_average import exchange_with
 from zerovision.training.world.collectives import mean_over_ranks
 from zerovision.training.world.world import World
-
-
-class Exchanged(NamedTuple):
-    """Mean over the islands of the ways [n], what of this island's was not sent [n] or nothing, and the bytes sent."""
-
-    mean: torch.Tensor
-    left: torch.Tensor
-    sent_bytes: int
 
 
 class OuterSteps:
@@ -63,8 +52,8 @@ class OuterSteps:
     ) -> None:
         self._engine, self._islands, self._world, self._config = engine, islands, world, config
         self._total_steps, self._loggers = total_steps, loggers
-        self._is_compressed = config.outer_precision != "fp32"
-        zeros = [OUTER_MOMENTUM, *[OUTER_RESIDUAL] * self._is_compressed]
+        self._is_rounded = config.outer_precision == "bf16"
+        zeros = [OUTER_MOMENTUM, *[OUTER_RESIDUAL] * self._is_rounded]
         for group in engine.optimizer.param_groups:
             group[AVERAGES] = (OUTER_WEIGHTS, *zeros)
         for weights, state in engine.optimizer.state.items():
@@ -112,25 +101,23 @@ class OuterSteps:
             step: of the run.
             local_steps: of the round that ends with it.
         """
-        start, states = time.perf_counter(), self._engine.optimizer.state
-        ways = [(state[OUTER_WEIGHTS] - weights).reshape(-1) for weights, state in states.items()]
-        if self._is_compressed:
-            # Blocks are the engine's, which no rank shares with another: so the ranks of an island change no byte.
-            kept = [state[OUTER_RESIDUAL].reshape(-1) for state in states.values()]
-            ways = [pad(way + residual, (0, -len(way) % BLOCK)) for way, residual in zip(ways, kept, strict=True)]
-        # In one tensor: over slow links every message takes its time. None has what no rank of its peers updates.
-        flat = torch.cat(ways) if ways else torch.empty(0, device=self._world.device)
-        mean, left, sent_bytes = _exchange(flat, self._config.outer_precision, self._islands.peers)
-        lengths = [len(way) for way in ways]
-        means, residuals = (flat.split(lengths if len(flat) else []) for flat in (mean, left))
-        gradients = {
-            weights: part[: weights.numel()].view(weights.shape) for weights, part in zip(states, means, strict=True)
-        }
+        start, peers, states = time.perf_counter(), self._islands.peers, self._engine.optimizer.state
+        sent = []
+        for weights, state in states.items():
+            way = state[OUTER_WEIGHTS] - weights
+            if self._is_rounded:
+                way += state[OUTER_RESIDUAL]
+                torch.sub(way, way.bfloat16(), out=state[OUTER_RESIDUAL])
+            sent.append(way.to(torch.bfloat16 if self._is_rounded else torch.float32).reshape(-1))
+        sent_bytes = 0
+        if sent:  # else no rank of its peers updates anything
+            flat = torch.cat(sent)  # in one tensor: over slow links every message takes its time
+            sent_bytes = 2 * (peers.size - 1) * -(-len(flat) // peers.size) * flat.itemsize
+            means = mean_over_ranks(flat, peers).split([len(way) for way in sent])
+            gradients = {weights: mean.view(weights.shape) for weights, mean in zip(states, means, strict=True)}
         self._engine.change_weights(lambda weights, state: self._update(weights, state, gradients[weights]))
-        for (weights, state), residual in zip(states.items(), residuals, strict=False):  # none of fp32
-            state[OUTER_RESIDUAL].copy_(residual[: weights.numel()].view(weights.shape))
         sent_bytes += self._engine.buffers.average(self._world)
-        values: dict[str, float] = {"round": -(-step // self._config.local_steps), "islands": self._islands.peers.size}
+        values: dict[str, float] = {"round": -(-step // self._config.local_steps), "islands": peers.size}
         values |= {"local_steps": local_steps, "sent_bytes": sent_bytes}
         values |= {"seconds": round(time.perf_counter() - start, 4)}
         self._loggers.event("outer_step", {"step": step} | values)
@@ -141,14 +128,3 @@ class OuterSteps:
         momentum.mul_(self._config.outer_momentum).add_(gradient)
         gradient = gradient.add(momentum, alpha=self._config.outer_momentum)
         weights.copy_(outer.add_(gradient, alpha=-self._config.outer_learning_rate))
-
-
-def _exchange(flat: torch.Tensor, precision: str, peers: World) -> Exchanged:
-    """Return the mean over peers of a tensor [n], for int8 and bf16 of whole blocks; a collective."""
-    if not len(flat):
-        return Exchanged(flat, flat, 0)
-    if precision == "fp32":
-        part = -(-len(flat) // peers.size)
-        return Exchanged(mean_over_ranks(flat, peers), flat[:0], 2 * (peers.size - 1) * part * flat.itemsize)
-    mean, left, sent_bytes = compressed_mean(flat.view(-1, BLOCK), precision, peers)
-    return Exchanged(mean.reshape(-1), left.view(-1), sent_bytes)

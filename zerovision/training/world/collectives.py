@@ -57,7 +57,8 @@ def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
 def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the elementwise mean of a tensor [n] over all ranks; a collective.
 
-    They are added in the order of the ranks, whatever n is: an all-reduce would add some elements in another order.
+    They are added as fp32 in the order of the ranks, whatever n is: an all-reduce would add some elements in another
+    order. Values of 16 bits also come back as such.
     """
     if world.size == 1:
         return values
@@ -66,11 +67,11 @@ def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     rows, result = values.new_empty(world.size, part), torch.empty_like(padded)
     with communication():
         dist.all_to_all_single(rows.view(-1), padded, group=world.group)
-    mean = rows[0]
+    mean = rows[0].float()
     for row in rows[1:]:
         mean += row
     with communication():
-        dist.all_gather_into_tensor(result, mean.div_(world.size), group=world.group)
+        dist.all_gather_into_tensor(result, mean.div_(world.size).to(values.dtype), group=world.group)
     return result[: len(values)]
 
 
