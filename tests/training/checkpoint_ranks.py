@@ -168,7 +168,6 @@ class Job:
             optimizer=optimizer,
             replicate_across=replicate_across,
             pipeline_parallel=stages,
-            pipeline_schedule="gpipe",
             save_every_steps=every_steps,
             save_every_minutes=0.0,
             keep_last=100,

@@ -10,7 +10,7 @@ RANKS = "tests.training.pipeline_ranks"
 # Network, leaves of a step, ranks, stages, and what else is asked for.
 QUICK = [
     ("cnn", 4, 2, 2, {}),
-    ("vit", 3, 2, 2, {"schedule": "gpipe", "split": "blocks.1"}),
+    ("vit", 3, 2, 2, {"split": "blocks.1"}),
     ("resnet", 4, 2, 2, {"schedule": "interleaved", "recomputes": True}),
     ("ensemble", 2, 2, 2, {"recomputes": True}),
 ]
@@ -18,10 +18,10 @@ SLOW = [
     ("lstm", 3, 3, 3, {}),
     ("resnet", 5, 3, 3, {"optimizer": "muon"}),
     ("vit", 6, 4, 4, {}),
-    ("vit", 4, 4, 4, {"schedule": "gpipe", "precision": "bf16"}),
+    ("vit", 4, 4, 4, {"precision": "bf16"}),
     ("resnet", 4, 4, 4, {"split": "layer1,layer2,global_pool"}),
     ("cnn", 8, 4, 2, {}),
-    ("resnet", 6, 4, 2, {"schedule": "gpipe", "optimizer": "lamb"}),
+    ("resnet", 6, 4, 2, {"optimizer": "lamb"}),
     ("vit", 8, 4, 2, {"schedule": "interleaved", "gradient_clipping": 0.0}),
     ("vit", 4, 2, 2, {"frozen": ("cls_token", "pos_embed", "patch_embed", "blocks")}),
     ("residual", 4, 2, 2, {"split": "head"}),
@@ -71,7 +71,6 @@ def test_no_features_wait_for_logits_in_evaluation(run_on_ranks):
         pytest.param(8, "1f1b", "blocks.2", 1 / 9, marks=pytest.mark.slow),
         (4, "interleaved", "blocks.1,blocks.2,blocks.3", 1 / 9),
         pytest.param(4, "1f1b", "blocks.2", 1 / 5, marks=pytest.mark.slow),
-        pytest.param(4, "gpipe", "blocks.2", 1 / 5, marks=pytest.mark.slow),
         pytest.param(2, "interleaved", "blocks.1,blocks.2,blocks.3", 1 / 5, marks=pytest.mark.slow),
     ],
 )

@@ -121,7 +121,6 @@ def test_a_tensor_lies_as_before_after_it_was_sent(name):
 @pytest.mark.parametrize(
     ("schedule", "stages", "micro_batches", "words"),
     [
-        ("gpipe", 4, 1, None),
         ("1f1b", 2, 2, None),
         ("1f1b", 4, 3, "--gradient-accumulation-steps 4"),
         ("interleaved", 2, 6, None),

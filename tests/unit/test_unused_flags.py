@@ -45,7 +45,7 @@ CASES = {  # a value, and what gives it an effect
     "outer_learning_rate": (0.5, {"local_steps": 10}),
     "outer_momentum": (0.5, {"local_steps": 10}),
     "outer_precision": ("bf16", {"local_steps": 10}),
-    "pipeline_schedule": ("gpipe", {"pipeline_parallel": 2}),
+    "pipeline_schedule": ("interleaved", {"pipeline_parallel": 2}),
     "pipeline_split": ("blocks.1", {"pipeline_parallel": 2}),
 }
 
@@ -77,7 +77,7 @@ def test_a_flag_without_what_it_belongs_to_is_named(name):
         ("momentum", {"optimizer": "sgd", "optimizer_options": "momentum=0.9", "momentum": 0.5}),
         ("head-epochs", {"model_type": "mobilenet_finetuned", "tune": "head", "head_epochs": 1}),
         ("backbone-learning-rate-scale", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),
-        ("pipeline-schedule", {"pipeline_schedule": "gpipe", "pipeline_parallel": 2, "model_type": "ensemble"}),
+        ("pipeline-schedule", {"pipeline_schedule": "interleaved", "pipeline_parallel": 2, "model_type": "ensemble"}),
         ("shift-padding", {"shift_pixels": 0, "shift_padding": "reflect"}),
         ("shift-padding", {"augmentation": "crop_flip", "shift_padding": "reflect"}),
     ],

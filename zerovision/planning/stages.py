@@ -109,7 +109,7 @@ def _under_way(config: TrainConfig, rank: int) -> int:
     steps, ranks = config.gradient_accumulation_steps, config.pipeline_parallel
     if config.pipeline_schedule == "interleaved":
         return min(2 * steps, 2 * (ranks - rank - 1) + ranks + 1)
-    return steps if config.pipeline_schedule == "gpipe" else min(steps, ranks - rank)
+    return min(steps, ranks - rank)
 
 
 def _held(stages: list[list[Piece]], under_way: int) -> Activations:

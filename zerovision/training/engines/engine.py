@@ -105,7 +105,7 @@ class PipelineSetup:
 
     Attributes:
         world: all ranks, of whose mesh the pipelines are one dimension.
-        schedule: 'gpipe', '1f1b' or 'interleaved'.
+        schedule: '1f1b' or 'interleaved'.
         split: 'auto', or the names of the modules with which the stages but the first begin, with commas between them.
         members: the models of an ensemble, which is not cut.
     """

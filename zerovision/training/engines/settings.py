@@ -58,10 +58,10 @@ class EngineSettings(DataSettings):
         low=1,
         high=1024,
     )
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = option(
+    pipeline_schedule: Literal["1f1b", "interleaved"] = option(
         "1f1b",
-        "When a stage computes which micro-batch; 1f1b: keeps as many as there are stages, gpipe: all of a step, "
-        "interleaved: two stages on each rank, which waits half as long.",
+        "When a stage computes which micro-batch; 1f1b: keeps as many as there are stages, interleaved: two stages on "
+        "each rank, which waits half as long.",
     )
     pipeline_split: str = option(
         "auto",

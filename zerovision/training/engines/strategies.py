@@ -115,7 +115,7 @@ def check_micro_batches(schedule: str, stages: int, micro_batches: int) -> None:
         UserError: with what to type.
     """
     flag = f"--pipeline-schedule {schedule}"
-    if schedule != "gpipe" and micro_batches < stages:
+    if micro_batches < stages:
         raise UserError(
             f"{flag}: {stages} ranks need {stages} micro-batches or more in a step, which has {micro_batches}: use "
             f"--gradient-accumulation-steps {stages}, or more, with a smaller batch size."

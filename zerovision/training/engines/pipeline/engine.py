@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from zerovision.training.base.timing import SpanClock, communication
 from zerovision.training.data.reader import Batch
@@ -37,7 +37,7 @@ from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.engines.zero1 import Stages, Zero1
 from zerovision.training.world.collectives import agreed
 
-SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 FEWEST_IMAGES = 2  # of a rehearsal: BatchNorm wants more than one
 
 Loss = Callable[[torch.Tensor, int], torch.Tensor]
