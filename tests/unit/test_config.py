@@ -284,7 +284,6 @@ def test_a_value_of_a_preset_that_does_not_go_is_told_with_the_flag_that_overrid
         "--preset cifar10 --learning-rate -1",
         "--preset cifar10 --strategy fsdp_stage2",
         "--preset cifar10 --momentum 0 --optimizer-options nesterov=true",
-        "--preset cifar10 --fallback-optimizer adamc --base-batch-size 256",
         "--preset deit3-small-800 --randaugment rand-m5",
     ],
 )
@@ -297,7 +296,7 @@ def test_what_overriding_a_preset_does_not_mend_names_none(words):
 @pytest.mark.parametrize(
     ("lines", "undo"),
     [
-        ("preset: cifar10\nfallback-optimizer: adamc\nbase-batch-size: 256", ""),
+        ("preset: cifar10\nlearning-rate: -1", ""),
         ("preset: resnet50-ffcv-16\ncompile: 'on'", ""),
         ("preset: resnet50-ffcv-16\neval-image-size: 0\ncompile: 'on'", "--progressive-size ''"),
     ],

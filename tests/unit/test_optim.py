@@ -275,11 +275,11 @@ def test_the_created_state_is_what_the_rule_itself_creates_in_its_first_step(nam
 def test_a_fused_rule_counts_beside_its_weights_and_the_others_on_the_cpu():
     """The fused kernels of a GPU read the count there; a CPU has no second place, so 'meta' stands for the GPU."""
     module = nn.Linear(3, 2, device="meta")
-    for name, place in (("adamw", "meta"), ("radam", "cpu")):
+    for name, place, moment in (("adamw", "meta", "exp_avg"), ("rmsprop", "cpu", "square_avg")):
         optimizer = build_optimizer(module, dataclasses.replace(CONFIG, optimizer=name), [], discriminative=False)
         create_state(optimizer, module.parameters())
         assert {state["step"].device.type for state in optimizer.state.values()} == {place}
-        assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"meta"}
+        assert {state[moment].device.type for state in optimizer.state.values()} == {"meta"}
 
 
 def test_sgd_without_momentum_keeps_nothing():

@@ -79,7 +79,7 @@ def test_another_engine_is_taken_where_the_default_one_does_not_fit():
     assert f"; --engine {found[0].engine} would need {format_bytes(found[0].memory.peak)}" in reason(job, chosen, [])
 
 
-@pytest.mark.parametrize("name", ["muon", "lars", "adagrad"])
+@pytest.mark.parametrize("name", ["muon", "lars"])
 def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
     """With enough memory, and with less than it needs as asked for."""
     job = dataclasses.replace(JOB, config=TrainConfig(model_type="basic_cnn", batch_size=32, optimizer=name))

@@ -33,9 +33,7 @@ from zerovision.training.recipe.rules import (
     ALLOWED,
     ELEMENT_WISE,
     MATRIX_RULES,
-    REFUSED,
     SHIFTED_RATE,
-    SQUARED_DECAY,
     WHOLE_PARAMETER,
 )
 from zerovision.training.setup import set_up_engine
@@ -55,11 +53,10 @@ def make(name: str, head: Collection[str] = (), **changes):
 
 
 def set_gradients(module: nn.Module, step: int) -> None:
-    """Set other gradients for each step, at right angles to the weights: AdamP and SGDP project only such."""
+    """Set other gradients for each step."""
     generator = torch.Generator().manual_seed(step)
     for number, weight in enumerate(module.parameters()):
-        gradient = torch.randn(weight.shape, generator=generator) * (number + 1)
-        weight.grad = gradient - weight.detach() * (gradient * weight.detach()).sum() / weight.detach().square().sum()
+        weight.grad = torch.randn(weight.shape, generator=generator) * (number + 1)
 
 
 def train(module: nn.Module, rule: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
@@ -94,10 +91,9 @@ def train_flat(name: str, cut: int) -> list[torch.Tensor]:
     return [weight.detach() for weight in module.parameters()]
 
 
-def test_every_optimizer_of_timm_is_in_the_table_once():
-    names = [*ALLOWED, *REFUSED]
-    assert sorted(names) == sorted(list_optimizers())
-    assert len({*names}) == len(names)
+def test_the_table_names_optimizers_of_timm_once():
+    assert {*ALLOWED} <= {*list_optimizers()}
+    assert len({*ALLOWED}) == len(ALLOWED)
 
 
 @pytest.mark.parametrize("name", [*ELEMENT_WISE, *WHOLE_PARAMETER])
@@ -141,7 +137,7 @@ def test_a_rule_is_timms_by_that_name(name):
     ours = train(module, rule, range(3))
     module, rule = make(name)
     groups = [{key: group[key] for key in ("params", "weight_decay")} for group in rule.param_groups]
-    unclipped = {"max_grad_norm": None} if "lamb" in name else {}
+    unclipped = {"max_grad_norm": None} if name == "lamb" else {}
     oracle = create_optimizer_v2(groups, opt=name, lr=CONFIG.learning_rate, momentum=CONFIG.momentum, **unclipped)
     for one, other in zip(ours, train(module, oracle, range(3)), strict=True):
         assert_same_but_rounding(one, other)
@@ -188,7 +184,6 @@ def test_a_run_in_fp32_has_muons_products_in_fp32(name, precision):
     ours = [module[0].weight, module[2].weight]
     apart = max((own - other).abs().max().item() for own, other in zip(ours, given, strict=True))
     step = max((other - old).abs().max().item() for other, old in zip(given, before, strict=True))
-    # Of the step: adamuon divides its elements by their size, so that the rounding of small ones weighs as much.
     assert apart < 1e-3 * step if precision == "fp32" else apart > 1e-3 * step
 
 
@@ -205,20 +200,6 @@ def test_weights_stay_at_a_rate_of_0(name):
             weight.grad = torch.zeros_like(weight)
         rule.step()
     assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", [name for name in ELEMENT_WISE if name in SQUARED_DECAY])
-def test_the_decay_of_a_fallback_refers_to_its_own_peak(name):
-    """In a step at the peak and with gradients of 0, weights decay as by that rule alone at the fallback's rate."""
-    head = ["2.weight"]
-    module, rule = make("muon", head, fallback_optimizer=name, fallback_learning_rate_scale=10.0)
-    alone, oracle = make(name, head, learning_rate=0.1)
-    for network, by in ((module, rule), (alone, oracle)):
-        for weight in network.parameters():
-            weight.grad = torch.zeros_like(weight)
-        by.step()
-    torch.testing.assert_close(module[2].weight, alone[2].weight, atol=0, rtol=1e-6)
-    assert not torch.equal(alone[2].weight, make(name)[0][2].weight)
 
 
 def test_the_head_and_depthwise_convolutions_are_the_fallbacks():
@@ -276,20 +257,20 @@ def test_what_is_sound_is_allowed():
     ("name", "changes", "told"),
     [
         (
-            "sgdw",
-            {"momentum": 0.0},
-            "--optimizer sgdw with a momentum of 0.0: Nesterov momentum requires a momentum and zero "
+            "momentum",
+            {"momentum": 0.0, "optimizer_options": "nesterov=true"},
+            "--optimizer momentum with a momentum of 0.0: Nesterov momentum requires a momentum and zero "
             "dampening. Use --optimizer sgd, or a momentum above 0.",
         ),
         (
-            "sgdw",
+            "sgd",
             {"optimizer_options": "eps=1e-3"},
-            "--optimizer-options eps: sgdw has no such option. Allowed: momentum",
+            "--optimizer-options eps: sgd has no such option. Allowed: momentum",
         ),
         (
             "muon",
-            {"fallback_optimizer": "sgdw", "fallback_options": "momentum=0"},
-            "--fallback-optimizer sgdw with a momentum of 0.0: Nesterov momentum requires a momentum and zero "
+            {"fallback_optimizer": "momentum", "fallback_options": "momentum=0,nesterov=true"},
+            "--fallback-optimizer momentum with a momentum of 0.0: Nesterov momentum requires a momentum and zero "
             "dampening. Use --fallback-optimizer sgd, or a momentum above 0.",
         ),
         ("muon", {"optimizer_options": "betas=0.9/0.99"}, "--optimizer-options betas: muon has no such option."),

@@ -26,7 +26,6 @@ from zerovision.training.recipe.rules import (
     ELEMENT_WISE,
     MATRIX_RULES,
     SHIFTED_RATE,
-    SQUARED_DECAY,
     check_optimizer,
     read_options,
 )
@@ -279,11 +278,6 @@ def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
         yield f"{of['optimizer']} {config.optimizer} needs a {of['momentum']} above 0, such as 0.95."
     for name in ("optimizer", "fallback_optimizer")[: 1 + has_fallback]:
         rule = getattr(config, name)
-        if rule in SQUARED_DECAY and config.base_batch_size:
-            yield (
-                f"{of[name]} {rule} and {of['base_batch_size']} exclude each other: its decay refers to "
-                "--learning-rate itself."
-            )
         if rule in SHIFTED_RATE and head_epochs_of(config):
             yield (
                 f"{of[name]} {rule} moves weights at a learning rate of 0, which the backbone has in the epochs of the "

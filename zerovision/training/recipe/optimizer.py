@@ -20,9 +20,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # One pass over each flat tensor: 0.87 of the step time of PyTorch's default.
     **{name: {"fused": True} for name in ("adam", "adamw", "sgd", "momentum", "nesterov")},
     # Gradient clipping is the engine's.
-    **{name: {"max_grad_norm": None} for name in ("lamb", "lambc", "lambw", "lambcw", "lambcd", "clamb", "clambw")},
+    "lamb": {"max_grad_norm": None},
 }
-WITHOUT_BETAS = ("muon", "nmuon")  # whose class has them for other rules
 # What does not begin with zeros, by the rule's class.
 STARTS = {("RMSpropTF", "square_avg"): torch.ones_like, ("MADGRAD", "x0"): torch.clone}
 
@@ -165,8 +164,8 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
         flag, text = "--fallback-options", config.fallback_options
     options = read_options(flag, text)
     known = {*inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters}
-    if name in WITHOUT_BETAS:
-        known.remove("betas")
+    if name in MATRIX_RULES:
+        known.remove("betas")  # which the class has for other rules
     for option in options:
         if option not in known:
             allowed = ", ".join(sorted(OPTION_READERS.keys() & known)) or "none"
@@ -243,11 +242,7 @@ def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> N
 
 
 def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a rule creates for a parameter in its first step; found once, by a step on zeros of 2 x 2.
-
-    Raises:
-        UserError: if there is something in it that no checkpoint holds.
-    """
+    """Return what a rule creates for a parameter in its first step; found once, by a step on zeros of 2 x 2."""
     if "created_state" not in group:
         weight = nn.Parameter(torch.zeros(2, 2))
         weight.grad = torch.zeros(2, 2)
@@ -256,11 +251,7 @@ def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[s
         trial.step()
         if "step" in trial.param_groups[0]:
             group["step"] = trial.param_groups[0]["step"]
-        created = {kind: value for kind, value in trial.state[weight].items() if value is not None}
-        for kind, value in created.items():
-            if not (kind == "step" or isinstance(value, bool) or _is_moment(value)):
-                raise UserError(f"{type(rule).__name__}: no checkpoint holds its state {kind!r}: use another rule.")
-        group["created_state"] = created
+        group["created_state"] = {kind: value for kind, value in trial.state[weight].items() if value is not None}
     return group["created_state"]
 
 

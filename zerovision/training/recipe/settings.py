@@ -8,7 +8,7 @@ from typing import Literal
 from zerovision.models import USUAL_RATE, model_spec
 from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option
 from zerovision.training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
-from zerovision.training.recipe.rules import ALLOWED, ELEMENT_WISE, MATRIX_RULES, OPTION_READERS
+from zerovision.training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, OPTION_READERS, WHOLE_PARAMETER
 from zerovision.training.recipe.schedule import SCHEDULES
 
 CONTRASTIVE = ("supcon",)  # losses of a projection, not of a classifier
@@ -21,7 +21,7 @@ class RecipeSettings(RunSettings):
     optimizer: str = option(
         "adamw",
         "Update rule, by timm's name; sgd has Nesterov momentum. Under every strategy: "
-        f"{', '.join([*ELEMENT_WISE, 'lamb'])}. Under ddp alone: {', '.join(ALLOWED[len(ELEMENT_WISE) + 1 :])}.",
+        f"{', '.join(ELEMENT_WISE)}. Under ddp alone: {', '.join(WHOLE_PARAMETER)}.",
     )
     fallback_optimizer: str = option(
         "adamw", f"{', '.join(MATRIX_RULES)}: rule of the head, and of all that is no matrix and no convolution."
