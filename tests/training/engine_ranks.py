@@ -35,7 +35,6 @@ from zerovision.training.engines.build_engine import build_engine, resolve_engin
 from zerovision.training.engines.deepspeed_config import deepspeed_config, read_strategy_json
 from zerovision.training.engines.engine import Engine, EngineSetup, PipelineSetup
 from zerovision.training.engines.islands import Islands
-from zerovision.training.engines.model import synchronize_batchnorm
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import train_one_epoch
@@ -603,18 +602,3 @@ def batchnorm_average_report(world: World):
     before = {name: leaves.double().tolist() for name, leaves in buffers.by_name().items()}
     buffers.average(world)
     return {"before": before, "after": {name: leaves.double().tolist() for name, leaves in buffers.by_name().items()}}
-
-
-def sync_batchnorm_report(world: World):
-    """Two ranks with half a batch each and synchronized BatchNorm; return loss, gradients, buffers."""
-    module = synchronize_batchnorm(nn.Sequential(make_model(True), nn.BatchNorm1d(CLASSES)), world)
-    images, labels = make_batch(0, 0, size=2 * BATCH_SIZE)
-    share = slice(world.rank * BATCH_SIZE, (world.rank + 1) * BATCH_SIZE) if world.size > 1 else slice(None)
-    parallel = DistributedDataParallel(module, broadcast_buffers=False) if world.size > 1 else module
-    loss = nn.functional.cross_entropy(parallel(images[share]), labels[share])
-    loss.backward()
-    return {
-        "loss": mean_over_ranks(world, loss),
-        "gradients": {name: p.grad.double().tolist() for name, p in module.named_parameters()},
-        "buffers": {name: buffer.double().tolist() for name, buffer in module.named_buffers()},
-    }

@@ -308,11 +308,6 @@ def test_buffers_are_averaged_over_the_leaves_of_all_ranks(run_cases):
             assert_same_but_rounding(leaf, np.mean(leaves, axis=0))
 
 
-def test_synchronized_batchnorm_equals_one_rank_with_the_whole_batch(run_cases):
-    two, one = (run_cases("sync_batchnorm_report", size)[()][0] for size in (2, 1))
-    assert_same_but_rounding(two, one)
-
-
 def test_evaluation_is_exact_on_any_number_of_ranks(run_cases):
     """360 samples in batches of 8: full on 1 rank, padded on 2 and 3."""
     reports = {size: run_cases("evaluation_report", size)[()] for size in (1, 2, 3)}

@@ -154,7 +154,7 @@ def test_accelerate_which_starts_torchrun(tmp_path):
         *["accelerate", "launch", "--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"],
         *[ENTRY, "--model-type", "cnn_lstm"],
         *["--strategy", "fsdp_stage3", "--epochs", "1", "--batch-size", "50", "--data", "fake", "--image-size", "16"],
-        *["--precision", "bf16", "--activation-checkpointing", "--sync-batchnorm", "--offload", "all"],
+        *["--precision", "bf16", "--activation-checkpointing", "--offload", "all"],
         *["--run-name", "r", "--log-dir", str(tmp_path), "--optimizer", "adan", "--learning-rate", "0.01"],
         *["--log-every-steps", "1"],
     )

@@ -235,6 +235,8 @@ def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
     built, _ = model_module.build_training_model(config, data, World(1, 0, 1, 2, GPU))
     ((first, second),) = built.module[0].forward.args
     assert [type(layer) for layer in (first[1], second[0])] == [nn.SyncBatchNorm] * 2
+    with pytest.raises(UserError, match=r"^--sync-batchnorm: .* needs GPUs: leave it out"):
+        model_module.build_training_model(config, data, World(1, 0, 1, 2, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from small_checkpoints import ALONE
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -19,12 +18,10 @@ from zerovision.training.base.leaves import Leaves
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepResult
-from zerovision.training.engines.model import synchronize_batchnorm
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.precision import DynamicLossScale
 from zerovision.training.observe.scores import sample_losses
 from zerovision.training.steps.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
-from zerovision.training.world.world import World
 
 APPLIED, SKIPPED = StepResult(True, 1.0), StepResult(False, float("inf"))
 
@@ -250,29 +247,14 @@ def images_of(seed):
     return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def gloo(tmp_path):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def synchronized(norm):
-    return synchronize_batchnorm(nn.Sequential(norm), World(0, 0, 2, 2, torch.device("cpu")))
-
-
 NORMS = {
     "BatchNorm2d": lambda: nn.BatchNorm2d(3),
     "cumulative": lambda: nn.BatchNorm2d(3, momentum=None),
     "without affine": lambda: nn.BatchNorm2d(3, affine=False),
     "timm BatchNormAct2d": lambda: BatchNormAct2d(3),
-    "synchronized": lambda: synchronized(nn.BatchNorm2d(3)),
-    "synchronized timm": lambda: synchronized(BatchNormAct2d(3)),
 }
 
 
-@pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_batchnorm_works_on_as_before_and_is_set_back(norm):
     torch.manual_seed(2)

@@ -111,7 +111,7 @@ class RunSettings:
         high=0.99,
     )
     activation_checkpointing: bool = option(False, "Recompute activations in backward: less memory, more time.")
-    sync_batchnorm: bool = option(False, "BatchNorm statistics over all ranks' samples instead of each rank's own.")
+    sync_batchnorm: bool = option(False, "BatchNorm statistics over all GPUs' samples instead of each rank's own.")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "Arithmetic; auto: bf16 on GPUs that have it, fp16 on older GPUs, fp32 on CPU."
     )
