@@ -34,7 +34,6 @@ from zerovision.training.config.command_line import OneLineParser, run_script
 
 INGREDIENTS = {
     "Muon (AdamW in its place)": "--optimizer adamw --optimizer-options= --learning-rate 0.004",
-    "whitened stem": "--whitened-stem false",
     "label smoothing": "--label-smoothing 0",
     "lookahead": "--lookahead 0",
     "weight decay": "--weight-decay 0",
@@ -141,7 +140,7 @@ def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> 
         if different := [key for key in ("versions", "data_sha256") if begun[key] != study[key]]:
             raise UserError(f"{file}: has other {', '.join(different)}; {ANEW}.")
         known = {variant["name"]: variant["command"] for variant in begun["variants"]}
-        if changed := [name for name, command in known.items() if command != shlex.join(commands.get(name, []))]:
+        if changed := [key for key, words in commands.items() if known.get(key, "") not in ("", shlex.join(words))]:
             raise UserError(f"{file}: has another command for {', '.join(changed)}; {ANEW}.")
         begun["variants"] += [variant for variant in study["variants"] if variant["name"] not in known]
         study = begun
@@ -150,7 +149,7 @@ def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> 
         keep_preset(STUDIES[name].preset, folder, ANEW)
     for seed in range(seeds):
         for number, variant in enumerate(study["variants"]):
-            if (not only or variant["name"] in only) and all(run["seed"] != seed for run in variant["runs"]):
+            if variant["name"] in (only or commands) and all(run["seed"] != seed for run in variant["runs"]):
                 if variant.setdefault("machine", machine_name()) != machine_name():
                     raise UserError(f"{file}: {variant['name']} was trained on {variant['machine']}; go on there.")
                 command = [*commands[variant["name"]], "--data", f"npz:{data}"]

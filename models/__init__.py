@@ -38,6 +38,8 @@ class ModelSpec:
     """Peak of AdamW from random weights if none is given, see docs/models.md."""
     takes_members: bool = False
     """Whether the network is made of other models of this table."""
+    whitens_stem: bool = False
+    """Whether its first convolution whitens the training images if it begins with random weights."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What `create` takes besides."""
 
@@ -47,10 +49,17 @@ MODELS: dict[str, ModelSpec] = {
         "zerovision.models.basic_cnn", "small plain CNN: a baseline that trains in seconds", options={"dropout": 0.2}
     ),
     "airbench": ModelSpec(
-        "zerovision.models.airbench", "airbench's CNN, which trains fast on small images", options={"width": 64}
+        "zerovision.models.airbench",
+        "airbench's CNN, which trains fast on small images",
+        whitens_stem=True,
+        options={"width": 64},
     ),
     "airbench_small": ModelSpec(
-        "zerovision.models.airbench", "airbench's CNN at half its width", options={"width": 32}, learning_rate=3e-3
+        "zerovision.models.airbench",
+        "airbench's CNN at half its width",
+        whitens_stem=True,
+        options={"width": 32},
+        learning_rate=3e-3,
     ),
     "mobilenet": ModelSpec(
         "zerovision.models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100", learning_rate=3e-3

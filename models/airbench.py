@@ -12,7 +12,7 @@ from torch import nn
 from zerovision.models.sides import ImageSize
 
 STEM_SIZE = 2  # pixels
-STEM_FILTERS = 24  # twice the values of a patch of 3 channels: what --whitened-stem fills in pairs
+STEM_FILTERS = 24  # twice the values of a patch of 3 channels: what whitening fills in pairs
 LOGIT_SCALE = 1 / 9
 
 

@@ -28,9 +28,9 @@ RECIPES = {
     "--cutmix 1 --mixup-probability 0.7 --repeated-augmentation 3 --sampling balanced",
     "weights": "--optimizer adan --loss bce --schedule wsd --ema 0.9 --lookahead 3 --layer-decay 0.8",
 }
-# What a recipe has for one network alone: a ViT has one size of images, and no small convolution at its beginning.
+# What a recipe has for one network alone: a ViT has one size of images.
 OF_MODEL = {
-    MODEL: {"images": "--progressive-size 16:1:3", "weights": "--whitened-stem"},
+    MODEL: {"images": "--progressive-size 16:1:3"},
     DIVIDED_MODEL: dict.fromkeys(RECIPES, "--drop-path 0.1"),
 }
 RUN = "run"

@@ -265,7 +265,6 @@ def test_a_file_is_checked_together_with_the_flags(line, words, wrong, tmp_path)
     ("words", "undo"),
     [
         ("--preset vit-small-finetune --weights x", "--pretrained false"),
-        ("--preset cifar10 --weights x", "--whitened-stem false"),
         ("--preset resnet50-ffcv-16 --epochs 1", "--warmup-epochs auto"),
         ("--preset resnet50-rsb-a2 --loss cross_entropy", "--bce-target-threshold 0.0"),
         ("--preset vit-small-90 --crop-scale 0.08,1 --augmentation none", "--randaugment rand-m9-mstd0.5"),

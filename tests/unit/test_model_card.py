@@ -201,7 +201,7 @@ def test_no_folder_of_the_machine_is_in_the_card(run: Path, data: str, shown: st
 
 
 def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
-    chosen = {"ema": 0.99, "mixup": 0.4, "lookahead": 6, "fallback_optimizer": "sgd", "whitened_stem": True}
+    chosen = {"ema": 0.99, "mixup": 0.4, "lookahead": 6, "fallback_optimizer": "sgd"}
     write_json(run / "config.json", dataclasses.asdict(dataclasses.replace(CONFIG, workers="3", **chosen)))
     text = write_model_card(run).read_text(encoding="utf-8")
     _, _, recipe = text.partition("## Recipe")
@@ -211,7 +211,6 @@ def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
         "mixup": "0.4",
         "lookahead": "6",
         "fallback_optimizer": "sgd",
-        "whitened_stem": "true",
     }
     assert "The weights are an exponential moving average" in recipe
     assert rows.keys().isdisjoint({"cutmix", "workers", "data", "run_name"})
@@ -219,7 +218,7 @@ def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
 
 
 def test_values_of_a_preset_that_were_overridden_are_repeated():
-    words = "--preset fashion-mnist --label-smoothing 0.1 --lookahead 0 --precision auto --whitened-stem false"
+    words = "--preset fashion-mnist --label-smoothing 0.1 --lookahead 0 --precision auto"
     config = parse_args(words.split())[0]
     _, _, model, strategy, _, batch, epochs, *flags = launch_command(config, 2, 2, OF_ONE_RUN)
     words = ["--model-type", model, "--strategy", strategy, "--batch-size", batch, "--epochs", epochs, *flags]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from timm.layers import ScaledStdConv2d
-from torch import nn
 from torch.nn import functional
 
-from zerovision.models.build import BuiltModel, build_model
-from zerovision.training.base.errors import UserError
+from zerovision.models.build import build_model
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.recipe.whitening import EPSILON, whiten_stem, whitening_filters
 
@@ -66,20 +63,3 @@ def test_the_stem_is_frozen_with_filters_of_a_fixed_sample_on_the_rank_that_comp
     assert torch.equal(stems[0][:16], -stems[0][16:])
     deviations = outputs[:, :8].transpose(0, 1).flatten(1).square().mean(1).sqrt()
     torch.testing.assert_close(deviations, torch.ones(8), atol=0.25, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (nn.Linear(3, 2), "no single, plain first convolution"),
-        (nn.Sequential(ScaledStdConv2d(3, 6, 3)), "no single, plain first convolution"),
-        (nn.Sequential(nn.Conv2d(3, 64, 1)), "has 64 filters, an even number up to 6 can whiten"),
-        (nn.Sequential(nn.Conv2d(3, 5, 3)), "has 5 filters, an even number up to 54 can whiten"),
-    ],
-)
-def test_a_stem_that_cannot_whiten_is_refused(module, message, digits):
-    if isinstance(module, nn.Sequential):
-        module.default_cfg = {"first_conv": "0"}
-    with pytest.raises(UserError, match=f"^--whitened-stem: .*{message}") as caught:
-        whiten_stem(BuiltModel(module, {}), digits, computes=True)
-    assert "\n" not in str(caught.value)

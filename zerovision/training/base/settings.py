@@ -93,9 +93,6 @@ class RunSettings:
     stem: Literal["auto", "keep"] = option(
         "auto", "First layer's stride; auto: 1 instead of 2 for images below 64 pixels; keep: the network's own."
     )
-    whitened_stem: bool = option(
-        False, "The first convolution whitens patches of the training images, and is not trained."
-    )
     dropout: float | Literal["auto"] = option(
         "auto",
         "Dropout of what the classifier reads, and in cnn_lstm between the LSTM's layers; auto: 0.2 in basic_cnn and "

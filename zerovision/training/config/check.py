@@ -141,15 +141,12 @@ def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> 
     Raises:
         UserError: if it would keep random weights.
     """
-    if read_tune(config.tune)[0] != "full" and not _has_weights(config):
+    has_weights = config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
+    if read_tune(config.tune)[0] != "full" and not has_weights:
         raise UserError(
             f"{label_of['tune']} {config.tune}: what is not trained would keep random weights: "
             f"add {label_of['pretrained']}, or {label_of['weights']} FILE."
         )
-
-
-def _has_weights(config: TrainConfig) -> bool:
-    return bool(config.weights or config.pretrained or model_spec(config.model_type).always_pretrained)
 
 
 def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
@@ -251,8 +248,6 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto tries those of this batch."
     if config.mixup_off_epochs > config.epochs:
         yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {plural(config.epochs, 'epoch')} only."
-    if config.whitened_stem and _has_weights(config):
-        yield f"{of['whitened_stem']} would replace weights that are loaded: leave it out."
     if config.weights and config.pretrained:
         yield f"{of['weights']} and {of['pretrained']} exclude each other: give one of them."
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerovision.models import model_spec
 from zerovision.models.build import BuiltModel, build_model
 from zerovision.models.dry_run import forward_failure
 from zerovision.models.sides import ImageSize
@@ -97,7 +98,7 @@ def build_training_model(
 
     # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
     built = agreed(lambda: build() if world.local_rank == 0 else None, world) or build()
-    if config.whitened_stem:
+    if model_spec(config.model_type).whitens_stem and not config.weights:
         agreed(lambda: whiten_stem(built, data, computes=world.is_main), world)
     module = built.module
     # Before the conversion for several ranks: only rank 0 counts.

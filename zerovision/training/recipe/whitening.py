@@ -14,9 +14,6 @@ from torch import nn
 from torch.nn import functional
 
 from zerovision.models.build import BuiltModel
-from zerovision.models.image_size import as_names
-from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
-from zerovision.training.base.errors import UserError
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.reading.images import ImageError
 
@@ -29,26 +26,13 @@ def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None
     """Freeze a model's first convolution, with whitening filters.
 
     Args:
-        built: the model, on the CPU.
+        built: a model of which `ModelSpec.whitens_stem` holds, on the CPU.
         data: whose training images are whitened, as they are in evaluation: at most 1000, evenly from the whole set.
         computes: whether to compute the filters: one rank does, because all get its frozen weights.
-
-    Raises:
-        UserError: if the model has no such convolution, or one that pairs of filters cannot fill.
     """
-    names = as_names(getattr(built.module, "default_cfg", {}).get("first_conv"))
-    stem = built.module.get_submodule(names[0]) if len(names) == 1 else None
-    # Others standardize their weights before they convolve with them.
-    if not isinstance(stem, nn.Conv2d) or type(stem) not in PLAIN_CONVOLUTIONS or stem.groups != 1:
-        raise UserError("--whitened-stem: this model has no single, plain first convolution: leave it out.")
-    filters, most = stem.out_channels, 2 * stem.weight[0].numel()
-    if filters % 2 or filters > most:
-        raise UserError(
-            f"--whitened-stem: the first convolution of this model has {filters} filters, an even number up to {most} "
-            "can whiten: leave it out."
-        )
+    stem: nn.Conv2d = built.module.get_submodule(built.module.default_cfg["first_conv"])  # type: ignore
     if computes:
-        half = whitening_filters(_sample(data), stem.weight.shape[2:])[: filters // 2]
+        half = whitening_filters(_sample(data), stem.weight.shape[2:])[: stem.out_channels // 2]
         stem.weight.copy_(torch.cat([half, -half]).view_as(stem.weight))
     stem.weight.requires_grad_(False)
 
