@@ -31,6 +31,7 @@ def step(number: int, seconds: float, steps: int = 10, *, at: float = 0.0, **cha
         "total_steps": EPOCHS * STEPS_PER_EPOCH,
         "loss": 4 / number,
         "learning_rate": 0.001,
+        "seconds": seconds,
         "images_per_second": steps * GLOBAL_BATCH / seconds,
         "gradient_norm": 2.0,
         "time_shares": SHARES,
@@ -52,6 +53,8 @@ def epoch(number: int, top1: float, *, at: float = 0.0, **changes: Any) -> dict[
         "val_top1": top1,
         "val_top5": 1.0,
         "val_samples": 10,
+        "best_by": "top1",
+        "score": top1,
         "evaluation_seconds": 0.5,
         "memory_bytes_per_rank": [3000, 2000 + number],
     } | changes

@@ -30,7 +30,6 @@ from zerovision.training.data.augment import evaluation_transform
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.messages import _augmented_sample
-from zerovision.training.resume import NORMALIZATION, keep_preparation, preparation_of
 from zerovision.training.run import run
 
 SIDE, TRAIN, CLASSES = 12, 40, 4
@@ -70,19 +69,6 @@ def test_a_channel_of_one_value_is_as_in_training_for_every_use(tmp_path, kind, 
         assert image.abs().max() < 100
     std = data.preprocessing["std"]
     assert std[0] > std[1] >= SMALLEST_STD
-
-
-def test_a_checkpoint_with_a_deviation_of_0_goes_on_with_what_its_run_was_trained_with(tmp_path):
-    arrays = {f"x_{part}": draw("uint8", count, SIDE, SIDE, 4) for part, count in (("train", TRAIN), ("test", 20))}
-    for array in arrays.values():
-        array[..., 3] = 255
-    config = TrainConfig(data=save(tmp_path / "a.npz", "uint8", 4, **arrays), image_channels=4)
-    data = load_data(data_options(config))
-    saved = preparation_of(data) | {"std": [*data.preprocessing["std"][:3], 0.0]}
-    found = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(identity={NORMALIZATION: saved}, config={}))
-    kept = keep_preparation(config, data, found)
-    assert kept.preprocessing["std"] == data.preprocessing["std"]
-    assert kept.preprocessing["std"][3] == 1e-4
 
 
 LARGEST = {"uint16": 65535, "int16": 32767, "float32": 1, "float64": 1, ">u2": 65535}

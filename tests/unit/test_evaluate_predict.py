@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exports import save_run
 from PIL import Image
 from sklearn.metrics import accuracy_score, classification_report, log_loss, top_k_accuracy_score
 from torch import nn
@@ -273,31 +272,6 @@ def test_a_test_part_alone_is_evaluated_whole(call, run, digit_folder, tmp_path,
     code, _, err = call(evaluate, run, "--data", data, "--split", "val")
     assert (code, err.count("\n")) == (2, 1)
     assert "has no val part: give test" in err
-
-
-def test_weights_of_earlier_versions_may_have_a_class_that_no_image_has(call, tmp_path):
-    """Labels from 1 on had a class 0 before."""
-    x, y = np.random.default_rng(0).integers(0, 255, (24, 8, 8), dtype=np.uint8), 1 + np.arange(24) % 3
-    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    options = {"data": f"npz:{tmp_path / 'a.npz'}", "image_size": 8}
-    pair = load_data(DataOptions(**options))
-    assert pair.class_names == ["1", "2", "3"]
-    built = build_model("basic_cnn", num_classes=4, image_size=8)
-    run = save_run(tmp_path / "run", built, dataclasses.replace(pair, class_names=[*"0123"]))
-    write_json(run / "config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", **options)))
-    assert call(evaluate, run)[0] == 0
-    facts = read_json(run / "evaluation" / "scores.json")
-    assert {one["name"]: one["support"] for one in facts["classes"]} == {"0": 0, "1": 8, "2": 8, "3": 8}
-
-
-def test_weights_of_earlier_versions_know_numbers_without_zeros_in_front(call, run, digit_folder, tmp_path):
-    """Then 007 was called 7."""
-    for label in range(10):
-        shutil.copytree(digit_folder / str(label), tmp_path / "new" / f"00{label}")
-    for data, output in ((tmp_path / "new", "new"), (digit_folder, "old")):
-        assert call(evaluate, run, "--data", data, "--output", tmp_path / f"of-{output}")[0] == 0
-    new, old = (read_json(tmp_path / name / "scores.json") for name in ("of-new", "of-old"))
-    assert (new["top1"], new["samples"]) == (old["top1"], old["samples"])
 
 
 def test_missing_classes_are_refused_unless_allowed(call, run, digit_folder, data, logits, tmp_path):

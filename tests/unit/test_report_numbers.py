@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from made_runs import GLOBAL_BATCH, RESTARTED, START, end, epoch, event, make_run, step
+from made_runs import RESTARTED, START, end, epoch, event, make_run, step
 
 from zerovision.delivery.report.charts import Line, draw, thin
 from zerovision.delivery.report.incidents import find_incidents
@@ -28,7 +28,7 @@ from zerovision.delivery.report.training_curves import single_run_charts
 
 
 def history_of(lines) -> History:
-    history = History(GLOBAL_BATCH)
+    history = History()
     for line in lines:
         history.add(line)
     return history
@@ -66,13 +66,9 @@ def test_all_lines_count_for_the_time_and_the_latest_for_the_curves():
 
 def test_the_logged_seconds_of_an_interval_are_its_time():
     """In 10 steps of 32 an interval at the end of an epoch may have 300 images, the rest is padding."""
-    lines = [
-        step(10, 2.0) | {"seconds": 2.0},
-        step(20, 1.0) | {"seconds": 1.0, "images_per_second": 300.0},
-        step(30, 4.0),
-    ]
+    lines = [step(10, 2.0), step(20, 1.0) | {"images_per_second": 300.0}, step(30, 4.0)]
     history = history_of(lines)
-    assert list(history.columns["interval_seconds"]) == [2.0, 1.0, 4.0], "the last one as older versions log it"
+    assert list(history.columns["interval_seconds"]) == [2.0, 1.0, 4.0]
     assert (history.logged_seconds, history.logged_images) == (7.0, 320 + 300 + 320)
 
 
@@ -148,18 +144,6 @@ def test_epochs_after_a_resume_are_forgotten():
         assert history.best_epoch["epoch"] == best
         caption = single_run_charts(history)[1]["caption"]
         assert {"loss": "with loss 0.2000", "auroc": "with AUROC 90.00"}[best_by] in caption
-
-
-def test_old_lines_without_the_new_fields():
-    old = {
-        name: value
-        for name, value in epoch(1, 0.5).items()
-        if name not in ("evaluation_seconds", "memory_bytes_per_rank")
-    }
-    history = history_of([step(20, 1.0, time_shares={}), old])
-    assert history.memory_bytes_per_rank == [1000]
-    assert any("not recorded" in remark for remark in time_breakdown(history_of([step(20, 1.0), old])).remarks)
-    assert time_breakdown(history) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -356,7 +340,7 @@ def test_incidents():
     ]
     assert found["lanes"][0][1] == [50.0]
     assert found["summary"][0] == "1 resume, 1 skipped step, 1 wrong gradient and 1 warning of a slow rank."
-    assert find_incidents(History(None))["rows"] == []
+    assert find_incidents(History())["rows"] == []
 
 
 def test_classes_and_confusion(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import GLOBAL_BATCH, RESTARTED, event, make_run, step
+from made_runs import RESTARTED, event, make_run, step
 
 from zerovision.delivery.report import formatting
 from zerovision.delivery.report.page import TEMPLATE, watch, write_report
@@ -115,7 +115,7 @@ def test_an_unfinished_last_line_is_ignored(tmp_path):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "step", "ti')
-    assert list(read_history(run / "metrics.jsonl", GLOBAL_BATCH).steps) == [10, 20, 30, 40]
+    assert list(read_history(run / "metrics.jsonl").steps) == [10, 20, 30, 40]
 
 
 BAD_LINES = [

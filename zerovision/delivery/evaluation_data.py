@@ -155,8 +155,7 @@ def load_evaluation_data(
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
     part = datasets.parts.get(split, datasets.val)
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
-    allow_missing = choice.allow_missing_classes or is_own  # earlier versions gave numbers that no image has a class
-    label_map = _label_map(datasets.class_names, metadata["class_names"], allow_missing)
+    label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
     label_sets = None
     if datasets.label_sets is not None:
         targets = datasets.label_sets.targets
@@ -252,15 +251,14 @@ def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: dict[s
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:
-    """Return the model's number of each class of the data; 007 is 7 to weights of earlier versions, which know it so.
+    """Return the model's number of each class of the data.
 
     Raises:
         UserError: if the data has a class that the model does not know, or lacks one (unless allowed).
     """
     keys = {clean(name): number for number, name in enumerate(model_classes)}
-    of_data = {name if name in keys else str(int(name)) if name.isdecimal() else name: name for name in data_classes}
-    unknown = [name for key, name in of_data.items() if key not in keys]
-    missing = [model_classes[number] for key, number in keys.items() if key not in of_data]
+    unknown = [name for name in data_classes if name not in keys]
+    missing = [model_classes[number] for key, number in keys.items() if key not in data_classes]
     if unknown:
         raise UserError(
             f"the data has {len(unknown)} class(es) that the model does not know: {_shown(unknown)}. "
@@ -271,7 +269,7 @@ def _label_map(data_classes: list[str], model_classes: list[str], allow_missing:
             f"the data lacks {len(missing)} of the model's {len(model_classes)} classes: {_shown(missing)}. "
             "Add them, or give --allow-missing-classes."
         )
-    return torch.tensor([keys[key] for key in of_data])
+    return torch.tensor([keys[name] for name in data_classes])
 
 
 def _shown(names: list[str]) -> str:

@@ -76,9 +76,9 @@ def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
     return None
 
 
-def _candidates(job: PlannedJob, divided: dict[str, int], batch_size: int) -> Iterator[TrainConfig]:
+def _candidates(job: PlannedJob, divided: dict[str, Any], batch_size: int) -> Iterator[TrainConfig]:
     """Yield configurations with so many ranks of each kind that the trainer takes, the fastest first."""
-    config = dataclasses.replace(job.config, **{"engine": "torch", **divided})
+    config = dataclasses.replace(job.config, engine="torch", **divided)
     images = config.ranks_per_replica * config.micro_batch * config.gradient_accumulation_steps
     # A tensor group takes the images of its ranks at once, unless BatchNorm would see more of them.
     at_a_time = 1 if job.workload.has_batchnorm else config.tensor_parallel

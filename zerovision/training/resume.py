@@ -21,7 +21,6 @@ from zerovision.training.config.values import is_allowed
 from zerovision.training.data import FROM_WEIGHTS, data_options, load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.image_list import describe_change, read_image_list
-from zerovision.training.data.values import SMALLEST_BYTE_STD
 from zerovision.training.engines.islands import number_of_islands, usable_islands
 from zerovision.training.other_epochs import before_decay
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects, ranks_per_machine
@@ -145,27 +144,24 @@ def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
 def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
     """Return the data set, prepared as the checkpoint's was: for the weights that its run began with.
 
-    Of a channel of one value older checkpoints have the deviation 0; they have filter and crop in their configuration.
-
     Raises:
         UserError: if the checkpoint's is none.
     """
-    saved = found.manifest.identity.get(NORMALIZATION) if found else None  # younger than the format
-    if found is None or saved is None:
+    if found is None:
         return data
     here = preparation_of(data)
+    saved: Any = found.manifest.identity.get(NORMALIZATION)
     try:
-        older = found.manifest.config | saved
         left_open = [name for name in FROM_WEIGHTS if getattr(config, name) == "auto"]
-        left_open = [name for name in left_open if here[name] and older.get(name)]
-        kept = {name: older[name] for name in ("mean", "std", *left_open)}
+        left_open = [name for name in left_open if here[name] and saved.get(name)]
+        kept = {name: saved[name] for name in ("mean", "std", *left_open)}
         if all(here[name] == value for name, value in kept.items()):
             return data
         kept["mean"] = tuple(map(float, saved["mean"]))
-        kept["std"] = tuple(max(float(one), SMALLEST_BYTE_STD) for one in saved["std"])
+        kept["std"] = tuple(map(float, saved["std"]))
         if not all(FROM_WEIGHTS[name](kept[name]) for name in left_open):
             raise ValueError
-    except (TypeError, ValueError, LookupError):
+    except (AttributeError, TypeError, ValueError, LookupError):
         raise UserError(f"checkpoint {found.path} cannot be used: its normalization is {shown(saved)}.") from None
     return load_data(dataclasses.replace(data_options(config), made_for=(), **kept))
 

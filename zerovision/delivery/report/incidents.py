@@ -80,7 +80,7 @@ def _describe(line: dict[str, Any]) -> tuple[str, str]:
         case "skipped_step":
             samples = [str(name) for name in line.get("samples") or []]
             among = f", among {join(samples[:3])}{' and more' if len(samples) > 3 else ''}" if samples else ""
-            culprit = str(line.get("culprit", "the gradient")).removesuffix(" is")  # so the first versions wrote it
+            culprit = str(line.get("culprit", "the gradient"))
             details = f"{culprit} was not finite ({line.get('in_row', 1)} in a row{among})"
             return "skipped step", clip(details, LONGEST_TEXT)
         case "slow_rank":

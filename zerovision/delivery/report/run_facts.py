@@ -200,8 +200,6 @@ def time_breakdown(history: History) -> Breakdown | None:
         )
     if any(process.end is None for process in history.processes):
         remarks.append("A start without an end line counts with its logged intervals, evaluations and saves.")
-        if history.epochs and not any("evaluation_seconds" in epoch for epoch in history.epochs.values()):
-            remarks.append("The duration of the evaluations was not recorded.")
     return _breakdown(spans, format_duration, remarks) if sum(spans.values()) else None
 
 

@@ -77,19 +77,13 @@ class History:
         processes: one for each start of the run.
         repeated_steps, repeated_seconds: what was trained again after restarts, as far as it was logged.
         logged_images, logged_seconds: of all logged intervals, repeated ones included.
-        memory_bytes_per_rank: the peak of each rank; of rank 0 alone in runs of versions that logged no other.
+        memory_bytes_per_rank: the peak of each rank; of rank 0 alone before the first epoch ends.
         first_time, last_time: Unix seconds of the first and the last line, None if there is none.
         last_kind: of the last line, empty if there is none.
         steps_per_epoch, total_steps: of the latest `step` line, 0 if there is none.
     """
 
-    def __init__(self, global_batch: int | None) -> None:
-        """Start without lines.
-
-        Args:
-            global_batch: images of an optimizer step over all ranks; None if unknown: intervals that were logged
-                without their seconds then take no time.
-        """
+    def __init__(self) -> None:
         self.steps = array("q")
         self.columns = {name: array("d") for name in (*CURVES, *SYSTEM, *CPUS, "interval_steps", "interval_seconds")}
         self.epochs: dict[int, dict[str, Any]] = {}
@@ -105,7 +99,6 @@ class History:
         self.last_time: float | None = None
         self.last_kind = ""
         self.steps_per_epoch = self.total_steps = 0
-        self._global_batch = global_batch or 0
         self._last_step = 0
         self._gap_seconds: float | None = None  # before a start that has logged no more than `resume`
 
@@ -144,7 +137,7 @@ class History:
                 numbers = {name: float(line[name]) for name in ("seconds", "evaluation_seconds")}
                 shares = {name: float(share) for name, share in line["time_shares"].items()}
                 self.processes[-1].end = line | numbers | {"step": int(line["step"]), "time_shares": shares}
-                self._add_memory(line.get("memory_bytes_per_rank", []))
+                self._add_memory(line["memory_bytes_per_rank"])
             case _ if kind in EVENTS:
                 self.events.append(line)
         self.first_time = when if self.first_time is None else self.first_time
@@ -166,7 +159,7 @@ class History:
         return str(self.epochs[max(self.epochs)].get("diverged") or "") if self.epochs else ""
 
     def _add_step(self, line: dict[str, Any]) -> None:
-        step, speed = int(line["step"]), float(line["images_per_second"])
+        step, seconds = int(line["step"]), float(line["seconds"])
         values = {name: float(line[name]) for name in CURVES}
         values |= {name: math.nan if line.get(name) is None else float(line[name]) for name in SYSTEM}
         cpus = sorted(map(float, line.get("cpu_utilization", {}).values())) or [math.nan]
@@ -176,30 +169,25 @@ class History:
         if went_back:  # restarted without a checkpoint, so no `resume` line gives the step
             self._forget_after((int(line["epoch"]) - 1) * self.steps_per_epoch)
         steps = max(step - self._last_step, 1)
-        images: float = steps * self._global_batch
-        seconds = images / speed if speed > 0 else 0.0
-        if "seconds" in line:  # else of a version that counted padding as images
-            seconds = float(line["seconds"])
-            images = speed * seconds
         if went_back and self.last_time is not None:
             self._start_process(max(float(line["time"]) - seconds - self.last_time, 0.0))
-        for name, share in line.get("time_shares", {}).items():
+        for name, share in line["time_shares"].items():
             self.processes[-1].logged_seconds[name] += seconds * float(share)
-        self.logged_images += images if seconds else 0
+        self.logged_images += float(line["images_per_second"]) * seconds
         self.logged_seconds += seconds
         self.steps.append(step)
         for name, value in (values | {"interval_steps": steps, "interval_seconds": seconds}).items():
             self.columns[name].append(value)
         self._last_step = step
-        if "memory_bytes" in line and len(self.memory_bytes_per_rank) < 2:
+        if len(self.memory_bytes_per_rank) < 2:
             self._add_memory([line["memory_bytes"]])
 
     def _add_epoch(self, line: dict[str, Any]) -> None:
         numbers = {name: math.nan if line[name] is None else float(line[name]) for name in EPOCH_NUMBERS}
         counts = {name: int(float(line[name])) for name in ("epoch", "step")}
         self.epochs[counts["epoch"]] = line | numbers | counts
-        self.processes[-1].logged_seconds["evaluation"] += float(line.get("evaluation_seconds", 0.0))
-        self._add_memory(line.get("memory_bytes_per_rank", []))
+        self.processes[-1].logged_seconds["evaluation"] += float(line["evaluation_seconds"])
+        self._add_memory(line["memory_bytes_per_rank"])
 
     def _start_process(self, gap_seconds: float) -> None:
         self.processes.append(Process(gap_seconds=gap_seconds, follows_failure=self.processes[-1].end is None))
@@ -227,13 +215,13 @@ class History:
         self.memory_bytes_per_rank = new or self.memory_bytes_per_rank
 
 
-def read_history(path: Path, global_batch: int | None) -> History:
+def read_history(path: Path) -> History:
     """Read metrics.jsonl; an unfinished last line is ignored.
 
     Raises:
         UserError: if a line is damaged, or the file cannot be read.
     """
-    history = History(global_batch)
+    history = History()
     try:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):  # noqa: B007
@@ -298,15 +286,12 @@ def read_run(folder: Path) -> RunFiles:
     environment = _read_if_there(folder / ENVIRONMENT)
     scores = _read_if_there(folder / EVALUATION / SCORES)
     metrics = folder / METRICS
-    global_batch = count_global_batch(config, environment or {})
-    history = read_history(metrics, global_batch) if metrics.is_file() else History(global_batch)
+    history = read_history(metrics) if metrics.is_file() else History()
     notes = []
     if environment is None:
         notes.append("environment.json is missing: command, versions and hardware are unknown.")
     if not metrics.is_file():
         notes.append("metrics.jsonl is missing: there are no curves and no timings.")
-    elif global_batch is None and not history.logged_seconds:
-        notes.append("The global batch size is unknown, and so are the times of the logged intervals.")
     if scores is None and history.epochs:
         notes.append(
             "evaluation/scores.json is missing: there are no scores of single classes. "

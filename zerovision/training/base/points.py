@@ -44,8 +44,8 @@ def merit(score: str, value: float | None) -> float:
 
 
 def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name and the value of the score in an epoch's line; older runs have chosen by top-1."""
-    return epoch.get("best_by", "top1"), float(epoch["score"] if "score" in epoch else epoch["val_top1"])
+    """Return the name and the value of the score in an epoch's line."""
+    return epoch["best_by"], float(epoch["score"])
 
 
 def best_epoch(epochs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
