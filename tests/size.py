@@ -26,6 +26,7 @@ BUDGET = {
     "zerovision/training": 1100,
     "zerovision/planning": 1600,
     "zerovision/delivery": 2950,
+    "zerovision/extras": 1300,
 }
 ELSEWHERE = {
     "zerovision/commands": "scripts",

@@ -18,8 +18,8 @@ from made_runs import RESTARTED, make_run
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
-from zerovision.delivery.audit.audit import audit
 from zerovision.delivery.report.page import write_report
+from zerovision.extras.audit.audit import audit
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "שלום \u202e עולם", "🐈‍⬛" * 5, "n" * 300]

@@ -18,8 +18,8 @@ from exports import save_run
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
-from zerovision.delivery import serve
 from zerovision.delivery.predict import predict
+from zerovision.extras import serve
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data

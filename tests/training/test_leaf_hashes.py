@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.training.flip_ranks import few_elements
-from zerovision.delivery.bisect_runs import compare, lines_of
-from zerovision.delivery.replay import differences, replay
+from zerovision.extras.bisect_runs import compare, lines_of
+from zerovision.extras.replay import differences, replay
 
 RUN = "tests.training.flip_ranks:run"
 WRONG = {"outputs": {"rank": 1, "step": 3}, "gradients": {"rank": 0, "step": 4}}

@@ -17,11 +17,11 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
-from zerovision.delivery.audit.audit import audit, neighbours_score
-from zerovision.delivery.audit.catalogue import embeddings
-from zerovision.delivery.audit.copies import REPORTED, SIDE, Copy, find_copies
-from zerovision.delivery.audit.findings import Fix, copy_findings, copy_fixes, groups_of, scene_groups
-from zerovision.delivery.audit.labels import doubt_labels, outliers, wrong_label_probabilities
+from zerovision.extras.audit.audit import audit, neighbours_score
+from zerovision.extras.audit.catalogue import embeddings
+from zerovision.extras.audit.copies import REPORTED, SIDE, Copy, find_copies
+from zerovision.extras.audit.findings import Fix, copy_findings, copy_fixes, groups_of, scene_groups
+from zerovision.extras.audit.labels import doubt_labels, outliers, wrong_label_probabilities
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, fake, load_data
@@ -302,7 +302,7 @@ def test_clean_generated_images_raise_no_alarm_and_have_no_table(tmp_path, monke
 def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path, trained, monkeypatch):
     built, data = trained
     run = save_run(tmp_path / "run", built, data)
-    monkeypatch.setattr("zerovision.delivery.audit.audit.find_copies", lambda pictures: [])  # slow, and not asked here
+    monkeypatch.setattr("zerovision.extras.audit.audit.find_copies", lambda pictures: [])  # slow, and not asked here
     facts = audit("digits", run=str(run), output=str(tmp_path / "audit"))
     accuracy = float(re.search(r"what the model sees predicts ([\d.]+)%", facts["notes"][-2])[1])
     score = float(re.search(r"nearest training images predict ([\d.]+)% of the other labels", facts["notes"][-1])[1])
@@ -346,7 +346,7 @@ def test_flipped_labels_are_found(rate, least):
 def test_doubts_follow_bayes_when_classes_are_confused_one_way(monkeypatch):
     """With many images the estimated rates are those of the labels, and the doubt is the closed form."""
     monkeypatch.setattr(
-        "zerovision.delivery.audit.labels.TEMPERATURES", (1.0,)
+        "zerovision.extras.audit.labels.TEMPERATURES", (1.0,)
     )  # these probabilities are right as they are
     generator = np.random.Generator(np.random.PCG64(0))
     first = np.where(generator.random(20_000) < 0.5, 0.9, 0.1)  # P(class 0 | image)
@@ -391,8 +391,8 @@ def test_a_published_network_judges_before_anything_is_trained(photos, tmp_path,
         seen.append(metadata["preprocessing"])
         return embeddings(network, metadata, catalogue)
 
-    monkeypatch.setattr("zerovision.delivery.audit.audit.build_model", unpublished)
-    monkeypatch.setattr("zerovision.delivery.audit.audit.embeddings", look)
+    monkeypatch.setattr("zerovision.extras.audit.audit.build_model", unpublished)
+    monkeypatch.setattr("zerovision.extras.audit.audit.embeddings", look)
     facts = audit(str(photos), run="timm:test_resnet", output=str(tmp_path / "audit"))
     assert "a classifier by what the model sees predicts" in facts["notes"][-2]
     published = timm.get_pretrained_cfg("test_resnet")

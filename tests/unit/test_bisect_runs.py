@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from test_same_images import make_images, train
 
-from zerovision.delivery.bisect_runs import compare, lines_of
+from zerovision.extras.bisect_runs import compare, lines_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import WEIGHTS
 from zerovision.training.observe.step_hashes import tensor_hash

@@ -24,8 +24,8 @@ from tests.rounding import ROUNDING, assert_same_but_rounding
 from zerovision.commands import evaluate, predict
 from zerovision.delivery.predict import Prediction, load_predictor
 from zerovision.delivery.prediction_output import FORMATS, write_predictions
-from zerovision.delivery.serve import make_server
 from zerovision.delivery.trained_model import read_run_config
+from zerovision.extras.serve import make_server
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.models.build import build_model
 from zerovision.training.base.atomic_write import write_json

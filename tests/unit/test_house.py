@@ -17,6 +17,7 @@ PACKAGES = (
     "zerovision/launch",
     "zerovision/delivery",
     "zerovision/planning",
+    "zerovision/extras",
     "zerovision/commands",
     "scripts",
 )
@@ -54,10 +55,8 @@ ARROWS = {
     "zerovision/launch": {"zerovision/training", "models"},
     "zerovision/planning": {"zerovision/launch", "zerovision/training", "models"},
     "zerovision/delivery": {"zerovision/training", "models"},
-    "zerovision/commands": {
-        *(f"zerovision/{room}" for room in ("launch", "planning", "delivery", "training")),
-        "models",
-    },
+    "zerovision/extras": {*PACKAGES} - {"zerovision/commands", "scripts"},
+    "zerovision/commands": {*PACKAGES} - {"scripts"},
     "scripts": {"zerovision/commands"},
 }
 
@@ -185,9 +184,8 @@ def test_the_environment_is_read_where_it_belongs():
             "zerovision/training/base/heartbeat.py",
             "zerovision/training/engines/deepspeed_engine.py",
         ),
-        *(
-            f"zerovision/launch/{name}.py" for name in ("single_node", "sweep", "local_ranks", "process_tree")
-        ),  # hand it on
+        *(f"zerovision/launch/{name}.py" for name in ("single_node", "local_ranks", "process_tree")),  # hand it on
+        "zerovision/extras/sweep.py",  # hands it on
         "zerovision/training/config/command_line.py",  # rank 0 prints for all
         *(f"zerovision/launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "hosts")),  # the same
         *(

@@ -19,11 +19,11 @@ from sklearn.metrics import average_precision_score, f1_score, precision_recall_
 from test_evaluate_predict import ROOT, call
 
 from zerovision.commands import evaluate, predict
-from zerovision.delivery.audit.audit import audit
 from zerovision.delivery.export.export_job import ExportSettings
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.report.page import write_report
+from zerovision.extras.audit.audit import audit
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, read_metadata

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from zerovision.commands.sweep import parse
-from zerovision.launch import sweep as sweeps
-from zerovision.launch.sweep import Sweep, prepare
-from zerovision.launch.sweep_table import best_trial, rows_of, write_table
+from zerovision.extras import sweep as sweeps
+from zerovision.extras.sweep import Sweep, prepare
+from zerovision.extras.sweep_table import best_trial, rows_of, write_table
 from zerovision.training.base.errors import UserError
 
 WORDS = ("basic_cnn", "ddp", "1", "32", "9", "--data", "digits")

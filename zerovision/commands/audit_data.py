@@ -25,7 +25,7 @@ def audit_data(given: argparse.Namespace) -> int:
 
     if given.run and not given.run.startswith(TIMM_PREFIX):
         find_model(given.run)  # before the slow imports
-    from zerovision.delivery.audit.audit import audit
+    from zerovision.extras.audit.audit import audit
 
     audit(**vars(given))
     return 0

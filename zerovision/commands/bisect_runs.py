@@ -20,7 +20,7 @@ def bisect_runs(given: argparse.Namespace) -> int:
     from zerovision.delivery.trained_model import find_run
 
     runs = find_run(given.first), find_run(given.second)  # before the slow imports
-    from zerovision.delivery.bisect_runs import compare, lines_of
+    from zerovision.extras.bisect_runs import compare, lines_of
 
     found = compare(*runs)
     for line in lines_of(found):

@@ -23,7 +23,7 @@ def replay(given: argparse.Namespace) -> int:
     from zerovision.delivery.trained_model import find_run
 
     run = find_run(given.run)  # before the slow imports
-    from zerovision.delivery.replay import differences, replay, write_step
+    from zerovision.extras.replay import differences, replay, write_step
 
     output = Path(os.path.expanduser(given.output)) if given.output else run / f"replay-{given.step}"
     if output.exists():

@@ -20,7 +20,7 @@ def serve(given: argparse.Namespace) -> int:
     from zerovision.delivery.trained_model import find_model
 
     find_model(given.model)  # before the slow imports
-    from zerovision.delivery.serve import make_server
+    from zerovision.extras.serve import make_server
 
     asked = {"top_k": given.top_k, "device": given.device or "", "max_megapixels": given.max_megapixels}
     with make_server(given.model, given.host, given.port, **asked) as server:

@@ -28,9 +28,9 @@ LAUNCHED = "--"
 
 def sweep(given: argparse.Namespace) -> int:
     """Train the trials, print each as it comes to a rung, and print and write the table."""
+    from zerovision.extras.sweep import FAILED, SCRIPT, Sweep, prepare
+    from zerovision.extras.sweep_table import best_trial, rows_of, write_table
     from zerovision.launch.arguments import with_flags
-    from zerovision.launch.sweep import FAILED, SCRIPT, Sweep, prepare
-    from zerovision.launch.sweep_table import best_trial, rows_of, write_table
     from zerovision.training.world.signals import handling_stop_signals
 
     asked = Sweep(given.name, tuple(given.words), tuple(given.vary), given.trials, given.halving, given.seed)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerovision.launch.sweep import RunningSweep, SweepTrial
+from zerovision.extras.sweep import RunningSweep, SweepTrial
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.points import merit
 from zerovision.training.base.small_files import write_csv

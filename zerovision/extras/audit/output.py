@@ -15,11 +15,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from zerovision.delivery.audit.catalogue import Catalogue
-from zerovision.delivery.audit.findings import DROP, GROUP, KINDS, MOVE, RELABEL, Finding, Fix
 from zerovision.delivery.evaluation_files import thumbnail
 from zerovision.delivery.report import formatting
 from zerovision.delivery.report.page import TEMPLATE as REPORT_TEMPLATE
+from zerovision.extras.audit.catalogue import Catalogue
+from zerovision.extras.audit.findings import DROP, GROUP, KINDS, MOVE, RELABEL, Finding, Fix
 from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder, write_json
 from zerovision.training.base.errors import UserError, printable, shown
 from zerovision.training.base.small_files import as_given, write_csv

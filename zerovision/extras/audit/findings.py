@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerovision.delivery.audit.catalogue import Catalogue
-from zerovision.delivery.audit.copies import Copy
-from zerovision.delivery.audit.labels import SUSPECTED, LabelDoubts
+from zerovision.extras.audit.catalogue import Catalogue
+from zerovision.extras.audit.copies import Copy
+from zerovision.extras.audit.labels import SUSPECTED, LabelDoubts
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.reading.sources import UNKNOWN
 

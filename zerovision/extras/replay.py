@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from zerovision.delivery.bisect_runs import differing_leaves, read_hashes
 from zerovision.delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, contact_sheet, thumbnail
 from zerovision.delivery.trained_model import read_json, read_run_config
+from zerovision.extras.bisect_runs import differing_leaves, read_hashes
 from zerovision.training.base.atomic_write import replacing_folder, write_json
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS

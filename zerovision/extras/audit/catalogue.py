@@ -12,7 +12,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from zerovision.delivery.audit.copies import SIDE
+from zerovision.extras.audit.copies import SIDE
 from zerovision.models.image_size import as_names
 from zerovision.training.data import DataOptions, find_dataset
 from zerovision.training.data.augment import viewable

@@ -13,9 +13,11 @@ import timm
 import torch
 from torch import nn
 
-from zerovision.delivery.audit.catalogue import Catalogue, embeddings, groups_of_table, picture_features
-from zerovision.delivery.audit.copies import find_copies
-from zerovision.delivery.audit.findings import (
+from zerovision.delivery.evaluation_data import EvaluationChoice, audit_options
+from zerovision.delivery.trained_model import find_model, slug
+from zerovision.extras.audit.catalogue import Catalogue, embeddings, groups_of_table, picture_features
+from zerovision.extras.audit.copies import find_copies
+from zerovision.extras.audit.findings import (
     DROP,
     GROUP,
     KINDS,
@@ -28,10 +30,8 @@ from zerovision.delivery.audit.findings import (
     scene_groups,
     small_classes,
 )
-from zerovision.delivery.audit.labels import doubt_labels, outliers
-from zerovision.delivery.audit.output import FIXED, FIXES, PAGE, check_output, read_fixes, write_audit, write_fixed
-from zerovision.delivery.evaluation_data import EvaluationChoice, audit_options
-from zerovision.delivery.trained_model import find_model, slug
+from zerovision.extras.audit.labels import doubt_labels, outliers
+from zerovision.extras.audit.output import FIXED, FIXES, PAGE, check_output, read_fixes, write_audit, write_fixed
 from zerovision.models.build import build_model
 from zerovision.models.timm_models import check_timm_name
 from zerovision.training.base.atomic_write import errors_of_writing, replacing
