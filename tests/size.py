@@ -1,39 +1,36 @@
-"""Prints the lines of product code per room, and the budget that each was given: `make size`.
+"""Prints the lines of product code per room: `make size`; fails if a room has more code than its limit.
 
 A line is what `wc -l` counts, in the Python and shell files that git tracks; code are those that are neither blank nor
-a comment, docstring or import. A budget is what a room shall come down to, not what it has: whoever adds lines takes
-them from somewhere else, or says in the commit what they buy.
+a comment, docstring or import. A limit is what a room had last, an end what it shall come down to: whoever takes code
+out of a room lowers its limit in the same commit, and nobody raises one.
 """
 
 from __future__ import annotations
 
 import ast
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET = {
-    "scripts": 350,
-    "zerovision/launch": 2700,
-    "models": 1500,
-    "zerovision/training/base": 1200,
-    "zerovision/training/world": 800,
-    "zerovision/training/data": 3200,
-    "zerovision/training/recipe": 1500,
-    "zerovision/training/engines": 2300,
-    "zerovision/training/checkpoint": 1500,
-    "zerovision/training/observe": 2300,
-    "zerovision/training": 1100,
-    "zerovision/planning": 1600,
-    "zerovision/delivery": 2950,
-    "zerovision/extras": 1300,
+ROOMS = {  # limit and end
+    "scripts": (601, 350),
+    "models": (1618, 900),
+    "zerovision/training/config": (775, 500),
+    "zerovision/training/base": (1028, 550),
+    "zerovision/training/world": (626, 450),
+    "zerovision/training/data": (4519, 2900),
+    "zerovision/training/recipe": (787, 1050),
+    "zerovision/training/engines": (2853, 2250),
+    "zerovision/training/checkpoint": (807, 600),
+    "zerovision/training/observe": (1466, 1050),
+    "zerovision/training": (2414, 1400),
+    "zerovision/launch": (2007, 1800),
+    "zerovision/planning": (1626, 1000),
+    "zerovision/delivery": (3317, 2400),
+    "zerovision/extras": (1458, 1300),
 }
-ELSEWHERE = {
-    "zerovision/commands": "scripts",
-    "zerovision/training/config": "zerovision/training/base",
-    "zerovision/training/steps": "zerovision/training",
-}  # whose budget such a room shares
-SINCE = 5100  # in any room: meshes, contrastive training, islands; sources, audits of data; trackers, sweeps, reasons
+ELSEWHERE = {"zerovision/commands": "scripts"}  # in whose room such a folder counts
 
 
 def code_lines(path: Path) -> int:
@@ -51,28 +48,32 @@ def code_lines(path: Path) -> int:
 
 
 def sizes() -> dict[str, tuple[int, int, int]]:
-    """Return files, lines and code of every room of `BUDGET`; a file counts for the innermost one that contains it."""
+    """Return files, lines and code of every room of `ROOMS`; a file counts for the innermost one that contains it."""
     listing = subprocess.run(["git", "ls-files", "*.py", "*.sh"], cwd=ROOT, capture_output=True, text=True, check=True)
-    rooms = dict.fromkeys(BUDGET, (0, 0, 0))
+    rooms = dict.fromkeys(ROOMS, (0, 0, 0))
     for name in listing.stdout.splitlines():
-        innermost = max((room for room in {*BUDGET, *ELSEWHERE} if name.startswith(room + "/")), key=len, default=None)
+        innermost = max((room for room in {*ROOMS, *ELSEWHERE} if name.startswith(room + "/")), key=len, default=None)
         if innermost is not None and (ROOT / name).is_file():
             files, lines, code = rooms[room := ELSEWHERE.get(innermost, innermost)]
             rooms[room] = (files + 1, lines + (ROOT / name).read_bytes().count(b"\n"), code + code_lines(ROOT / name))
     return rooms
 
 
-def main() -> None:
-    """Print one line per room and the sum."""
+def main() -> int:
+    """Print one line per room and the sum; return 1 if a room has more code than its limit."""
     rooms = sizes()
     width = max(map(len, rooms))
-    print(f"{'room':{width}}  files  lines   code  budget")
+    print(f"{'room':{width}}  files  lines   code  limit    end")
     for room, (files, lines, code) in rooms.items():
-        print(f"{room:{width}}  {files:5}  {lines:5}  {code:5}  {BUDGET[room]:6}")
+        limit, end = ROOMS[room]
+        print(
+            f"{room:{width}}  {files:5}  {lines:5}  {code:5}  {limit:5}  {end:5}{'  too much' if code > limit else ''}"
+        )
     files, lines, code = (sum(column) for column in zip(*rooms.values(), strict=True))
-    budget = sum(BUDGET.values())
-    print(f"{'all':{width}}  {files:5}  {lines:5}  {code:5}  {budget:6} + {SINCE} for what came later")
+    limit, end = (sum(column) for column in zip(*ROOMS.values(), strict=True))
+    print(f"{'all':{width}}  {files:5}  {lines:5}  {code:5}  {limit:5}  {end:5}")
+    return int(any(code > ROOMS[room][0] for room, (_, _, code) in rooms.items()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
