@@ -126,16 +126,25 @@ def test_giants_get_a_line_to_type(model, gpu, capsys):
     assert groups * taken.batch_size * taken.gradient_accumulation_steps == 8 * TrainConfig().batch_size
 
 
-@pytest.mark.slow
-def test_stages_on_machines_of_tensor_groups():
-    config = dataclasses.replace(CONFIG, tensor_parallel=2, pipeline_parallel=2, gradient_accumulation_steps=4)
-    machine = Machine(find_gpu("a100-40gb"), 2)
-    job = dataclasses.replace(JOB, machine=machine, config=dataclasses.replace(CONFIG, precision="fp32"))
-    most = evaluate(job, dataclasses.replace(config, precision="fp32", batch_size=8, gradient_accumulation_steps=8))
-    both, _ = recommend(with_memory(job, most.memory.peak))
-    assert both.plan.tensor_parallel == both.plan.pipeline_parallel == 2
-    assert both.images_per_update == 64
-    assert both.memory.peak <= most.memory.peak
+@pytest.mark.parametrize(
+    ("fits", "strategy", "mesh"),
+    [
+        (lambda _: True, "ddp", (1, 1)),
+        (lambda config: config.strategy != "ddp" or config.ranks_per_replica > 1, "fsdp_stage2", (1, 1)),
+        (lambda config: config.ranks_per_replica > 1, "ddp", (2, 1)),
+        (lambda config: config.pipeline_parallel > 1, "ddp", (1, 2)),
+        (lambda config: config.ranks_per_replica == 4 and config.tensor_parallel == 2, "ddp", (2, 2)),
+    ],
+)
+def test_the_first_that_fits_is_taken(monkeypatch, fits, strategy, mesh):
+    """Of two machines with two ranks each; stages last, on machines of tensor groups."""
+    monkeypatch.setattr("zerovision.planning.recommend.fits", lambda _job, config: fits(config))
+    job = dataclasses.replace(JOB, machine=Machine(JOB.machine.gpu, 2))
+    chosen, rungs = recommend(job)
+    assert (chosen.config.tensor_parallel, chosen.config.pipeline_parallel) == mesh
+    assert chosen.config.strategy == strategy
+    assert chosen.images_per_update == 64
+    assert bool(rungs) == (strategy != "ddp" or mesh != (1, 1))
 
 
 @pytest.mark.parametrize(

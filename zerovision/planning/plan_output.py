@@ -104,14 +104,10 @@ def _table(job: PlannedJob, rows: list[Option], chosen: Option) -> Table:
             if (size := getattr(option.config, f"{kind}_parallel")) > 1
         ]
         name = "".join([f"{option.config.strategy}, {option.engine}", *mesh, " *" if option == chosen else ""])
-        cells = [f"{part / 1e9:.2f}" for part in (*parts(option), option.memory.peak)]
+        parts = [sum(getattr(option.memory, part) for part in names) for names in PARTS.values()]
+        cells = [f"{part / 1e9:.2f}" for part in (*parts, option.memory.peak)]
         table.add_row(name, *cells, "yes" if option.fits else "no")
     return table
-
-
-def parts(option: Option) -> list[int]:
-    """Return an option's memory by the parts of the table, in bytes."""
-    return [sum(getattr(option.memory, name) for name in names) for names in PARTS.values()]
 
 
 def command_of(job: PlannedJob, chosen: Option) -> list[str]:
