@@ -16,15 +16,15 @@ from zerovision.training.base.run_folder import WEIGHTS, RunFolder
 from zerovision.training.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
-from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.observe.best_weights import keep_finished
-from zerovision.training.other_epochs import before_decay, note_other_epochs
+from zerovision.training.other_epochs import before_decay
 from zerovision.training.run import run
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 CONFIG = TrainConfig(schedule="wsd", epochs=20, warmup_epochs=0.5, resume="auto")  # stable for 16 epochs
 SHORT = dataclasses.replace(CONFIG, epochs=10)  # stable for 8
-PLAN = BatchPlan(num_samples=70, batch_size_per_rank=10, accumulation_steps=1, world_size=1, seed=0)
+BACK = "--epochs 20 instead of 10: going back to epoch 8, the last before the learning rate decayed"
+GOES_ON = "from here on learning rate and mixing are those of a run of"
 
 
 @pytest.fixture
@@ -55,12 +55,7 @@ def test_a_longer_run_goes_back_to_where_the_decay_began(fallback, finished):
         dataclasses.replace(CONFIG, optimizer="muon", fallback_schedule=fallback), found, ALONE
     )
     assert earlier.path.name == "step-00008-0000000"
-    assert notes == ["going back to epoch 8, the last before the learning rate decayed"]
-    assert note_other_epochs(CONFIG, earlier, PLAN, 0, "torch") == [
-        "--epochs 20 instead of 10: the bytes will be those of a run that began with 20"
-    ]
-    (note,) = note_other_epochs(CONFIG, earlier, PLAN, 0, "torch", "off")
-    assert note.endswith("the bytes will be those of a run that began with 20 and --compile off")
+    assert notes == [BACK]
 
 
 @pytest.mark.parametrize("epoch", [5, 9, None])
@@ -75,8 +70,8 @@ def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
     earlier, notes = before_decay(CONFIG, found, ALONE)
     kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_score)
     assert kept == ((5, 0.7) if epoch == 5 else (0, -1.0))
-    told = ["the weights of epoch 5, the best until then, are gone: those of the best epoch after it are kept"]
-    assert notes[1:] == ([] if epoch == 5 else told)
+    told = "; the weights of epoch 5, the best until then, are gone: those of the best epoch after it are kept"
+    assert notes == [BACK if epoch == 5 else BACK + told]
 
 
 def save_weights_of(epoch, path):
@@ -118,14 +113,15 @@ def test_other_runs_go_on_from_the_newest(finished, changes):
     changes = {
         name: str(value).format(folder=finished) if name == "resume" else value for name, value in changes.items()
     }
-    found, _ = newest(finished)
-    assert before_decay(dataclasses.replace(CONFIG, **changes), found, ALONE) == (found, [])
+    config, (found, _) = dataclasses.replace(CONFIG, **changes), newest(finished)
+    told = f"--epochs {config.epochs} instead of 10: {GOES_ON} {config.epochs} epochs"
+    assert before_decay(config, found, ALONE) == (found, [told] * (config.epochs != 10))
 
 
 def test_a_run_that_is_still_stable_goes_on_where_it_is(tmp_path):
     write_checkpoint(tmp_path, Progress(7, 3), config=dataclasses.asdict(SHORT))
     found, _ = newest(tmp_path)
-    assert before_decay(CONFIG, found, ALONE) == (found, [])
+    assert before_decay(CONFIG, found, ALONE) == (found, [f"--epochs 20 instead of 10: {GOES_ON} 20 epochs"])
     assert before_decay(CONFIG, None, ALONE) == (None, [])
 
 
@@ -134,66 +130,8 @@ def test_a_damaged_one_is_told_and_the_newest_taken(finished):
     found, _ = newest(finished)
     same, (note,) = before_decay(CONFIG, found, ALONE)
     assert same is found
-    assert note.startswith("the checkpoint of epoch 8, before the decay, cannot be used: it has no manifest.json")
-    (note,) = note_other_epochs(CONFIG, found, PLAN, 0, "torch")
-    assert "from here on learning rate and mixing are those of a run of 20 epochs, up to here they were not" in note
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_same"),
-    [
-        ({"schedule": "cosine"}, False),
-        ({"schedule": "linear"}, False),
-        ({"schedule": "constant"}, True),
-        ({"schedule": "step", "milestones": "2,4"}, True),
-        ({"schedule": "step"}, False),  # a third of the run
-        ({"schedule": "step", "decay_epochs": 3.0}, True),
-        ({"schedule": "constant", "warmup_epochs": "auto"}, False),  # a tenth of the run
-        ({"schedule": "constant", "optimizer": "muon", "fallback_schedule": "step", "milestones": "2,4"}, True),
-        ({"schedule": "constant", "optimizer": "muon", "fallback_schedule": "cosine"}, False),
-        ({"schedule": "constant", "fallback_schedule": "cosine"}, True),  # of nothing
-        ({"schedule": "constant", "mixup_off_epochs": 1}, True),
-        ({"schedule": "constant", "mixup_off_epochs": 2}, False),
-        ({"epochs": 6}, True),
-        ({"epochs": 4}, False),
-    ],
-)
-def test_the_log_says_whether_the_steps_so_far_had_the_rates_of_the_longer_run(tmp_path, changes, is_same):
-    config = dataclasses.replace(CONFIG, **changes)
-    saved = dataclasses.asdict(dataclasses.replace(config, epochs=5))
-    write_checkpoint(tmp_path, Progress(4), config=saved)
-    found, _ = newest(tmp_path)
-    (note,) = note_other_epochs(config, found, PLAN, 0, "torch")
-    assert ("the bytes will be those of a run that began with" in note) == is_same
-    has_cure = not is_same and config.schedule != "wsd"
-    assert note.endswith("; --schedule wsd can be extended exactly") == has_cure
-    assert note_other_epochs(dataclasses.replace(config, epochs=5), found, PLAN, 0, "torch") == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "engine", "ranks", "because"),
-    [
-        ({}, "torch", 1, ""),
-        ({}, "deepspeed", 2, ""),
-        ({"replicate_across": "nodes"}, "torch", 2, ""),
-        ({"strategy": "fsdp_stage2"}, "torch", 2, "--strategy"),
-        ({"precision": "bf16", "batch_size": 5}, "torch", 2, "--precision, --batch-size"),
-        ({"threads_per_rank": 2}, "torch", 2, "--threads-per-rank"),
-        ({"engine": "deepspeed"}, "deepspeed", 1, "--engine, the other number of ranks"),
-        ({"sync_batchnorm": True}, "torch", 1, "the other number of ranks"),
-    ],
-)
-def test_the_log_promises_no_bytes_that_another_change_takes(tmp_path, changes, engine, ranks, because):
-    config = dataclasses.replace(CONFIG, schedule="constant", epochs=6, **changes)
-    same = {name: value for name, value in changes.items() if name == "sync_batchnorm"}
-    saved = dataclasses.replace(CONFIG, schedule="constant", epochs=5, **same)
-    write_checkpoint(tmp_path, Progress(4), config=dataclasses.asdict(saved))
-    found, _ = newest(tmp_path)
-    assert len(found.manifest.shards) == 2
-    plan = dataclasses.replace(PLAN, world_size=ranks)
-    (note,) = note_other_epochs(config, found, plan, 0, engine)
-    expected = f"may not be those of a run that began with 6, because of {because}" if because else "will be those"
-    assert expected in note
+    told = "; the checkpoint of epoch 8, before the decay, cannot be used: it has no manifest.json"
+    assert note.startswith(f"--epochs 20 instead of 10: {GOES_ON} 20 epochs{told}")
 
 
 @pytest.mark.parametrize("epochs", [None, 0, -3, True, "10", 10**30, [10]])
@@ -201,7 +139,6 @@ def test_strange_epochs_of_a_checkpoint_are_none(tmp_path, epochs):
     write_checkpoint(tmp_path, Progress(4), config=dataclasses.asdict(SHORT) | {"epochs": epochs})
     found, _ = newest(tmp_path)
     assert before_decay(CONFIG, found, ALONE) == (found, [])
-    assert note_other_epochs(CONFIG, found, PLAN, 0, "torch") == []
 
 
 def test_an_extended_run_has_the_bytes_of_one_that_began_with_more_epochs(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,7 @@ from zerovision.training.data.image_list import ImageContents
 from zerovision.training.data.loader import Loader, build_loaders
 from zerovision.training.data.sampler import BatchPlan, EvaluationPlan, build_plan
 from zerovision.training.engines.build_engine import build_engine, note_engine, resolve_engine
-from zerovision.training.engines.compilation import auto_compiles, load_compiled_code, resolve_compile
+from zerovision.training.engines.compilation import load_compiled_code, resolve_compile
 from zerovision.training.engines.deepspeed_config import deepspeed_config
 from zerovision.training.engines.engine import EngineSetup, PipelineSetup
 from zerovision.training.engines.flops import TrainingFlops
@@ -43,7 +43,6 @@ from zerovision.training.observe.neighbours import MOST_COMPARED, Neighbours
 from zerovision.training.observe.sample_history import MOST_IMAGES, SampleHistory
 from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.observe.step_metrics import start_timing
-from zerovision.training.other_epochs import note_other_epochs
 from zerovision.training.prepare import Prepared, RunStart
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.loss import VIEWS, build_loss
@@ -163,11 +162,8 @@ def build(prepared: Prepared) -> Run:
         and world.tensor.size == config.pipeline_parallel == 1
         and resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     )
-    is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world)
-    same_code = "" if is_choice else "on" if compiles else "off"
     setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
-    notes = [*prepared.notes, *note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)]
-    notes += note_engine(config.engine, engine_name, setup.plan, strategy_json, built.module)
+    notes = [*prepared.notes, *note_engine(config.engine, engine_name, setup.plan, strategy_json, built.module)]
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:

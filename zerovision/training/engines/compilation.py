@@ -47,7 +47,11 @@ def resolve_compile(config: EngineSettings, saved: str | None, pixels: int, worl
     if config.compile == "auto" and saved is not None:
         wanted = saved == "on" and not config.activation_checkpointing
     elif config.compile == "auto":
-        wanted = auto_compiles(config, pixels, world)
+        # On a GPU, CUDA graphs of the kernels as they are gain much at once (`engines.cuda_graphs`), and no bit
+        # differs.
+        is_faster = world.device.type == "cpu" and config.model_type in FASTER_ON_CPU
+        has_one_size = not (config.progressive_size or config.eval_image_size)
+        wanted = is_faster and has_one_size and not config.activation_checkpointing and pixels >= PIXELS_THAT_PAY
     if not wanted:
         return False
     has_compiler = any(shutil.which(compiler) for compiler in COMPILERS)
@@ -56,16 +60,6 @@ def resolve_compile(config: EngineSettings, saved: str | None, pixels: int, worl
     if error and (config.compile == "on" or saved is not None):
         raise AgreedError(error)
     return not error
-
-
-def auto_compiles(config: EngineSettings, pixels: int, world: World) -> bool:
-    """Return what 'auto' wants for a fresh run; arguments as of `resolve_compile`."""
-    if config.progressive_size or config.eval_image_size or config.activation_checkpointing:
-        return False
-    # On a GPU, CUDA graphs of the kernels as they are gain much at once (`engines.cuda_graphs`), and no bit
-    # differs.
-    is_faster = world.device.type == "cpu" and config.model_type in FASTER_ON_CPU
-    return is_faster and pixels >= PIXELS_THAT_PAY
 
 
 def compile_network(network: nn.Module, setup: EngineSetup) -> None:
