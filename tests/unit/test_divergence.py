@@ -18,7 +18,6 @@ from zerovision.training.epoch import find_divergence
 from zerovision.training.messages import _result
 from zerovision.training.observe.best_weights import bring_along, epoch_of
 from zerovision.training.observe.evaluation import read_scores, write_scores
-from zerovision.training.prepare import FIRST_START
 from zerovision.training.run import _deliver, run
 
 PREPROCESSING = {
@@ -119,7 +118,7 @@ def test_a_card_is_of_the_runs_own_weights(folders, best_epoch, has_card):
     settings, loggers = SimpleNamespace(report=True), SimpleNamespace(delivered=lambda: None)
     context = SimpleNamespace(folder=folders[0], state=state, data=data, config=settings, loggers=loggers)
     cards = []
-    _deliver(context, FIRST_START, lambda *_, with_card, **_others: cards.append(with_card) or [], has_finished=True)
+    _deliver(context, lambda *_, with_card, **_others: cards.append(with_card) or [], has_finished=True)
     assert cards == [has_card]
 
 

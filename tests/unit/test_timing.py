@@ -29,7 +29,6 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.deepspeed_engine import TimedBackend
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.flops import TrainingFlops, peak_tflops
-from zerovision.training.engines.model import _SumOverRanks
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe import slow_ranks
@@ -163,7 +162,6 @@ CALLS = {
     "gather values": (lambda world: gather_objects("a", world), 2),
     "broadcast a value": (lambda world: broadcast_object("a", world), 2),
     "stop": (lambda world: StopRequest().poll_now(world), 3),
-    "statistics": (lambda world: _SumOverRanks.apply(torch.ones(2), world.group), 1),
     "DeepSpeed's": (lambda world: deepspeed_backend().all_reduce(torch.ones(2)), 1),
     "DeepSpeed's handle": (lambda world: deepspeed_backend().all_reduce(torch.ones(2), async_op=True).wait(), 2),
 }
