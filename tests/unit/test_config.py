@@ -245,7 +245,7 @@ def test_order_is_preset_file_command_line(tmp_path):
     ("line", "words", "wrong"),
     [
         ("offload: optimizer", "--strategy fsdp_stage2", "--strategy ddp"),
-        ("schedule: wsd\ndecay-epochs: 40", "--epochs 300", "--epochs 39"),
+        ("schedule: wsd:40", "--epochs 300", "--epochs 39"),
         ("mixup: 0.2\nmixup-off-epochs: 40", "--preset resnet50-rsb-a2", "--epochs 39"),
         ("tune: lora:8", "--pretrained --model-type timm:resnet18", "--model-type timm:resnet18"),
         ("bce-target-threshold: 0.2", "--loss bce", "--loss cross_entropy"),

@@ -41,7 +41,7 @@ def places() -> Iterator[tuple[str, list[str], str]]:
     yield "strategy", [*STRATEGIES, *(strategy_file(name).name for name in STRATEGIES)], "docs/strategies.md"
     yield "data set", [entry.usage for entry in DATASETS.values()], "docs/data.md"
     yield "augmentation", ["auto", *AUGMENTATIONS], "docs/data.md"
-    yield "schedule", [name for name in SCHEDULES if name != "sweep"], "docs/guide.md"  # sweep: the range test's own
+    yield "schedule", [*SCHEDULES], "docs/guide.md"
     yield "export format", [*FORMATS], "docs/export.md"
     yield "preset", [*PRESETS], "docs/recipes.md"
     yield "flag", [*FLAG_OF.values()], "docs/guide.md"

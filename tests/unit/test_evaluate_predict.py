@@ -577,10 +577,10 @@ def test_a_damaged_configuration_of_a_run_is_named(call, run, tmp_path, script, 
 
 
 def test_a_run_is_read_with_values_that_no_new_one_may_have_together(tmp_path):
-    config = TrainConfig(schedule="wsd", decay_epochs=0.5, randaugment="rand-m15-n2", augmentation="randaugment")
+    config = TrainConfig(schedule="wsd:0.5", randaugment="rand-m15-n2", augmentation="randaugment")
     write_json(tmp_path / "config.json", dataclasses.asdict(config))
     assert read_run_config(tmp_path) == config
-    with pytest.raises(UserError, match="--decay-epochs"):
+    with pytest.raises(UserError, match="--schedule"):
         check_config(config, FLAG_OF)
 
 

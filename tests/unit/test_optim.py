@@ -54,20 +54,20 @@ ENDED = {"lr_lambda": lambda _step: 0.0}
         ({"cooldown_epochs": 2}, [WARM_UP, (30, "CosineAnnealingLR", {"T_max": 30}), (10, "LambdaLR", ENDED)]),
         ({"schedule": "linear"}, [WARM_UP, (40, "LinearLR", {"start_factor": 1, "end_factor": 0, "total_iters": 40})]),
         (
-            {"schedule": "polynomial", "decay_power": 2.0},
+            {"schedule": "polynomial:2"},
             [WARM_UP, (40, "PolynomialLR", {"power": 2.0, "total_iters": 40})],
         ),
         ({"schedule": "constant"}, [WARM_UP, (40, "ConstantLR", STABLE)]),
         (
-            {"schedule": "step", "milestones": "5,3.2,9", "decay_rate": 0.5, "warmup_epochs": 0},
+            {"schedule": "step:5,3.2,9:0.5", "warmup_epochs": 0},
             [(50, "MultiStepLR", {"milestones": [16, 25, 45], "gamma": 0.5})],
         ),
         (
-            {"schedule": "step", "decay_epochs": 3.0, "warmup_epochs": 0},
+            {"schedule": "step:3", "warmup_epochs": 0},
             [(50, "StepLR", {"step_size": 15, "gamma": 0.1})],
         ),
         (
-            {"schedule": "wsd", "decay_shape": "linear", "decay_epochs": 3.0},
+            {"schedule": "wsd:3:linear"},
             [
                 WARM_UP,
                 (25, "ConstantLR", STABLE),
@@ -75,7 +75,7 @@ ENDED = {"lr_lambda": lambda _step: 0.0}
             ],
         ),
         (
-            {"schedule": "wsd", "decay_shape": "cosine", "cooldown_epochs": 1},  # a fifth of the run
+            {"schedule": "wsd:auto:cosine", "cooldown_epochs": 1},  # a fifth of the run
             [
                 WARM_UP,
                 (25, "ConstantLR", STABLE),
@@ -102,14 +102,36 @@ def test_equals_pytorchs_schedulers(changes, oracle):
 
 @pytest.mark.parametrize("cooldown", [0.3, 0.333333, 1 / 3, 0.1234567])
 def test_the_decay_of_wsd_begins_where_the_check_says(cooldown):
-    config = dataclasses.replace(CONFIG, schedule="wsd", decay_epochs=2.5, cooldown_epochs=cooldown)
+    config = dataclasses.replace(CONFIG, schedule="wsd:2.5", cooldown_epochs=cooldown)
     with pytest.raises(UserError, match=r"give ") as caught:
         check_config(config, FLAG_OF)
-    given = dataclasses.replace(config, decay_epochs=float(str(caught.value).partition("give ")[2].rstrip(".")))
+    given = dataclasses.replace(config, schedule="wsd:" + str(caught.value).partition("give ")[2].rstrip("."))
     assert check_config(given, FLAG_OF) == given
     assert build_schedule(given, steps_per_epoch=5, global_batch=32, head_epochs=0).stable_steps == 35
-    unused = dataclasses.replace(config, schedule="step", fallback_schedule="wsd")
+    unused = dataclasses.replace(config, schedule="step", fallback_schedule="wsd:2.5")
     assert check_config(unused, FLAG_OF) == unused, "adamw has no fallback"
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *("cosine:2", "constant:", "polynomial:0", "polynomial:101", "polynomial:2:3", "step:0.05", "step:1e999"),
+        *(
+            "step:3,x",
+            "step:-3,4",
+            "step:3:0",
+            "step:3:1.5",
+            "step:nan",
+            "step:",
+            "wsd:0",
+            "wsd:5:round",
+            "wsd:5:sqrt:1",
+        ),
+    ],
+)
+def test_what_a_schedule_cannot_mean_is_told(schedule):
+    with pytest.raises(UserError, match=rf"^schedule '{schedule}': expected {schedule.partition(':')[0]}"):
+        check_config(dataclasses.replace(CONFIG, schedule=schedule), FLAG_OF)
 
 
 def test_a_cooldown_right_after_the_warm_up_is_at_the_final_rate():
@@ -175,17 +197,18 @@ def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
 
 
 @pytest.mark.parametrize(
-    ("changes", "note"),
+    ("schedule", "note"),
     [
-        ({"milestones": "30,60"}, "no decay of --schedule step lies within the run"),
-        ({"decay_epochs": 50.0}, "no decay of --schedule step lies within the run"),
-        ({"milestones": "5,30,60"}, "2 of the 3 decays of --schedule step lie after the run's end"),
-        ({"milestones": "5,19"}, None),
-        ({}, None),
+        ("step:30,60", "no decay of --schedule step lies within the run"),
+        ("step:50", "no decay of --schedule step lies within the run"),
+        ("step:5,30,60", "2 of the 3 decays of --schedule step lie after the run's end"),
+        ("step:25,", "no decay of --schedule step lies within the run"),
+        ("step:5,19", None),
+        ("step", None),
     ],
 )
-def test_decays_after_the_end_of_the_run_are_noted(changes, note):
-    config = dataclasses.replace(CONFIG, epochs=20, schedule="step", **changes)
+def test_decays_after_the_end_of_the_run_are_noted(schedule, note):
+    config = dataclasses.replace(CONFIG, epochs=20, schedule=schedule)
     notes = schedule_notes(build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0))
     assert [found[: len(note or "")] for found in notes] == [note] * (note is not None)
 

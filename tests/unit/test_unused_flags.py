@@ -11,15 +11,10 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import USED, note_unused_flags
 from zerovision.training.config.command_line import parse_args
 
-MUON, STEP, PAIRS = {"optimizer": "muon"}, {"schedule": "step"}, {"batch_size": 2}
+MUON, PAIRS = {"optimizer": "muon"}, {"batch_size": 2}
 CASES = {  # a value, and what gives it an effect
     "momentum": (0.5, {"optimizer": "sgd"}),
-    "milestones": ("1,2", STEP),
-    "decay_rate": (0.5, MUON | {"fallback_schedule": "step"}),
-    "decay_epochs": (2.0, {"schedule": "wsd"}),
-    "decay_shape": ("linear", {"schedule": "wsd"}),
-    "decay_power": (2.0, {"schedule": "polynomial"}),
-    "final_learning_rate_scale": (0.1, {"schedule": "wsd"}),
+    "final_learning_rate_scale": (0.1, {"schedule": "wsd:1:linear"}),
     "cooldown_epochs": (2.0, MUON | {"fallback_schedule": "linear"}),
     "fallback_optimizer": ("lion", MUON),
     "fallback_options": ("eps=0.1", MUON),
@@ -72,8 +67,6 @@ def test_a_flag_without_what_it_belongs_to_is_named(name):
             {"epochs": 3, "learning_rate": 0.1, "optimizer": "sgd", "solver": "lbfgs"},
         ),
         ("val-fraction", {"folds": 5, "val_fraction": 0.3}),
-        ("decay-epochs", {"schedule": "step", "milestones": "1,2", "decay_epochs": 2.0}),
-        ("fallback-schedule, --milestones", {"fallback_schedule": "step", "milestones": "1,2"}),
         ("momentum", {"optimizer": "sgd", "optimizer_options": "momentum=0.9", "momentum": 0.5}),
         ("head-epochs", {"model_type": "mobilenet_finetuned", "tune": "head", "head_epochs": 1}),
         ("backbone-learning-rate-scale", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),

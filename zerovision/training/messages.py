@@ -106,7 +106,7 @@ def _result(context: Run) -> list[str]:
             f"the training has diverged in epoch {first}: start a new run with a lower --learning-rate, and with "
             "--gradient-clipping 1 if it was changed"
         )
-    if context.head_epochs >= context.config.epochs and context.config.schedule != "sweep":
+    if context.head_epochs >= context.config.epochs:
         lines.append(
             f"only the head was trained: the first {plural(context.head_epochs, 'epoch')} are its own; to train the "
             "backbone, too, give more --epochs or fewer --head-epochs"

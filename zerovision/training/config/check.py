@@ -29,10 +29,14 @@ from zerovision.training.recipe.rules import (
     check_optimizer,
     read_options,
 )
-from zerovision.training.recipe.schedule import SCHEDULES, has_slow_backbone, head_epochs_of, schedule_names
+from zerovision.training.recipe.schedule import (
+    given_decay,
+    has_slow_backbone,
+    head_epochs_of,
+    schedule_fields,
+    schedules_of,
+)
 
-DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
-MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 DESTINATIONS = ("tensorboard", *TRACKERS)
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -296,32 +300,23 @@ def _wrong_contrast(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
 
 def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield what is wrong about the schedule."""
-    decays: dict[str, None] = {}  # values that must leave room in the run
-    fallback = config.fallback_schedule or config.schedule
-    for kind, name in (("schedule", config.schedule), ("fallback schedule", fallback)):
-        if name not in SCHEDULES:
-            raise unknown_name(kind, name, SCHEDULES)
-    for name in schedule_names(config):
-        decays |= dict.fromkeys(DECAY_WITHIN_RUN.get(name, ()))
-    if decays and config.decay_epochs != "auto":
-        last = round(config.decay_epochs + config.cooldown_epochs, 6)
-        if last % 1:
-            yield (
-                f"{of['decay_epochs']} {config.decay_epochs}: the decay of wsd begins with an epoch, give "
-                f"{math.ceil(last) - config.cooldown_epochs:.9g}."
-            )
+    for text in (config.schedule, config.fallback_schedule or config.schedule):
+        schedule_fields(text, config, 1)
     used = 0.0  # epochs of the run
-    for name in ("warmup_epochs", "cooldown_epochs", *decays):
+    for name in ("warmup_epochs", "cooldown_epochs"):
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
         if used > config.epochs:
             before = "" if used == getattr(config, name) else " with the epochs before it"
             yield f"{of[name]} {getattr(config, name)}{before}: the run has {plural(config.epochs, 'epoch')} only."
-    if config.milestones and not MILESTONES_PATTERN.fullmatch(config.milestones):
-        yield f"{of['milestones']} {shown(config.milestones)}: expected epochs such as 30,60,80."
-
-
-def _has_schedule(*names: str) -> Callable[[TrainConfig], bool]:
-    return lambda config: not schedule_names(config).isdisjoint(names)
+    for name, schedule in schedules_of(config).items():
+        decay = given_decay(schedule)
+        last = round(decay + config.cooldown_epochs, 6)
+        if decay and last % 1:
+            start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
+            yield f"{of[name]} {schedule}: the decay of wsd begins with an epoch, give {start}."
+        if decay and used + decay > config.epochs:
+            before = " with the epochs before it" if used else ""
+            yield f"{of[name]} {schedule}{before}: the run has {plural(config.epochs, 'epoch')} only."
 
 
 def _mixes(config: TrainConfig) -> bool:
@@ -355,15 +350,11 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "val_fraction": lambda config: not config.folds,
     "eval_crop": lambda config: config.fit in ("auto", "crop"),
     "momentum": _has_momentum,
-    **dict.fromkeys(("milestones", "decay_rate"), _has_schedule("step")),
-    "decay_epochs": lambda config: _has_schedule("wsd" if config.milestones else "step", "wsd")(config),
     # A rate has a final value that it reaches by its schedule's shape.
     **dict.fromkeys(
         ("final_learning_rate_scale", "cooldown_epochs"),
-        lambda config: not schedule_names(config) <= {"step", "constant"},
+        lambda config: not {text.partition(":")[0] for text in schedules_of(config).values()} <= {"step", "constant"},
     ),
-    "decay_shape": _has_schedule("wsd"),
-    "decay_power": _has_schedule("polynomial"),
     **dict.fromkeys(
         ("fallback_optimizer", "fallback_options", "fallback_schedule", "fallback_learning_rate_scale"),
         lambda config: config.optimizer in MATRIX_RULES,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerovision.models import USUAL_RATE, model_spec
+from zerovision.training.base.errors import UserError, shown, unknown_name
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.rules import MATRIX_RULES
 
@@ -27,6 +29,7 @@ def _polynomial(progress: float, power: float = 1.0) -> float:
     return (1 - progress) ** power
 
 
+SMALLEST, FEWEST_EPOCHS = sys.float_info.min, 0.1  # that may be given
 FEWEST_WARMUP_STEPS = 50  # of a network's own high rate: the first steps at it would throw a network off
 
 # How far the rate is above its final value, from 1 to 0, at each share of the decay.
@@ -144,7 +147,7 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
         warmup_steps=_warmup_steps(config, steps_per_epoch),
         head_steps=head_epochs * steps_per_epoch,
         fallback=fallback,
-        **(fields | SCHEDULES[config.schedule](config, steps_per_epoch)),
+        **(fields | schedule_fields(config.schedule, config, steps_per_epoch)),
     )
 
 
@@ -152,43 +155,87 @@ def _fallback_schedule(config: RecipeSettings) -> str:
     return config.fallback_schedule if config.optimizer in MATRIX_RULES else ""
 
 
-def schedule_names(config: RecipeSettings) -> set[str]:
-    """Return the names of the schedules that a run follows: one, or two if the fallback has its own."""
-    return {config.schedule, _fallback_schedule(config) or config.schedule}
+def schedules_of(config: RecipeSettings) -> dict[str, str]:
+    """Return the schedules that a run follows by their settings: one, or two if the fallback has its own."""
+    fallback = _fallback_schedule(config)
+    return {"schedule": config.schedule} | ({"fallback_schedule": fallback} if fallback else {})
 
 
 def stable_epochs(config: RecipeSettings) -> int:
     """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
-    decaying = schedule_names(config) - {"constant"}
-    return min((SCHEDULES[name](config, 1).get("stable_steps", 0) for name in decaying), default=0)
+    decaying = {*schedules_of(config).values()} - {"constant"}
+    return min((schedule_fields(text, config, 1).get("stable_steps", 0) for text in decaying), default=0)
 
 
-def _steps_fields(config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
+def _number(word: str, low: float, high: float = 1e6) -> float:
+    number = float(word)
+    if not low <= number <= high:  # nan is in no range
+        raise ValueError
+    return number
+
+
+def _polynomial_fields(_config: RecipeSettings, _steps: int, power: str = "1") -> dict[str, Any]:
+    return {"shape": partial(_polynomial, power=_number(power, SMALLEST, 100))}
+
+
+def _step_fields(config: RecipeSettings, steps: int, at: str = "auto", factor: str = "0.1") -> dict[str, Any]:
     """As `torch.optim.lr_scheduler.MultiStepLR` and `StepLR`; the warm-up counts."""
-    if config.milestones:
-        epochs = sorted(map(float, config.milestones.split(",")))
+    if "," in at:
+        epochs = sorted(_number(word, 0) for word in at.removesuffix(",").split(","))
     else:
-        every = config.epochs / 3 if config.decay_epochs == "auto" else config.decay_epochs
+        every = config.epochs / 3 if at == "auto" else _number(at, FEWEST_EPOCHS)
         epochs = [every * number for number in range(1, math.ceil(config.epochs / every))]
-    drops = tuple(round(epoch * steps_per_epoch) for epoch in epochs)
-    return {"final_scale": 1.0, "drops": drops, "drop_rate": config.decay_rate}
+    drops = tuple(round(epoch * steps) for epoch in epochs)
+    return {"final_scale": 1.0, "drops": drops, "drop_rate": _number(factor, SMALLEST, 1)}
 
 
-def _stable_fields(config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
-    decay = config.epochs / 5 if config.decay_epochs == "auto" else config.decay_epochs
-    epochs = max(0, math.floor(round(config.epochs - config.cooldown_epochs - decay, 6)))
-    return {"shape": SHAPES[config.decay_shape], "stable_steps": epochs * steps_per_epoch}
+def _stable_fields(config: RecipeSettings, steps: int, decay: str = "auto", shape: str = "sqrt") -> dict[str, Any]:
+    last = config.cooldown_epochs + (config.epochs / 5 if decay == "auto" else _number(decay, FEWEST_EPOCHS))
+    epochs = max(0, math.floor(round(config.epochs - last, 6)))
+    return {"shape": SHAPES[shape], "stable_steps": epochs * steps}
 
 
-# Fields of `Schedule` that make each.
-SCHEDULES: dict[str, Callable[[RecipeSettings, int], dict[str, Any]]] = {
-    "cosine": lambda _config, _steps: {"shape": _cosine},
-    "linear": lambda _config, _steps: {"shape": _polynomial},
-    "polynomial": lambda config, _steps: {"shape": partial(_polynomial, power=config.decay_power)},
-    "step": _steps_fields,
-    "constant": lambda _config, _steps: {"final_scale": 1.0},
-    "wsd": _stable_fields,
+class Form(NamedTuple):
+    """A way in which the rate falls.
+
+    Attributes:
+        fields: returns those of `Schedule`, given the settings, the steps of an epoch, and the words after the name.
+        usage: the name and what may follow it.
+    """
+
+    fields: Callable[..., dict[str, Any]]
+    usage: str
+
+
+SCHEDULES = {
+    "cosine": Form(lambda _config, _steps: {"shape": _cosine}, "cosine"),
+    "linear": Form(lambda _config, _steps: {"shape": _polynomial}, "linear"),
+    "polynomial": Form(_polynomial_fields, "polynomial:POWER, such as polynomial:2"),
+    "step": Form(_step_fields, "step:EPOCHS:FACTOR, such as step:30,60:0.1, or step:30:0.1 for every 30 epochs"),
+    "constant": Form(lambda _config, _steps: {"final_scale": 1.0}, "constant"),
+    "wsd": Form(_stable_fields, "wsd:EPOCHS:SHAPE, such as wsd:5:sqrt, with a SHAPE of sqrt, linear or cosine"),
 }
+
+
+def schedule_fields(text: str, config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
+    """Return the fields of `Schedule` that a value of `--schedule` makes.
+
+    Raises:
+        UserError: for a schedule that does not exist, or for what follows its name.
+    """
+    name, *words = text.split(":")
+    if name not in SCHEDULES:
+        raise unknown_name("schedule", name, SCHEDULES)
+    try:
+        return SCHEDULES[name].fields(config, steps_per_epoch, *words)
+    except (KeyError, TypeError, ValueError):  # of a shape, of too many words, of a number
+        raise UserError(f"schedule {shown(text)}: expected {SCHEDULES[name].usage}.") from None
+
+
+def given_decay(text: str) -> float:
+    """Return the epochs of wsd's decay if they are given, which must have room in the run; 0 for other schedules."""
+    name, decay, *_ = *text.split(":"), "auto"
+    return 0.0 if name != "wsd" or decay == "auto" else float(decay)
 
 
 def _warmup_steps(config: RecipeSettings, steps_per_epoch: int) -> int:

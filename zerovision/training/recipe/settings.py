@@ -91,25 +91,14 @@ class RecipeSettings(RunSettings):
     )
     schedule: str = option(
         "cosine",
-        f"How the learning rate falls after the warm-up: {', '.join(SCHEDULES)}; wsd: warm-up, stable, decay.",
+        f"How the learning rate falls after the warm-up: {'; '.join(form.usage for form in SCHEDULES.values())}. "
+        "wsd: warm-up, stable, decay. EPOCHS left out, or auto: of step a third of the run, of wsd a fifth.",
     )
     final_learning_rate_scale: float = option(
         0.01,
         "Learning rate at the end of the schedule, as a share of the peak; not of step and constant.",
         low=0,
         high=1,
-    )
-    decay_epochs: float | Literal["auto"] = option(
-        "auto",
-        "step: epochs between two decays; wsd: epochs of the decay, whole ones with the cooldown. auto: a third, or a "
-        "fifth, of the run.",
-        low=0.1,
-    )
-    decay_rate: float = option(0.1, "step: factor on the learning rate at each decay.", above=0, high=1)
-    milestones: str = option("", "step: epochs at which the rate decays, such as 30,60,80; default: --decay-epochs.")
-    decay_power: float = option(1.0, "polynomial: exponent; 1 is linear.", above=0, high=100)
-    decay_shape: Literal["sqrt", "linear", "cosine"] = option(
-        "sqrt", "wsd: how the rate falls with the share p of the decay; sqrt: as 1 - sqrt(p)."
     )
     cooldown_epochs: float = option(
         0.0, "Last epochs of the run, at the final learning rate; not of step and constant.", low=0
