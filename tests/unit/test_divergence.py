@@ -88,7 +88,6 @@ def test_a_run_that_is_all_head_epochs_says_so_at_its_end(folders):
     (said, _) = result(folders[1], best_epoch=2, head_epochs=epochs)
     assert said.startswith(f"only the head was trained: the first {epochs} epochs are its own; to train the backbone")
     assert len(result(folders[1], best_epoch=2, head_epochs=epochs - 1)) == 1
-    assert len(result(folders[1], best_epoch=2, head_epochs=epochs, schedule="sweep")) == 1, "a range test's own choice"
 
 
 def test_other_weights_stay_where_they_are(folders, monkeypatch):

@@ -139,7 +139,7 @@ def test_a_resumed_run_keeps_what_its_weights_brought(photos, tmp_path):
     first = load_data(data_options(config))
     later = dataclasses.replace(config, pretrained=False)
     identity = {NORMALIZATION: json.loads(json.dumps(preparation_of(first)))}
-    found = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(identity=identity, config={}))
+    found = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(identity=identity))
     assert keep_preparation(later, load_data(data_options(later)), found).preprocessing == first.preprocessing
 
 

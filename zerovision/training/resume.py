@@ -152,8 +152,7 @@ def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpo
     here = preparation_of(data)
     saved: Any = found.manifest.identity.get(NORMALIZATION)
     try:
-        left_open = [name for name in FROM_WEIGHTS if getattr(config, name) == "auto"]
-        left_open = [name for name in left_open if here[name] and saved.get(name)]
+        left_open = [name for name in FROM_WEIGHTS if getattr(config, name) == "auto" and here[name] and saved[name]]
         kept = {name: saved[name] for name in ("mean", "std", *left_open)}
         if all(here[name] == value for name, value in kept.items()):
             return data
