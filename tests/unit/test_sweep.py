@@ -138,15 +138,17 @@ def test_the_better_third_goes_on_and_a_failure_is_a_row(actor, jobs, monkeypatc
 
 
 def test_stopped_and_continued(actor):
-    asked = made(actor, "learning-rate=0.01,0.02")
+    asked = made(actor, "learning-rate=" + ",".join(f"0.0{number}" for number in range(1, 9)))
     running = prepare(asked)
     trials = running.run(1)
     next(trials)
     running.stop()
-    assert [trial.state for trial in trials] in (["waiting"], ["paused"])
+    states = [trial.state for trial in trials]
+    assert {*states} <= {"finished", "paused", "waiting"}  # a busy machine may finish some before the stop
+    assert states[-1] == "waiting"
     assert running.trials[0].state == "finished"
     again = prepare(asked)
-    assert [(trial.state, trial.epochs) for trial in again.run(1)] == [("finished", 9)] * 2
+    assert [(trial.state, trial.epochs) for trial in again.run(1)] == [("finished", 9)] * 8
 
 
 def test_a_stop_waits_for_nothing_that_a_second_signal_could_interrupt(actor, monkeypatch):
