@@ -62,10 +62,11 @@ check-memory: setup ## Compare the memory that is predicted for CPU ranks with w
 record: setup ## Train a preset's task with 10 seeds and write a record (TASK=digits, RECORD_FLAGS="--data FILE --seeds 3 --first-seed 10")
 	$(BIN)/python benchmarks/record.py $(TASK) $(RECORD_FLAGS)
 
-lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
+lint: setup-dev ## Run ruff, mypy, shellcheck, shfmt, and count who names a way of training (tests/fences.py)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python -m tests.fences
 	$(BIN)/shellcheck -x $(SHELL_FILES)
 	$(BIN)/shfmt -i 4 -d $(SHELL_FILES)
 

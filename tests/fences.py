@@ -1,0 +1,61 @@
+"""Counts the product files that name a way of training outside its own folder: part of `make lint`.
+
+A limit is what there was last; whoever fences a way lowers it in the same commit, and nobody raises one. The end is 4
+files each, its table among them, 8 for DeepSpeed. Functions with more than six parameters are counted as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINES = "zerovision/training/engines"
+FENCES = {  # what names it, its own files, limit
+    "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed_", 38),
+    "pipeline": (r"pipeline|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 30),
+    "several labels": (r"multilabel|label_sets", r"(?!)", 31),
+    "tensor": (r"tensor_parallel|tensor_split|TensorSplit|world\.tensor", rf"{ENGINES}/tensor_", 25),
+    "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", r"(?!)", 10),
+    "islands": (r"island", rf"{ENGINES}/islands", 20),
+    "teacher": (r"teacher|distill", r"zerovision/training/teacher", 12),
+}
+MOST_PARAMETERS, FUNCTIONS_LIMIT = 6, 21
+
+
+def product_files() -> dict[str, str]:
+    """Return the text of every Python file of the product, by path."""
+    listing = subprocess.run(
+        ["git", "ls-files", "zerovision/*.py", "models/*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {name: (ROOT / name).read_text() for name in listing.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+def many_parameters(text: str) -> int:
+    """Return how many functions of a file have more than six parameters, beside self."""
+    found = 0
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            found += sum(one.arg not in ("self", "cls") for one in arguments) > MOST_PARAMETERS
+    return found
+
+
+def main() -> int:
+    """Print a line per way of training; return 1 if one is named in more files than its limit."""
+    texts = product_files()
+    counts = {
+        name: (sum(not re.match(own, path) and bool(re.search(word, text)) for path, text in texts.items()), limit)
+        for name, (word, own, limit) in FENCES.items()
+    }
+    counts["functions of many parameters"] = sum(map(many_parameters, texts.values())), FUNCTIONS_LIMIT
+    for name, (count, limit) in counts.items():
+        print(f"{name:30}  {count:3}  limit {limit:3}{'  too many' if count > limit else ''}")
+    return int(any(count > limit for count, limit in counts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
