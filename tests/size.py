@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (601, 350),
     "models": (1617, 900),
-    "zerovision/training/config": (762, 500),
+    "zerovision/training/config": (760, 500),
     "zerovision/training/base": (1028, 550),
     "zerovision/training/world": (626, 450),
     "zerovision/training/data": (4519, 2900),
-    "zerovision/training/recipe": (799, 1050),
+    "zerovision/training/recipe": (779, 1050),
     "zerovision/training/engines": (2853, 2250),
     "zerovision/training/checkpoint": (807, 600),
     "zerovision/training/observe": (1466, 1050),

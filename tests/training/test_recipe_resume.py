@@ -38,7 +38,7 @@ RECIPE = {
 }
 RARE = [  # they exclude each other
     pytest.param({"sampling": "balanced"}, marks=pytest.mark.slow),
-    {"class_weights": "wave-3=2.5", "optimizer": "muon", "fallback_schedule": "linear"},  # under PyTorch's engine
+    {"class_weights": "wave-3=2.5", "optimizer": "muon"},  # under PyTorch's engine
 ]
 
 

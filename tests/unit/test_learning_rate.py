@@ -164,7 +164,7 @@ def test_a_trial_is_the_run_in_small(tmp_path, monkeypatch):
     """As a run of as many steps with that rate: the same weights, images and schedule."""
     monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 24)
     monkeypatch.setattr("zerovision.training.auto_learning_rate.find_rate", only_the_first)
-    recipe = {"optimizer": "muon", "fallback_schedule": "linear", "mixup": 0.5, "epochs": 3, "warmup_epochs": 1.0}
+    recipe = {"optimizer": "muon", "schedule": "linear", "mixup": 0.5, "epochs": 3, "warmup_epochs": 1.0}
     folder, _ = train(tmp_path, "auto", learning_rate="auto", **recipe)
     rate, _, losses = json.loads((folder / LEARNING_RATE).read_text())["tried"][0]
     typed, _ = train(tmp_path, "typed", learning_rate=rate, log_every_steps=1, **recipe)

@@ -108,8 +108,6 @@ def test_the_decay_of_wsd_begins_where_the_check_says(cooldown):
     given = dataclasses.replace(config, schedule="wsd:" + str(caught.value).partition("give ")[2].rstrip("."))
     assert check_config(given, FLAG_OF) == given
     assert build_schedule(given, steps_per_epoch=5, global_batch=32, head_epochs=0).stable_steps == 35
-    unused = dataclasses.replace(config, schedule="step", fallback_schedule="wsd:2.5")
-    assert check_config(unused, FLAG_OF) == unused, "adamw has no fallback"
 
 
 @pytest.mark.parametrize(
@@ -234,25 +232,6 @@ def test_the_head_learns_first_whatever_its_own_rate_and_rule():
     build_schedule(config, 5, 32, head_epochs=1).set_learning_rates(optimizer.param_groups, step=0)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert [rates[id(p)] for p in module.parameters()] == [0.0, 0.0, pytest.approx(0.1), pytest.approx(0.1)]
-
-
-@pytest.mark.parametrize("fallback", ["", "wsd", "constant"])
-def test_the_fallback_has_a_schedule_of_its_own_if_it_is_given(fallback):
-    module = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 2))
-    scales = {"fallback_learning_rate_scale": 10.0, "backbone_learning_rate_scale": 0.5}
-    config = dataclasses.replace(CONFIG, optimizer="muon", fallback_schedule=fallback, **scales)
-    optimizer = build_optimizer(module, config, {"2.weight", "2.bias"}, discriminative=True)
-    muons, others = (
-        build_schedule(dataclasses.replace(CONFIG, schedule=name), 5, 32, head_epochs=1)
-        for name in ("cosine", fallback or "cosine")
-    )
-    schedule = build_schedule(config, 5, 32, head_epochs=1)
-    for step in range(50):
-        schedule.set_learning_rates(optimizer.param_groups, step)
-        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        head = 10 * others.learning_rate(step)
-        backbone = [0.5 * muons.learning_rate(step), 5 * others.learning_rate(step)] if step >= 5 else [0.0, 0.0]
-        assert [rates[id(p)] for p in module.parameters()] == pytest.approx([*backbone, head, head])
 
 
 def test_groups_tell_decay_and_head():

@@ -48,12 +48,9 @@ def test_the_last_checkpoint_before_the_decay_is_kept(finished):
     assert names(finished) == ["step-00007-0000000"]
 
 
-@pytest.mark.parametrize("fallback", ["", "constant"])
-def test_a_longer_run_goes_back_to_where_the_decay_began(fallback, finished):
+def test_a_longer_run_goes_back_to_where_the_decay_began(finished):
     found, _ = newest(finished)
-    earlier, notes = before_decay(
-        dataclasses.replace(CONFIG, optimizer="muon", fallback_schedule=fallback), found, ALONE
-    )
+    earlier, notes = before_decay(CONFIG, found, ALONE)
     assert earlier.path.name == "step-00008-0000000"
     assert notes == [BACK]
 
@@ -102,7 +99,6 @@ def test_weights_behind_which_a_longer_run_goes_back_are_kept(epoch, epochs, kep
     "changes",
     [
         {"epochs": 10},
-        {"optimizer": "muon", "fallback_schedule": "cosine"},
         {"epochs": 10, "schedule": "cosine"},
         {"schedule": "cosine"},
         {"epochs": 9},

@@ -15,10 +15,9 @@ MUON, PAIRS = {"optimizer": "muon"}, {"batch_size": 2}
 CASES = {  # a value, and what gives it an effect
     "momentum": (0.5, {"optimizer": "sgd"}),
     "final_learning_rate_scale": (0.1, {"schedule": "wsd:1:linear"}),
-    "cooldown_epochs": (2.0, MUON | {"fallback_schedule": "linear"}),
+    "cooldown_epochs": (2.0, {"schedule": "linear"}),
     "fallback_optimizer": ("lion", MUON),
     "fallback_options": ("eps=0.1", MUON),
-    "fallback_schedule": ("constant", MUON),
     "fallback_learning_rate_scale": (0.2, MUON),
     "head_epochs": (1, {"model_type": "mobilenet_finetuned"}),
     "backbone_learning_rate_scale": (0.2, {"model_type": "mobilenet_finetuned"}),

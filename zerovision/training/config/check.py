@@ -34,7 +34,6 @@ from zerovision.training.recipe.schedule import (
     has_slow_backbone,
     head_epochs_of,
     schedule_fields,
-    schedules_of,
 )
 
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
@@ -300,23 +299,21 @@ def _wrong_contrast(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
 
 def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield what is wrong about the schedule."""
-    for text in (config.schedule, config.fallback_schedule or config.schedule):
-        schedule_fields(text, config, 1)
+    schedule_fields(config.schedule, config, 1)
     used = 0.0  # epochs of the run
     for name in ("warmup_epochs", "cooldown_epochs"):
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
         if used > config.epochs:
             before = "" if used == getattr(config, name) else " with the epochs before it"
             yield f"{of[name]} {getattr(config, name)}{before}: the run has {plural(config.epochs, 'epoch')} only."
-    for name, schedule in schedules_of(config).items():
-        decay = given_decay(schedule)
-        last = round(decay + config.cooldown_epochs, 6)
-        if decay and last % 1:
-            start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
-            yield f"{of[name]} {schedule}: the decay of wsd begins with an epoch, give {start}."
-        if decay and used + decay > config.epochs:
-            before = " with the epochs before it" if used else ""
-            yield f"{of[name]} {schedule}{before}: the run has {plural(config.epochs, 'epoch')} only."
+    decay, schedule = given_decay(config.schedule), f"{of['schedule']} {config.schedule}"
+    last = round(decay + config.cooldown_epochs, 6)
+    if decay and last % 1:
+        start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
+        yield f"{schedule}: the decay of wsd begins with an epoch, give {start}."
+    if decay and used + decay > config.epochs:
+        before = " with the epochs before it" if used else ""
+        yield f"{schedule}{before}: the run has {plural(config.epochs, 'epoch')} only."
 
 
 def _mixes(config: TrainConfig) -> bool:
@@ -353,10 +350,10 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     # A rate has a final value that it reaches by its schedule's shape.
     **dict.fromkeys(
         ("final_learning_rate_scale", "cooldown_epochs"),
-        lambda config: not {text.partition(":")[0] for text in schedules_of(config).values()} <= {"step", "constant"},
+        lambda config: config.schedule.partition(":")[0] not in ("step", "constant"),
     ),
     **dict.fromkeys(
-        ("fallback_optimizer", "fallback_options", "fallback_schedule", "fallback_learning_rate_scale"),
+        ("fallback_optimizer", "fallback_options", "fallback_learning_rate_scale"),
         lambda config: config.optimizer in MATRIX_RULES,
     ),
     **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), has_slow_backbone),

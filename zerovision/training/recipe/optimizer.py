@@ -76,9 +76,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer with timm, with separate groups for weight decay or none, and for each learning rate.
 
-    Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_fallback', whether that schedule is
-    `fallback_schedule`, 'is_backbone', whether it waits for the head in the head's epochs, and 'whole_parameters',
-    whether its rule computes with whole parameters.
+    Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_backbone', whether it waits for the
+    head in the head's epochs, and 'whole_parameters', whether its rule computes with whole parameters.
 
     Args:
         module: the model.
@@ -104,7 +103,7 @@ def build_optimizer(
     by_rule: dict[str, list[dict[str, Any]]] = {}
     for (decay, scale, is_backbone, rule), parameters in groups.items():
         group = {"params": parameters, "weight_decay": decay, "lr": config.learning_rate * scale}
-        group |= {"rate_scale": scale, "is_fallback": rule != config.optimizer, "is_backbone": is_backbone}
+        group |= {"rate_scale": scale, "is_backbone": is_backbone}
         group["whole_parameters"] = rule in WHOLE_PARAMETER
         by_rule.setdefault(rule, []).append(group)
     if config.optimizer not in by_rule:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zerovision.models import USUAL_RATE, model_spec
 from zerovision.training.base.errors import UserError, shown, unknown_name
 from zerovision.training.recipe import read_tune
-from zerovision.training.recipe.rules import MATRIX_RULES
 
 if TYPE_CHECKING:  # which imports the table of this module
     from zerovision.training.recipe.settings import RecipeSettings
@@ -58,7 +57,6 @@ class Schedule:
         cooldown_steps: at the final rate, at the end of the run.
         drops: steps at which the rate is multiplied by `drop_rate`, in ascending order.
         drop_rate: a factor.
-        fallback: the schedule of what `--fallback-optimizer` updates; None: this one.
     """
 
     peak: float
@@ -71,7 +69,6 @@ class Schedule:
     cooldown_steps: int = 0
     drops: tuple[int, ...] = ()
     drop_rate: float = 1.0
-    fallback: Schedule | None = None
 
     def shortened(self, total_steps: int, *, only_head: bool) -> Schedule:
         """Return the same schedule over another number of steps, with the head alone or all layers from the start."""
@@ -84,7 +81,6 @@ class Schedule:
             stable_steps=round(share * self.stable_steps),
             cooldown_steps=round(share * self.cooldown_steps),
             drops=tuple(round(share * drop) for drop in self.drops),
-            fallback=self.fallback and self.fallback.shortened(total_steps, only_head=only_head),
         )
 
     def learning_rate(self, step: int) -> float:
@@ -96,10 +92,6 @@ class Schedule:
         scale = self.final_scale + (1 - self.final_scale) * self.shape(progress)
         return self.peak * scale * self.drop_rate ** bisect_right(self.drops, step)
 
-    def learning_rates(self, step: int) -> tuple[float, float]:
-        """Return the learning rates of a step, before the groups' factors: this one's and the fallback's."""
-        return self.learning_rate(step), (self.fallback or self).learning_rate(step)
-
     def group_learning_rate(self, step: int, group_scale: float, *, is_backbone: bool) -> float:
         """Return a parameter group's learning rate: 0 for the backbone while only the head is trained."""
         is_frozen = step < self.head_steps and is_backbone
@@ -108,8 +100,7 @@ class Schedule:
     def set_learning_rates(self, groups: Iterable[dict[str, Any]], step: int) -> None:
         """Set the learning rate of every parameter group for optimizer step `step`."""
         for group in groups:
-            schedule = self.fallback if self.fallback and group["is_fallback"] else self
-            group["lr"] = schedule.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
+            group["lr"] = self.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
 
 
 def has_slow_backbone(config: RecipeSettings) -> bool:
@@ -137,34 +128,18 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
         "final_scale": config.final_learning_rate_scale,
         "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
     }
-    fallback = None
-    if name := _fallback_schedule(config):
-        changed = dataclasses.replace(config, schedule=name, fallback_schedule="")
-        fallback = build_schedule(changed, steps_per_epoch, global_batch, head_epochs)
     return Schedule(
         peak=config.learning_rate * batch_scale,
         total_steps=config.epochs * steps_per_epoch,
         warmup_steps=_warmup_steps(config, steps_per_epoch),
         head_steps=head_epochs * steps_per_epoch,
-        fallback=fallback,
         **(fields | schedule_fields(config.schedule, config, steps_per_epoch)),
     )
 
 
-def _fallback_schedule(config: RecipeSettings) -> str:
-    return config.fallback_schedule if config.optimizer in MATRIX_RULES else ""
-
-
-def schedules_of(config: RecipeSettings) -> dict[str, str]:
-    """Return the schedules that a run follows by their settings: one, or two if the fallback has its own."""
-    fallback = _fallback_schedule(config)
-    return {"schedule": config.schedule} | ({"fallback_schedule": fallback} if fallback else {})
-
-
 def stable_epochs(config: RecipeSettings) -> int:
     """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
-    decaying = {*schedules_of(config).values()} - {"constant"}
-    return min((schedule_fields(text, config, 1).get("stable_steps", 0) for text in decaying), default=0)
+    return schedule_fields(config.schedule, config, 1).get("stable_steps", 0)
 
 
 def _number(word: str, low: float, high: float = 1e6) -> float:
@@ -255,11 +230,10 @@ def schedule_notes(schedule: Schedule) -> list[str]:
             f"{schedule.total_steps} steps: "
             "a lower --warmup-epochs, or more --epochs, trains at the rate that was asked for"
         )
-    for part in (schedule, schedule.fallback):
-        if part is not None and part.drop_rate != 1:
-            late = sum(drop >= part.total_steps for drop in part.drops)
-            if late == len(part.drops):
-                notes.append("no decay of --schedule step lies within the run: the rate stays what it is")
-            elif late:
-                notes.append(f"{late} of the {len(part.drops)} decays of --schedule step lie after the run's end")
+    if schedule.drop_rate != 1:
+        late = sum(drop >= schedule.total_steps for drop in schedule.drops)
+        if late == len(schedule.drops):
+            notes.append("no decay of --schedule step lies within the run: the rate stays what it is")
+        elif late:
+            notes.append(f"{late} of the {len(schedule.drops)} decays of --schedule step lie after the run's end")
     return notes

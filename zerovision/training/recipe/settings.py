@@ -29,9 +29,6 @@ class RecipeSettings(RunSettings):
     fallback_learning_rate_scale: float = option(
         1.0, "Learning rate of --fallback-optimizer, as a share of --learning-rate.", above=0, high=1000
     )
-    fallback_schedule: str = option(
-        "", "How the learning rate of --fallback-optimizer falls, with the names of --schedule; default: as --schedule."
-    )
     optimizer_options: str = option(
         "", f"More of the rule, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}."
     )
