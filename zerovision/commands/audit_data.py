@@ -35,8 +35,8 @@ parse = audit_data_parser(__doc__).parse
 
 
 def main() -> int:
-    """Run the command line and leave with its exit code."""
-    sys.exit(run_script("audit_data", parse, audit_data))
+    """Run the command line and return the exit code."""
+    return run_script("audit_data", parse, audit_data)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line and leave with its exit code."""
-    sys.exit(run_script("bisect_runs", parse, bisect_runs))
+    """Run the command line and return the exit code."""
+    return run_script("bisect_runs", parse, bisect_runs)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ parse = export_parser(__doc__).parse
 
 
 def main() -> int:
-    """Run the command line and leave with its exit code."""
-    sys.exit(run_script("export", parse, export))
+    """Run the command line and return the exit code."""
+    return run_script("export", parse, export)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ parse = predict_parser(__doc__).parse
 
 
 def main() -> int:
-    """Run the command line and leave with its exit code."""
-    sys.exit(run_script("predict", parse, predict, writes_product=True))
+    """Run the command line and return the exit code."""
+    return run_script("predict", parse, predict, writes_product=True)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line and leave with its exit code."""
-    sys.exit(run_script("serve", parse, serve))
+    """Run the command line and return the exit code."""
+    return run_script("serve", parse, serve)
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line and leave with its exit code."""
-    sys.exit(run_script("sweep", parse, sweep))
+    """Run the command line and return the exit code."""
+    return run_script("sweep", parse, sweep)
 
 
 if __name__ == "__main__":
