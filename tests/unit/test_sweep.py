@@ -18,6 +18,7 @@ from zerovision.extras import sweep as sweeps
 from zerovision.extras.sweep import Sweep, prepare
 from zerovision.extras.sweep_table import best_trial, rows_of, write_table
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.places import REPO_ROOT
 
 WORDS = ("basic_cnn", "ddp", "1", "32", "9", "--data", "digits")
 # A launcher that trains to a top-1 that its rate decides, saves on SIGTERM and goes on from there.
@@ -366,6 +367,6 @@ def test_the_best_trial_is_the_run_that_its_command_trains(tmp_path):
     assert sorted(trial.epochs for trial in running.trials) == [2, 3]
     assert best.epochs == 3
     command = ["bash", "scripts/launch_distributed.sh", *words, *best.flags, "--run-name=alone"]
-    subprocess.run(command, cwd=sweeps.REPO_ROOT, check=True)
+    subprocess.run(command, cwd=REPO_ROOT, check=True)
     alone, swept = ((tmp_path / "runs" / name / "model.safetensors").read_bytes() for name in ("alone", best.run_name))
     assert alone == swept
