@@ -131,12 +131,7 @@ def _of_file(path: str) -> Preparation | None:
     try:
         with open_weights(path) as reader:
             return Preparation.of_run(read_facts(reader)["preprocessing"])
-    except (
-        SafetensorError,
-        OSError,
-        ValueError,
-        KeyError,
-    ):  # not ours; a broken one `zerovision.models.weights_file` reports
+    except (SafetensorError, OSError, ValueError, KeyError):  # not ours; a broken one `weights_file` reports
         pass
     try:  # a repository of the hub in timm's form
         facts = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))

@@ -27,22 +27,29 @@ class Equal(NamedTuple):
     examples: list[tuple[str, str]]
 
 
+def first_of_equal(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the files that have a digest, int64 [K], and of the first file that equals each of them.
+
+    Args:
+        digests: int64 [N], `UNKNOWN` for an image without, see `reading.sources.digest_of`.
+    """
+    order = np.flatnonzero(digests != UNKNOWN)
+    _, first_of, content = np.unique(digests[order], return_index=True, return_inverse=True)
+    return order, order[first_of][content]
+
+
 def equal_images(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> dict[str, Equal]:
-    """Find equal images by the digests of their files, int64 [N] by part, see `reading.sources.digest_of`."""
+    """Find equal images by the digests of their files, int64 [N] by part; see `first_of_equal`."""
     sources = {name: set_.source for name, set_ in datasets.parts.items()}
-    sizes = [len(source.labels) for source in sources.values()]
-    all_digests = np.concatenate([digests[name] for name in sources])
     labels = np.concatenate([source.labels.numpy() for source in sources.values()])
-    parts = np.repeat(list(sources), sizes)
-    positions = np.concatenate([np.arange(size) for size in sizes])
+    parts = np.repeat(list(sources), [len(source.labels) for source in sources.values()])
+    positions = np.concatenate([np.arange(len(source.labels)) for source in sources.values()])
     # the training images are the first part, so that they are first of equal ones
-    order = np.flatnonzero(all_digests != UNKNOWN)
-    _, first_of, content = np.unique(all_digests[order], return_index=True, return_inverse=True)
-    firsts, is_train = order[first_of][content], parts == "train"
+    order, firsts = first_of_equal(np.concatenate([digests[name] for name in sources]))
     found = {
-        "leaked": ~is_train[order] & is_train[firsts],
+        "leaked": (parts[order] != "train") & (parts[firsts] == "train"),
         "mislabelled": labels[order] != labels[firsts],
-        "repeated": (order != firsts) & is_train[order],
+        "repeated": (order != firsts) & (parts[order] == "train"),
     }
 
     def path(image: int) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 from zerovision.extras.audit.catalogue import Catalogue
 from zerovision.extras.audit.copies import Copy
 from zerovision.extras.audit.labels import SUSPECTED, LabelDoubts
+from zerovision.planning.equal_images import first_of_equal
 from zerovision.training.data.datasets import DatasetPair
-from zerovision.training.data.reading.sources import UNKNOWN
 
 KINDS = {
     "leak": "The same scene in two parts",
@@ -64,11 +64,10 @@ def equal_files(digests: np.ndarray) -> list[Copy]:
     """Return each file that is the same, byte for byte, as one before it, with the first of these.
 
     Args:
-        digests: int64 [N], `UNKNOWN` for an image without.
+        digests: as of `first_of_equal`.
     """
-    order = np.flatnonzero(digests != UNKNOWN)
-    _, first_of, content = np.unique(digests[order], return_index=True, return_inverse=True)
-    pairs = zip(order[first_of][content].tolist(), order.tolist(), strict=True)
+    order, firsts = first_of_equal(digests)
+    pairs = zip(firsts.tolist(), order.tolist(), strict=True)
     return [Copy(one, other, is_mirrored=False, difference=0.0) for one, other in pairs if one != other]
 
 
