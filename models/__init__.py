@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerovision.models.errors import UserError, unknown_name
+from zerovision.training.base.errors import UserError, unknown_name
 
 TIMM_PREFIX = "timm:"
 HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # of a repository of the Hugging Face hub, see `zerovision.models.hub_models`

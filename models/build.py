@@ -17,10 +17,10 @@ from torch import nn
 from zerovision.models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
 from zerovision.models.class_order import head_by_name, published_classes
 from zerovision.models.ensemble import Ensemble
-from zerovision.models.errors import UserError, one_line
 from zerovision.models.image_size import as_names, create_for_image_size, set_strides
 from zerovision.models.sides import ImageSize
 from zerovision.models.weights_file import StateDict, load_weights_file
+from zerovision.training.base.errors import UserError, one_line
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
 

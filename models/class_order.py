@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 
-from zerovision.models.errors import shown
+from zerovision.training.base.errors import shown
 
 Names = Sequence[str]
 

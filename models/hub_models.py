@@ -10,8 +10,8 @@ import timm
 from huggingface_hub import hf_hub_download
 
 from zerovision.models import HUB_PREFIX
-from zerovision.models.errors import UserError
 from zerovision.models.timm_models import offline_where_unreachable, reason_of
+from zerovision.training.base.errors import UserError
 
 
 def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) -> tuple[str, str]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from zerovision.models.dry_run import forward_failure
-from zerovision.models.errors import UserError
 from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.training.base.errors import UserError
 
 SMALL_IMAGE_PIXELS = 64
 STEPS_TO_TRY = (8, 14, 16, 32, 64)  # pixels; sides may have to be multiples of one of them

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 
 from zerovision.models import model_spec
-from zerovision.models.errors import UserError
 from zerovision.models.sides import ImageSize, sides, size_of
 from zerovision.models.weights_metadata import open_weights, read_facts
+from zerovision.training.base.errors import UserError
 
 FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # ours by timm's `crop_mode`
 

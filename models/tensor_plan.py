@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from zerovision.models.errors import UserError
+from zerovision.training.base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from huggingface_hub.utils import get_session
 from timm.layers import DropPath
 from torch import nn
 
-from zerovision.models.errors import UserError, nearest
 from zerovision.models.image_size import as_names
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.whole_input import WholeInputConv2d
+from zerovision.training.base.errors import UserError, nearest
 
 HUB_TIMEOUT_SECONDS = 5.0
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from zerovision.models.class_order import classes_beside, head_by_name
-from zerovision.models.errors import UserError, shown
 from zerovision.models.weights_metadata import WrongMetadata, open_weights, read_facts
+from zerovision.training.base.errors import UserError, shown
 
 
 def load_weights_file(

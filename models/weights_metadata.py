@@ -14,8 +14,8 @@ from typing import Any
 from safetensors import safe_open
 
 from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS
-from zerovision.models.errors import shown
 from zerovision.models.sides import read_size, sides
+from zerovision.training.base.errors import shown
 
 # One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
 # shall write equal files.

@@ -48,7 +48,8 @@ def imported_modules(path):
     return found
 
 
-# What each folder may import beside itself. The doctor reaches machines and reads host files the way a launch does.
+# What each folder may import beside itself; models/ also zerovision/training/base. The doctor reaches machines and
+# reads host files the way a launch does.
 ARROWS = {
     "models": set(),
     "zerovision/training": {"models"},
@@ -77,6 +78,7 @@ def test_imports_run_one_way(folder):
         for path in (ROOT / folder).rglob("*.py")
         for name in imported_modules(path)
         if folder_of(name) in ARROWS.keys() - ARROWS[folder] - {folder}
+        and not (folder == "models" and f"{name}.".startswith("zerovision.training.base."))
     }
     assert against == set()
 

@@ -12,8 +12,7 @@ import timm
 from zerovision.delivery.export import FORMATS, PRECISIONS
 from zerovision.delivery.flags import evaluate_parser, export_parser, predict_parser
 from zerovision.models import MODELS, check_model_name
-from zerovision.models.names_elsewhere import FLAGS, VALUES
-from zerovision.training.base.errors import UserError, nearest
+from zerovision.training.base.errors import UserError, names_elsewhere, nearest
 from zerovision.training.config import FIELDS, FLAG_OF
 from zerovision.training.config.command_line import parse_args, training_parser
 from zerovision.training.config.values import allowed_names
@@ -22,6 +21,8 @@ from zerovision.training.data.augmentations import AUGMENTATIONS
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.recipe.rules import ALLOWED
 from zerovision.training.recipe.schedule import SCHEDULES
+
+FLAGS, VALUES = (names_elsewhere()[table] for table in ("flags", "values"))
 
 
 def told(words: list[str], parse=parse_args) -> str:

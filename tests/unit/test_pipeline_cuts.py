@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerovision.models.dry_run import without_data
-from zerovision.models.errors import UserError
+from zerovision.training.base.errors import UserError
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 from zerovision.training.engines.pipeline.boundary import layout_of
 from zerovision.training.engines.pipeline.cuts import balanced_cuts, check_places, deal_members, places_to_cut, trace

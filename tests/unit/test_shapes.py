@@ -22,8 +22,8 @@ from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.models.build import build_model
 from zerovision.models.dry_run import training_flops, without_data
-from zerovision.models.errors import UserError
 from zerovision.models.timm_models import adapt_weights, timm_size
+from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import evaluation_geometry

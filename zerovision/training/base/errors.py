@@ -1,22 +1,17 @@
-"""Exit codes and errors of a training; a user's mistakes are `zerovision.models.errors.UserError`."""
+"""Errors of the user, exit codes, and how text from outside is printed.
+
+Everything that a user can get wrong raises a `UserError`: one line with what was given, what is allowed and what to
+type. The entry scripts print it and exit with code 2, without a traceback.
+"""
 
 from __future__ import annotations
 
-from zerovision.models.errors import UserError, nearest, one_line, printable, shown, unknown_name
-
-__all__ = [
-    "AgreedError",
-    "AnotherStartNeededError",
-    "FileServerError",
-    "RunEnded",
-    "UserError",
-    "known_failure",
-    "nearest",
-    "one_line",
-    "printable",
-    "shown",
-    "unknown_name",
-]
+import difflib
+import reprlib
+from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 USER_ERROR_EXIT_CODE = 2
 TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
@@ -26,6 +21,103 @@ WRONG_GRADIENT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: --audit has found a 
 OUT_OF_MEMORY_EXIT_CODE = 71  # EX_OSERR of sysexits.h: a rank could not get memory
 FILE_SERVER_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: another start may succeed, as where images cannot be read now
 RANK_0_MESSAGE_SECONDS = 2.0  # a launcher ends all ranks when one exits: the others wait until rank 0 has printed
+JOINERS = "\u200c\u200d"  # of letters in Persian and Indic scripts, and of emoji; terminals do not interpret them
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal interprets instead of printing: control characters, line breaks, changes of direction.
+
+    Class names, file names and metadata come from outside and may contain anything.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in JOINERS else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(error: object, most: int = 200) -> str:
+    """Return a message without line breaks and control characters, cut after `most` characters."""
+    text = printable(" ".join(str(error).split()))
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def shown(value: Any) -> str:
+    """Return a short text of a value that may be huge or deeply nested."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    try:
+        return one_line(short.repr(value))
+    except ValueError:  # Python formats no whole number of more than 4300 digits
+        return "a huge number"
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: the message is the single line that is printed, without control characters."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def nearest(given: str, allowed: Iterable[str], likeness: float = 0.65) -> str:
+    """Return ' Did you mean ...?' with the names that begin with what was given, or else the one most like it.
+
+    Args:
+        given: the unknown name.
+        allowed: the known ones.
+        likeness: least share of common letters; '' is returned if no name has it.
+    """
+    names = {name.lower().lstrip("-"): name for name in allowed}
+    word = given.lower().lstrip("-")
+    near = [word] if word in names else [name for name in names if len(word) > 2 and name.startswith(word)][:3]
+    near = near or difflib.get_close_matches(word, names, n=1, cutoff=likeness)
+    return f" Did you mean {' or '.join(repr(names[name]) for name in near)}?" if near else ""
+
+
+def unknown_name(kind: str, given: str, allowed: Iterable[str], hint: str = "") -> UserError:
+    """Build the error for a name that is in no table: what was given, what others mean by it, all that are allowed.
+
+    Args:
+        kind: of name.
+        given: the unknown one.
+        allowed: the known ones.
+        hint: a sentence that says more than the tables of names; '' for none.
+    """
+    names = list(allowed)
+    hint = ours(given, names, kind) or hint or nearest(given, names)
+    return UserError(f"unknown {kind} '{one_line(given, 100)}'.{hint} Allowed: {', '.join(names)}.")
+
+
+@cache
+def names_elsewhere() -> dict[str, Any]:
+    """Return the table of other trainers' names; it is read on a mistake only."""
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name("names_elsewhere.yaml").read_text(encoding="utf-8"))
+
+
+def plain(word: str) -> str:
+    """Return a name as it is compared: lower case, '-' for '_', without dashes and Lightning's section before it."""
+    return word.lower().replace("_", "-").lstrip("-").rpartition(".")[2]
+
+
+def ours(word: str, here: Collection[str], kind: str = "") -> str:
+    """Return a sentence with what a word of others is called here, '' if it is in no table.
+
+    Args:
+        word: as given.
+        here: the names that there are; an answer with another name is left out.
+        kind: of value that the word names, a key of the table's `values`; '' for a flag.
+    """
+    tables = names_elsewhere()
+    for answer, words in (tables["values"].get(kind, {}) if kind else tables["flags"]).items():
+        if plain(word) not in words.split():
+            continue
+        if answer.endswith("."):
+            return f" {answer}"
+        name = answer.split()[0].rstrip(",")
+        family, colon, _ = name.partition(":")
+        if name in here or (colon and any(one.startswith(family + colon) for one in here)):
+            return f" Here that is {answer}."
+    return ""
 
 
 class AgreedError(UserError):

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from zerovision.models import HUB_PREFIX, hub_name_of
-from zerovision.models.names_elsewhere import ours, plain
 from zerovision.models.sides import ImageSize
 from zerovision.training.base.errors import (
     FILE_SERVER_EXIT_CODE,
@@ -29,6 +28,8 @@ from zerovision.training.base.errors import (
     FileServerError,
     UserError,
     nearest,
+    ours,
+    plain,
     shown,
 )
 from zerovision.training.base.helper_processes import current_folder_kept_out

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
-from zerovision.models.names_elsewhere import ours, plain
-from zerovision.training.base.errors import UserError, nearest, one_line, unknown_name
+from zerovision.training.base.errors import UserError, nearest, one_line, ours, plain, unknown_name
 from zerovision.training.base.settings import PRESET_FOLDER, PRESETS
 from zerovision.training.base.small_files import read_small_text
 from zerovision.training.config import FIELDS, FLAG_OF

@@ -9,8 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from zerovision.models.names_elsewhere import ours
-from zerovision.training.base.errors import UserError, nearest, shown
+from zerovision.training.base.errors import UserError, nearest, ours, shown
 from zerovision.training.data import DATASETS, DataOptions
 from zerovision.training.data.class_names import label_of, number_classes
 from zerovision.training.data.datasets import DatasetPair, first_names, make_file_datasets
