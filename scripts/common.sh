@@ -4,7 +4,8 @@
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
-# hand_over PROGRAM ARGUMENT...: run a program of launch/ in place of this shell; -h or --help anywhere prints `usage`.
+# hand_over PROGRAM SCRIPT ARGUMENT...: run a program of launch/ in place of this shell; -h or --help anywhere prints
+# `usage`.
 # The repository's own environment is used if it exists: the user need not have activated anything.
 hand_over() {
     local program=$ROOT/zerovision/launch/$1 word python

@@ -55,4 +55,4 @@ Exit codes:
 HELP
 }
 
-hand_over single_node.py "$@"
+hand_over launch.py launch_distributed.sh "$@"

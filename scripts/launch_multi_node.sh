@@ -44,4 +44,4 @@ Signals, restarts and exit codes are those of launch_distributed.sh, over all ma
 HELP
 }
 
-hand_over cluster/multi_node.py "$@"
+hand_over launch.py launch_multi_node.sh "$@"

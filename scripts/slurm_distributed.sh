@@ -27,7 +27,7 @@ SCRIPTS_FOUND=$(find_scripts)
 if [[ -n ${SLURM_JOB_ID:-} && $(readlink "/proc/$$/fd/1") == /dev/null ]]; then
     # Without the repository the message below still has to be found: in the folder where sbatch was typed.
     LOG_FOLDER=${SCRIPTS_FOUND:+$SCRIPTS_FOUND/../logs}
-    LOG_FOLDER=${LOG_FOLDER:-$SLURM_SUBMIT_DIR}
+    LOG_FOLDER=${LOG_FOLDER:-${SLURM_SUBMIT_DIR:-.}}
     mkdir -p -- "$LOG_FOLDER"
     exec >>"$LOG_FOLDER/slurm_distributed_$SLURM_JOB_ID.out" 2>&1
 fi
@@ -77,4 +77,4 @@ Exit codes: as launch_distributed.sh --help says; 1 if --preflight found somethi
 HELP
 }
 
-hand_over slurm/job.py "$@"
+hand_over slurm.py slurm_distributed.sh "$@"

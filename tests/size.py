@@ -25,10 +25,10 @@ ROOMS = {  # limit and end
     "zerovision/training/checkpoint": (807, 600),
     "zerovision/training/observe": (1466, 1050),
     "zerovision/training": (2413, 1400),
-    "zerovision/launch": (2007, 1800),
+    "zerovision/launch": (1980, 1800),
     "zerovision/planning": (1626, 1000),
     "zerovision/delivery": (3317, 2400),
-    "zerovision/extras": (1457, 1300),
+    "zerovision/extras": (1456, 1300),
 }
 ELSEWHERE = {"zerovision/commands": "scripts"}  # in whose room such a folder counts
 

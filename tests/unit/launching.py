@@ -40,7 +40,8 @@ record, stop = folder / f"rank{rank}-{restarts}.json", folder / f"stop-{restarts
 
 def write():
     record.with_suffix(".tmp").write_text(json.dumps(dict(pid=os.getpid(), ppid=os.getppid(), argv=sys.argv[1:],
-        threads=os.environ["OMP_NUM_THREADS"], received=received, time=time.time(), port=os.environ["MASTER_PORT"])))
+        threads=os.environ["OMP_NUM_THREADS"], received=received, time=time.time(), port=os.environ["MASTER_PORT"],
+        run_id=os.environ["ZEROVISION_RUN_ID"])))
     record.with_suffix(".tmp").rename(record)
 
 def wait_for_the_other():
@@ -102,7 +103,7 @@ train()
 """
 # Stands in for the check of the training's arguments, which the stub entry has others of.
 STUB_COMMAND_LINE = """
-import os
+
 from types import SimpleNamespace
 
 def parse_args(words):
@@ -167,7 +168,8 @@ def stub_repo(folder: Path) -> Path:
     for folder_name in ("zerovision", "models", "deepspeed_configs"):
         shutil.copytree(REPO_ROOT / folder_name, root / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
-    (root / "zerovision" / "training" / "config" / "command_line.py").write_text(STUB_COMMAND_LINE)
+    with (root / "zerovision" / "training" / "config" / "command_line.py").open("a") as command_line:
+        command_line.write(STUB_COMMAND_LINE)
     (root / "zerovision" / "delivery" / "end_of_run.py").write_text("")
     (root / "zerovision" / "training" / "run.py").write_text("")  # the ranks need none of what it imports
     (root / ".venv").symlink_to(sys.prefix)

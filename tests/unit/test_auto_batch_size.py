@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zerovision.launch.arguments import check_training, read_arguments
-from zerovision.launch.before_start import resolve_strategy
+from zerovision.launch.plan import resolve_strategy
 from zerovision.planning.machines import Machine, find_gpu
 from zerovision.planning.search import PlannedJob, memory_of, with_planned_batch
 from zerovision.training import auto_batch_size

@@ -22,18 +22,17 @@ import pytest
 
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
 from zerovision.launch.arguments import LaunchArguments
-from zerovision.launch.cluster.agreement import HERE, by_reason, differences, unshared
-from zerovision.launch.cluster.channel import Channel
-from zerovision.launch.cluster.cluster_run import ending_of
-from zerovision.launch.cluster.hosts import srun_command, ssh_command
-from zerovision.launch.cluster.nodes import Node, Nodes, Shell, is_passing
-from zerovision.launch.cluster.plan import Plan, forwarded_environment
-from zerovision.launch.cluster.rendezvous import CannotStart, next_rendezvous
+from zerovision.launch.cluster_run import ending_of
+from zerovision.launch.hosts import srun_command, ssh_command
 from zerovision.launch.node_run import HANG_CODE, Ending
+from zerovision.launch.nodes import Channel, Node, Nodes, Shell, is_passing
+from zerovision.launch.plan import Plan, forwarded_environment
 from zerovision.launch.process_tree import MARK
+from zerovision.launch.rendezvous import LAUNCHING, CannotStart, by_reason, differences, next_rendezvous, unshared
 from zerovision.training.base.atomic_write import leave_mark, sees_mark
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
+from zerovision.training.observe.environment import software
 from zerovision.training.world.network_interfaces import (
     address_towards,
     check_chosen_interfaces,
@@ -259,24 +258,24 @@ FAKES = {"ssh": FAKE_SSH, "srun": FAKE_SRUN}
 DRIVER = """
 import json, os, sys
 from zerovision.launch.arguments import check_training, read_arguments
-from zerovision.launch.cluster import multi_node, nodes, rendezvous
-from zerovision.launch.cluster.plan import Plan
+from zerovision.launch import cluster_run, launch, nodes, rendezvous
+from zerovision.launch.plan import Plan
 from zerovision.training.base.lasting_output import outlast_readers
 nodes.LOST_SECONDS = float(os.environ.get("LOST_SECONDS", nodes.LOST_SECONDS))
 remote_shell, outcome, *words = sys.argv[1:]
 outlast_readers()
-rendezvous.FIRST_PATIENCE_SECONDS = rendezvous.RETURN_SECONDS = 1.0
-multi_node.Plan = lambda given, arguments, config, hosts, _ssh, port: Plan(
+rendezvous.FIRST_PATIENCE_SECONDS = cluster_run.RETURN_SECONDS = 1.0
+launch.Plan = lambda given, arguments, config, hosts, _ssh, port: Plan(
     given, arguments, config, hosts, remote_shell, port)
-train = multi_node.train
+train = launch.train
 def write_outcome(*arguments):
     started = train(*arguments)
     with open(outcome, "w") as file:
         json.dump({"code": started.ending.code, "reason": started.ending.reason, "position": started.position,
                    "run_name": started.run_name}, file)
     return started
-multi_node.train = write_outcome
-sys.exit(multi_node.main(words))
+launch.train = write_outcome
+sys.exit(launch.main(["launch_multi_node.sh", *words]))
 """
 
 
@@ -396,9 +395,7 @@ def test_nothing_listens_for_agents_and_no_agent_connects(tmp_path: Path, remote
         launch.wait_for_rank(rank)
     leading = psutil.Process(launch.process.pid)
     agents = [
-        one
-        for one in leading.children(recursive=True)
-        if "zerovision/launch/cluster/agent.py" in " ".join(one.cmdline())
+        one for one in leading.children(recursive=True) if "zerovision/launch/agent.py" in " ".join(one.cmdline())
     ]
     assert {one.cmdline()[-1] for one in agents} == {"one", "two"}
     assert [one.net_connections("inet") for one in (leading, *agents)] == [[]] * (1 + len(agents))
@@ -521,7 +518,7 @@ def test_what_most_machines_have_is_usual_and_the_launch_decides_a_tie() -> None
     assert differences({"a": new, "b": new}, old) == {}
     assert differences({"a": new, "b": old}, new) == {"b": "torch 2.14.0 (elsewhere 2.15.0)"}
     assert differences({"a": new, "b": old}, old) == {"a": "torch 2.15.0 (elsewhere 2.14.0)"}
-    assert differences({"a": new, "b": new, HERE: old}, old) == {HERE: "torch 2.14.0 (elsewhere 2.15.0)"}
+    assert differences({"a": new, "b": new, LAUNCHING: old}, old) == {LAUNCHING: "torch 2.14.0 (elsewhere 2.15.0)"}
     other_code = new | {"code": "b" * 64}
     assert differences({"a": new, "b": new, "c": other_code}, other_code) == {
         "c": "code bbbbbbbbbbbb (elsewhere aaaaaaaaaaaa)"
@@ -538,6 +535,9 @@ class FolderNode:
 
     def lost(self) -> str:
         return ""
+
+    def prepare(self, order: dict[str, Any]) -> None:
+        """It is ready already."""
 
     def send(self, what: str, **given: Any) -> None:
         if what == "mark":
@@ -580,6 +580,7 @@ class ReadyNodes(Nodes):
             node = FolderNode(self._folder, self._folder)
             own = [("eth0", f"10.0.0.{len(self.found) + 1}", "255.255.255.0")]
             node.messages["ready"] = {"gpus": self._gpus[host], "address": "", "addresses": own, "port": 1}
+            node.messages["ready"]["software"] = software()
             self.found[host] = node  # type: ignore[assignment]
 
 
@@ -589,11 +590,11 @@ def test_a_node_that_lost_a_gpu_ends_a_launch_but_not_a_run(tmp_path: Path, monk
     launch = Plan(given, [], config, ["a", "b", "c"], "ssh", 0)
     gpus = {"a": 8, "b": 7, "c": 8}
     with pytest.raises(CannotStart, match=r"b: has 7 GPUs. 8 GPUs per node asked for.") as refused:
-        next_rendezvous(ReadyNodes(tmp_path, gpus), launch, {}, [], set(), is_restart=False)
+        next_rendezvous(ReadyNodes(tmp_path, gpus), launch, [], set(), is_restart=False)
     assert refused.value.exit_code == 2
-    monkeypatch.setattr("zerovision.launch.cluster.rendezvous.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("zerovision.launch.rendezvous.PATIENCE_SECONDS", 0.1)
     nodes = ReadyNodes(tmp_path, gpus)
-    found = next_rendezvous(nodes, launch, {}, [], set(), is_restart=True)
+    found = next_rendezvous(nodes, launch, [], set(), is_restart=True)
     assert found
     assert [nodes.found[host] for host in ("a", "c")] == found.nodes
 
@@ -603,7 +604,7 @@ def test_a_doubtful_node_is_left_out_if_the_others_are_enough(tmp_path: Path, mi
     given = LaunchArguments("launch_multi_node.sh", {"num_gpus": "8"}, [], dry_run=False, min_nodes=min_nodes)
     config = TrainConfig(gradient_accumulation_steps=6, log_dir=str(tmp_path))
     nodes = ReadyNodes(tmp_path, {"a": 8, "b": 8, "c": 8})
-    found = next_rendezvous(nodes, Plan(given, [], config, ["a", "b", "c"], "ssh", 0), {}, [], {"b"}, is_restart=True)
+    found = next_rendezvous(nodes, Plan(given, [], config, ["a", "b", "c"], "ssh", 0), [], {"b"}, is_restart=True)
     assert found
     assert [nodes.found[host] for host in used] == found.nodes
 
@@ -637,8 +638,7 @@ def test_the_last_lines_of_a_remote_shell_are_read_before_it_counts_as_failed() 
         shell.all_read.set()
 
     threading.Timer(0.2, read_late).start()
-    assert shell.has_failed()
-    assert shell.reason() == "one: Permission denied (publickey)."
+    assert shell.failure() == "one: Permission denied (publickey)."
 
 
 def test_no_mark_is_left_in_this_environment() -> None:

@@ -22,7 +22,7 @@ from types import ModuleType
 import pytest
 
 from zerovision.launch.arguments import SETTINGS
-from zerovision.launch.slurm.arguments import training_arguments
+from zerovision.launch.slurm import training_arguments
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import DeviceUse, EpochPoint, RunPoint, StepPoint
 from zerovision.training.base.timing import SPANS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zerovision.launch.cluster.hosts import srun_command
+from zerovision.launch.hosts import srun_command
 from zerovision.planning.doctor.doctor_command import parse, request_of
 from zerovision.planning.doctor.examination import HERE, Request
 from zerovision.planning.doctor.probe import local_command

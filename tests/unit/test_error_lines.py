@@ -27,20 +27,14 @@ from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.launching import environment
 from zerovision.commands import audit_data, doctor, evaluate, export, plan, predict, report
 from zerovision.commands.train_distributed import train
-from zerovision.launch import single_node
-from zerovision.launch.cluster import multi_node
-from zerovision.launch.slurm import job
+from zerovision.launch import launch, slurm
+from zerovision.launch.arguments import LAUNCHERS
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
 from zerovision.training.config.command_line import run_script
 from zerovision.training.data import DataOptions, load_data
 
 REFERENCE = Path(__file__).resolve().parents[1] / "references" / "errors.txt"
-LAUNCHERS = {
-    "launch_distributed.sh": single_node.main,
-    "launch_multi_node.sh": multi_node.main,
-    "slurm_distributed.sh": job.main,
-}
 ASSIGNMENT = re.compile(r"([\w.]+)=(.*)", re.DOTALL)
 NOTES = ("no GPU found", "No CUDA runtime is found")  # ours, and one of PyTorch's, on machines without a GPU
 DELIVERIES = {script.__name__.rpartition(".")[2]: script for script in (evaluate, predict, export, report, audit_data)}
@@ -61,7 +55,10 @@ def run_words(script: str, words: list[str]) -> int:
             return run_script(script, module.parse, getattr(module, script))
         if script in ("plan", "doctor"):
             return {"plan": plan, "doctor": doctor}[script].main()
-        return run_script("error", list, train if script == "train_distributed" else LAUNCHERS[script])
+        if script == "train_distributed":
+            return run_script("error", list, train)
+        main = slurm.main if script == "slurm_distributed.sh" else launch.main
+        return run_script("error", lambda given: [script, *given], main)
 
 
 def answer(command: str) -> str:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings, hostfile_text, value
 from tests.unit.launching import WORDS
-from zerovision.launch.cluster.hosts import read_hostfile, ssh_command
+from zerovision.launch.hosts import read_hostfile, ssh_command
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights

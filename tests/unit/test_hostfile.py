@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerovision.launch.cluster.hosts import read_hostfile
+from zerovision.launch.hosts import read_hostfile
 from zerovision.training.base.errors import UserError
 from zerovision.training.engines.deepspeed_config import read_strategy_json
 

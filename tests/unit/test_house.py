@@ -53,7 +53,7 @@ def imported_modules(path):
 ARROWS = {
     "models": set(),
     "zerovision/training": {"models"},
-    "zerovision/launch": {"zerovision/training", "models"},
+    "zerovision/launch": {"zerovision/planning", "zerovision/training", "models"},
     "zerovision/planning": {"zerovision/launch", "zerovision/training", "models"},
     "zerovision/delivery": {"zerovision/training", "models"},
     "zerovision/extras": {*PACKAGES} - {"zerovision/commands", "scripts"},
@@ -186,12 +186,12 @@ def test_the_environment_is_read_where_it_belongs():
             "zerovision/training/base/heartbeat.py",
             "zerovision/training/engines/deepspeed_engine.py",
         ),
-        *(f"zerovision/launch/{name}.py" for name in ("single_node", "local_ranks", "process_tree")),  # hand it on
+        *(f"zerovision/launch/{name}.py" for name in ("launch", "local_ranks", "process_tree")),  # hand it on
         "zerovision/extras/sweep.py",  # hands it on
         "zerovision/training/config/command_line.py",  # rank 0 prints for all
-        *(f"zerovision/launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "hosts")),  # the same
+        *(f"zerovision/launch/{name}.py" for name in ("agent", "plan", "hosts")),  # the same
         *(
-            "zerovision/launch/slurm/job.py",
+            "zerovision/launch/slurm.py",
             "zerovision/planning/doctor/doctor_command.py",
             "zerovision/planning/doctor/network.py",
         ),  # Slurm's and ssh's

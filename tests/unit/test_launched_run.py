@@ -37,7 +37,7 @@ os.kill(os.getpid(), signal.SIGKILL) if "77" in sys.argv else sys.exit(65)
 @pytest.fixture(autouse=True)
 def launcher(tmp_path, monkeypatch):
     (tmp_path / "stub.py").write_text(STUB, encoding="utf-8")
-    monkeypatch.setattr(launched_run, "LAUNCHER", tmp_path / "stub.py")
+    monkeypatch.setattr(launched_run, "LAUNCHER", [str(tmp_path / "stub.py")])
     monkeypatch.delenv("RANK", raising=False)
 
 

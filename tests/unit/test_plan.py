@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zerovision.launch.arguments import check_training, read_arguments
-from zerovision.launch.before_start import resolve_strategy
+from zerovision.launch.plan import resolve_strategy
 from zerovision.planning.machines import Machine, find_gpu
 from zerovision.planning.plan_command import parse, run
 from zerovision.planning.plan_output import command_of, describe_filling

@@ -8,9 +8,8 @@ from unittest import mock
 
 import pytest
 
-from zerovision.launch.slurm import job as job_module
-from zerovision.launch.slurm.arguments import Job, training_arguments
-from zerovision.launch.slurm.job import JobRecord, JobState, what_follows
+from zerovision.launch import slurm
+from zerovision.launch.slurm import Job, JobRecord, JobState, training_arguments, what_follows
 from zerovision.training.base.errors import UserError
 
 ARGUMENTS = ["--model-type=mobilenet", "--strategy=ddp"]
@@ -198,8 +197,8 @@ def test_the_record_survives_and_a_broken_one_is_an_empty_one(tmp_path: Path) ->
 
 
 def test_an_exception_of_the_launch_is_a_failure_like_any_other(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(job_module, "train", mock.Mock(side_effect=ZeroDivisionError("a bug")))
-    record = job_module._train(mock.sentinel.plan, 3, [])
+    monkeypatch.setattr(slurm, "train", mock.Mock(side_effect=ZeroDivisionError("a bug")))
+    record = slurm._train(mock.sentinel.plan, [])
     assert record == JobRecord(1, "the launch failed with ZeroDivisionError")
     assert "a bug" in capsys.readouterr().err
     assert what_follows(record, JobRecord(), JobState.RUNNING).requeue

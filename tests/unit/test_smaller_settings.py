@@ -121,9 +121,10 @@ def launched(endings: list[int], *flags: str, allowed: int = 1) -> tuple[Started
         assert restart == len(starts)
         starts.append(resuming)
         code = endings[restart]
-        return Started(Ending(code, f"start {restart}", is_final=code in (0, OUT_OF_MEMORY_EXIT_CODE)), "run-7", -1)
+        ending = Ending(code, f"start {restart}", is_final=code in (0, OUT_OF_MEMORY_EXIT_CODE))
+        return Started(ending, "run-7", -1, has_gpus=False)
 
-    adaptation = Adaptation(["--model-type=mobilenet", "--batch-size", "16", *flags], 2, has_gpus=False)
+    adaptation = Adaptation(["--model-type=mobilenet", "--batch-size", "16", *flags], 2)
     return start_until_done(start, RestartPolicy(allowed), adaptation, []), starts
 
 

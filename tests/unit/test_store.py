@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import json
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.training.ranks import ROOT, free_port
+from tests.training.ranks import free_port
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.heartbeat import RUN_ID_VARIABLE
 from zerovision.training.world.store import _listen, open_store
 
 PATIENCE = datetime.timedelta(seconds=30)
@@ -61,25 +56,3 @@ def test_an_address_that_leads_nowhere_is_not_listened_on_alone(port, address, n
 def test_an_unknown_name_is_one_line(port):
     with pytest.raises(UserError, match=r"^the address that the ranks meet on, no\.such\.host\.invalid: .*\.$"):
         open_store("no.such.host.invalid", port, PATIENCE, "run", is_host=True, is_alone=False)
-
-
-def test_every_start_has_an_id_of_its_own(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import json, os, sys\n"
-        "with open(sys.argv[1], 'a') as file: print(json.dumps(os.environ[sys.argv[2]]), file=file)\n"
-        "sys.exit(3)\n"
-    )
-    code = (
-        "import sys; from zerovision.launch.restart_policy import Adaptation;"
-        "from zerovision.launch.single_node import supervise;"
-        "sys.exit(supervise(lambda _: sys.argv[1:], {}, 5.0, 1, Adaptation([], 1, has_gpus=False)))"
-    )
-    supervisor = [sys.executable, "-c", code, sys.executable, str(program)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    environment |= {RUN_ID_VARIABLE: "of the shell", "TMPDIR": str(tmp_path)}
-    words = [str(tmp_path / "told"), RUN_ID_VARIABLE]
-    subprocess.run([*supervisor, *words], env=environment, timeout=60)
-    first, second = map(json.loads, (tmp_path / "told").read_text().splitlines())
-    assert first != second
-    assert {len(bytes.fromhex(run_id)) for run_id in (first, second)} == {8}

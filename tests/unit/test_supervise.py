@@ -151,6 +151,7 @@ def test_a_killed_rank_is_restarted_once_and_the_run_goes_on(start, tmp_path: Pa
     assert [rank["received"] for rank in second] == [[], []]  # also none because of a launcher that is well
     assert first[0]["port"] != second[0]["port"] == second[1]["port"]
     assert first[0]["ppid"] == second[0]["ppid"]  # which has imported all there is
+    assert first[0]["run_id"] == first[1]["run_id"] != second[0]["run_id"] == second[1]["run_id"]
 
 
 def test_a_given_port_stays(start, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_each_line_of_a_trial_that_trains_is_parsed_once(tmp_path, monkeypatch):
         ({"varied": ("best-by=top1,loss",)}, "--best-by=loss is judged by loss, others by top1"),
         ({"name": "../away"}, "expected a name"),
         ({"words": (*WORDS, "--run-name=mine")}, "a sweep names its runs"),
-        ({"words": ("basic_cnn", "ddp")}, "5 arguments are needed"),
+        ({"words": ("basic_cnn", "ddp")}, "required: num_gpus, batch_size, epochs"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, change, words):

@@ -27,8 +27,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from zerovision.launch.arguments import check_training, read_arguments, with_flags
-from zerovision.launch.cluster.hosts import read_hostfile
-from zerovision.launch.cluster.rendezvous import NO_NODES_CODE
+from zerovision.launch.hosts import read_hostfile
+from zerovision.launch.rendezvous import NO_NODES_CODE
 from zerovision.training.base.atomic_write import replacing, write_json
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
@@ -40,9 +40,8 @@ from zerovision.training.base.units import plural
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.world.gpus import machine_gpus, visible_gpus
 
-LAUNCHER = LAUNCH / "single_node.py"
-MULTI_NODE = LAUNCH / "cluster" / "multi_node.py"
-SCRIPT = "launch_distributed.sh"
+LAUNCHER = LAUNCH / "launch.py"
+SCRIPT, MULTI_NODE = "launch_distributed.sh", "launch_multi_node.sh"
 MOST_TRIALS = 1000
 POLL_SECONDS = 0.2
 PLACES = 3  # significant digits of a number that is drawn
@@ -237,7 +236,7 @@ class RunningSweep:
         words = with_flags(SCRIPT, self.sweep.words, flags)
         if place.host:
             words = [*words[:2], "1", *words[2:], f"--hosts={place.host}"]
-        command = [sys.executable, str(MULTI_NODE if place.host else LAUNCHER), *words]
+        command = [sys.executable, str(LAUNCHER), MULTI_NODE if place.host else SCRIPT, *words]
         variables = os.environ | place.variables | {CALLER_VARIABLE: str(os.getpid())}
         start = time.monotonic()
         output = self.folder / f"{trial.number:03}.log"

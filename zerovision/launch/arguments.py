@@ -5,15 +5,16 @@ Every other flag belongs to the training entry, whose own parser checks it befor
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from zerovision.training.base.errors import (
@@ -28,24 +29,21 @@ from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import outlast_readers
 from zerovision.training.base.places import ENTRIES
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MOST_RANKS
-from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import check_launched_strategy
-from zerovision.training.config.command_line import parse_args
+from zerovision.training.config.command_line import OneLineParser, parse_args
 from zerovision.training.engines.deepspeed_config import read_strategy_json
 
 ENTRY = str(ENTRIES / "train_distributed.py")
-DOCTOR = str(ENTRIES / "doctor.py")
-LARGEST = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
-LARGEST |= {name: int(FIELDS[name].metadata["high"]) for name in ("batch_size", "epochs")}
+MOST_OF = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
 WORD_OF = {"--model-type": "model", "--strategy": "strategy", "--batch-size": "batch_size", "--epochs": "epochs"}
+DAY_SECONDS = 86400
 
 
-def _setting(default: Any, variable: str = "", smallest: int = 1, largest: int = 0, kind: str = "") -> Any:
-    expected = f"a whole number from {smallest} to {largest}" if largest else kind
-    return dataclasses.field(
-        default=default,
-        metadata={"variable": variable, "smallest": smallest, "largest": largest, "expected": expected},
-    )
+def _setting(default: Any, kind: str = "", *, low: int = 1, high: int = 0, has_variable: bool = False) -> Any:
+    """Declare a launcher's flag: a number from `low` to `high`, or text of a kind."""
+    metadata = {"kind": kind, "low": low, "high": high, "has_variable": has_variable}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -53,22 +51,22 @@ class LaunchArguments:
     """What a launcher was given.
 
     The fields with a default are its settings: `max_restarts` is the flag --max-restarts (or --max_restarts), and the
-    variable MAX_RESTARTS if the flag is not given.
+    variable MAX_RESTARTS, if it has one, where the flag is not given.
     """
 
     script: str  # a key of `LAUNCHERS`
     positional: dict[str, str]  # as given: model, strategy, num_gpus, ...
     flags: list[str]  # of the training entry
     dry_run: bool
-    master_port: int = _setting(0, "MASTER_PORT", largest=65535)  # 0: a free one
-    max_restarts: int = _setting(3, "MAX_RESTARTS", smallest=0, largest=1000)
-    stop_timeout: int = _setting(300, "STOP_TIMEOUT", largest=86400)  # seconds
-    start_timeout: int = _setting(300, "START_TIMEOUT", largest=86400)  # seconds
-    min_nodes: int = _setting(0, largest=MOST_NODES)  # 0: all
-    hostfile: str = _setting("", "HOSTFILE", kind="a file of lines 'name slots=N'")
-    hosts: str = _setting("", kind="names with commas")
-    forward_env: str = _setting("", "FORWARD_ENV", kind="names of variables with commas")
-    gpu: str = _setting("", kind="a GPU's name, such as h100-80gb")
+    master_port: int = _setting(0, high=65535, has_variable=True)  # 0: a free one
+    max_restarts: int = _setting(3, low=0, high=1000, has_variable=True)
+    stop_timeout: int = _setting(300, high=DAY_SECONDS, has_variable=True)  # seconds
+    start_timeout: int = _setting(300, high=DAY_SECONDS, has_variable=True)  # seconds
+    min_nodes: int = _setting(0, high=MOST_NODES)  # 0: all
+    hostfile: str = _setting("", "a file of lines 'name slots=N'", has_variable=True)
+    hosts: str = _setting("", "names with commas")
+    forward_env: str = _setting("", "names of variables with commas", has_variable=True)
+    gpu: str = _setting("", "a GPU's name, such as h100-80gb")
     allow_differences: bool = False
     preflight: bool = False
 
@@ -85,19 +83,18 @@ class LaunchArguments:
     @property
     def training(self) -> list[str]:
         """The arguments of the training entry; the '=' form keeps a value from being read as a flag."""
-        given = self.positional
-        names = [f"--model-type={given['model']}", f"--strategy={given['strategy']}"]
-        return [*names, "--batch-size", given["batch_size"], "--epochs", given["epochs"], *self.flags]
+        words = [f"{flag}={self.positional[word]}" for flag, word in WORD_OF.items()]
+        return [*words, *self.flags]
 
     def command(self, program: str) -> list[str]:
         """Return the command that runs `program` with these arguments, every variable replaced by its flag."""
-        command = [sys.executable, program, *self.positional.values()]
-        for name in LAUNCHERS[self.script].settings.split():
-            value = getattr(self, name)
+        command = [sys.executable, program, self.script, *self.positional.values()]
+        for field in LAUNCHERS[self.script].fields:
+            value = getattr(self, field.name)
             if value is True:
-                command.append(flag_of(name))
-            elif value or value != SETTINGS[flag_of(name)].default:
-                command.append(f"{flag_of(name)}={value}")
+                command.append(flag_of(field.name))
+            elif value or value != field.default:
+                command.append(f"{flag_of(field.name)}={value}")
         return [*command, *self.flags]
 
 
@@ -123,6 +120,11 @@ class Launcher(NamedTuple):
 
     positional: str
     settings: str
+
+    @property
+    def fields(self) -> list[dataclasses.Field]:
+        """Those of its settings."""
+        return [SETTINGS[flag_of(name)] for name in self.settings.split()]
 
 
 LAUNCHERS = {
@@ -176,42 +178,78 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     """
     launcher = LAUNCHERS[script]
     names = launcher.positional.split()
-    if len(arguments) < len(names):
-        raise UserError(
-            f"{len(names)} arguments are needed ({' '.join(names)}), {len(arguments)} given. --help shows examples."
-        )
     if flag := next((word for word in arguments[: len(names)] if re.match("--?[a-zA-Z]", word)), ""):
         raise UserError(
             f"{shown(flag)} stands among the first {len(names)} arguments, which are words: {' '.join(names)}. "
             "Flags come after them. --help shows examples."
         )
-    positional = dict(zip(names, arguments, strict=False))
-    for name in LARGEST.keys() & positional.keys():
-        if (name, positional[name]) != ("batch_size", "auto"):
-            whole_number(name, positional[name], 1, LARGEST[name], " or auto" if name == "batch_size" else "")
+    words = vars(_word_parser(launcher).parse(["--", *arguments[: len(names)]]))
+    positional = {name: str(value) for name, value in words.items()}
     check_launched_strategy(positional["strategy"])
-    settings = {flag_of(name): SETTINGS[flag_of(name)] for name in launcher.settings.split()}
-    own, flags = _take_settings(arguments[len(names) :], settings)
+    of_variables = [
+        f"{flag_of(field.name)}={value}"
+        for field in launcher.fields
+        if field.metadata.get("has_variable") and (value := environment.get(field.name.upper()))
+    ]
+    given, flags = _setting_parser(launcher).parse_known([*of_variables, *map(_with_dashes, arguments[len(names) :])])
     _check_words(positional, flags)
-    nodes = int(positional.get("num_nodes", 1))
-    values = {}
-    for flag, field in settings.items():
-        variable = field.metadata.get("variable", "")
-        if flag in own:
-            values[field.name] = _value(field, flag, own[flag], nodes)
-        elif environment.get(variable):
-            values[field.name] = _value(field, variable, environment[variable], nodes)
-    given = LaunchArguments(script, positional, flags, environment.get("DRY_RUN") == "1", **values)
+    found = LaunchArguments(script, positional, flags, environment.get("DRY_RUN") == "1", **vars(given))
+    if found.min_nodes > found.nodes:
+        raise UserError(f"--min-nodes {found.min_nodes}: expected a whole number from 1 to {found.nodes}.")
     threads = environment.get("OMP_NUM_THREADS", "")
     if not re.fullmatch(r"([1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*)?", threads):  # OpenMP would print lines of its own
         raise UserError(f"OMP_NUM_THREADS {shown(threads)}: expected a whole number from 1 to 9999.")
-    if not re.fullmatch(r"[A-Za-z0-9_,]*", given.forward_env):
-        raise UserError(f"FORWARD_ENV {shown(given.forward_env)}: expected names with commas.")
-    if "--hostfile" in own and (environment.get("HOSTFILE") or given.hostfile) != given.hostfile:
+    if not re.fullmatch(r"[A-Za-z0-9_,]*", found.forward_env):
+        raise UserError(f"FORWARD_ENV {shown(found.forward_env)}: expected names with commas.")
+    if found.hostfile and environment.get("HOSTFILE") not in (None, "", found.hostfile):
         raise UserError(
-            f"--hostfile {shown(given.hostfile)}, but HOSTFILE {shown(environment['HOSTFILE'])}: two files, give one."
+            f"--hostfile {shown(found.hostfile)}, but HOSTFILE {shown(environment['HOSTFILE'])}: two files, give one."
         )
-    return given
+    return found
+
+
+def _word_parser(launcher: Launcher) -> OneLineParser:
+    parser = OneLineParser("launch", None)
+    for name in launcher.positional.split():
+        if name in MOST_OF:
+            parser.add_number(name, 1, MOST_OF[name])
+        else:
+            parser.add_argument(name)
+    return parser
+
+
+def _setting_parser(launcher: Launcher) -> OneLineParser:
+    parser = OneLineParser("launch", None)
+    for field in launcher.fields:
+        flag, kind = flag_of(field.name), dict(field.metadata)
+        also = f", also as {field.name.upper()}" if kind.get("has_variable") else ""
+        if field.default is False:
+            parser.add_argument(flag, action="store_true")
+        elif kind["high"]:
+            expected = f"a whole number from {kind['low']} to {kind['high']}{also}"
+            parser.add_value(flag, partial(_number, kind["low"], kind["high"]), expected, default=argparse.SUPPRESS)
+        else:
+            parser.add_value(flag, _text, f"{kind['kind']}{also}", default=argparse.SUPPRESS)
+    return parser
+
+
+def _number(low: int, high: int, word: str) -> int:
+    if low <= int(word) <= high:
+        return int(word)
+    raise ValueError
+
+
+def _text(word: str) -> str:
+    if word:
+        return word
+    raise ValueError
+
+
+def _with_dashes(word: str) -> str:
+    """Return a launcher's flag that was written with underscores as it is declared; any other word as it is."""
+    start, equals, value = word.partition("=")
+    flag = start.replace("_", "-")
+    return flag + equals + value if flag in SETTINGS else word
 
 
 def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
@@ -240,41 +278,6 @@ def with_flags(script: str, words: Sequence[str], flags: Sequence[str]) -> list[
     return line
 
 
-def whole_number(name: str, text: str, smallest: int, largest: int, other: str = "") -> int:
-    """Return a number that was given as text; raise a UserError that names it, and what else it may be."""
-    digits = len(str(largest))
-    if re.fullmatch(rf"0|[1-9][0-9]{{0,{digits - 1}}}", text) and smallest <= int(text) <= largest:
-        return int(text)
-    raise UserError(f"{name} {shown(text)}: expected a whole number from {smallest} to {largest}{other}.")
-
-
-def _value(field: dataclasses.Field, name: str, text: str, nodes: int) -> Any:
-    largest = nodes if field.name == "min_nodes" else field.metadata.get("largest")
-    return whole_number(name, text, field.metadata["smallest"], largest) if largest else text or True
-
-
-def _take_settings(
-    arguments: Sequence[str], settings: Mapping[str, dataclasses.Field]
-) -> tuple[dict[str, str], list[str]]:
-    """Split a command line into the launcher's settings by flag (the last one wins) and the training's flags."""
-    own: dict[str, str] = {}
-    others: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
-        start, equals, value = argument.partition("=")
-        flag = start.replace("_", "-")
-        is_switch = flag in settings and settings[flag].default is False
-        if flag not in settings or (is_switch and equals):
-            others.append(argument)
-            continue
-        if not is_switch:
-            value = value if equals else next(remaining, "")
-            if not value:
-                raise UserError(f"{start} needs {settings[flag].metadata['expected']}.")
-        own[flag] = value
-    return own, others
-
-
 def check_training(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration that the arguments of the training entry give.
 
@@ -284,15 +287,6 @@ def check_training(arguments: Sequence[str]) -> TrainConfig:
     config, _ = parse_args(arguments)
     read_strategy_json(config.strategy, config.deepspeed_config)
     return config
-
-
-def run_preflight(given: LaunchArguments, training: Sequence[str], *where: str) -> int:
-    """Let the doctor look at the machines if --preflight was given, but not under DRY_RUN; return its exit code."""
-    if given.dry_run or not given.preflight:
-        return 0
-    return subprocess.run(
-        [sys.executable, DOCTOR, *where, f"--gpus-per-node={given.ranks_per_node}", "--", *training]
-    ).returncode
 
 
 def print_command(command: Sequence[str]) -> None:

@@ -72,9 +72,6 @@ class NodeRun:
         folder: HeartbeatFolder,
         received: list[int],
         stop_timeout_s: float,
-        *,
-        has_rank_0: bool = True,
-        is_alone: bool = True,
     ) -> None:
         """Prepare a start.
 
@@ -84,8 +81,6 @@ class NodeRun:
             folder: of the ranks' heartbeats.
             received: the list to which the signal handlers append.
             stop_timeout_s: seconds the ranks have to save and leave after a signal.
-            has_rank_0: whether rank 0, which marks the training as done, runs on this machine.
-            is_alone: whether no other machine takes part, so that this one prints which signal came.
         """
         self.monitor = RankMonitor(launcher, folder)
         self._launch, self._launcher, self._folder, self._received = launch, launcher, folder, received
@@ -95,12 +90,18 @@ class NodeRun:
         self._oom_kills = 0  # of the kernel so far
         self._kernel_killed = -math.inf  # when the last of them was noticed
         self._cause: Death | None = None  # the failure of a rank that the launcher outlived
-        self._has_rank_0, self._is_alone = has_rank_0, is_alone
+        self._has_rank_0 = True
         self._is_abandoned = False
 
-    def run(self, command: list[str], environment: dict[str, str]) -> Ending:
-        """Start the ranks; return once no process of them is left, and of the launcher none if no start may follow."""
-        child = self._launcher
+    def run(self, command: list[str], environment: dict[str, str], *, has_rank_0: bool = True) -> Ending:
+        """Start the ranks; return once no process of them is left, and of the launcher none if no start may follow.
+
+        Args:
+            command: of the launcher.
+            environment: of all processes.
+            has_rank_0: whether rank 0, which marks the training as done, runs on this machine.
+        """
+        child, self._has_rank_0 = self._launcher, has_rank_0
         self._oom_kills = oom_kills()
         child.start(command, environment)
         give_up = time.monotonic() + NO_RANK_SECONDS
@@ -145,9 +146,6 @@ class NodeRun:
         number = self._received[0]
         living = self._send(PASSED_ON[signal.Signals(number)])
         if living:
-            if self._is_alone:
-                name = signal.Signals(self._sent).name
-                print(f"{name}: {living} rank(s) save and stop; Ctrl-C ends them without", file=sys.stderr)
             time.sleep(REPEAT_SECONDS)
             self._received.clear()
         return living

@@ -29,11 +29,13 @@ class Started:
         ending: how it ended.
         run_name: the run's name, '' if rank 0 has not reported it.
         position: of the newest checkpoint that was saved, -1 for none.
+        has_gpus: whether the ranks computed on GPUs.
     """
 
     ending: Ending
     run_name: str
     position: int
+    has_gpus: bool = True
 
 
 class Adaptation:
@@ -42,26 +44,26 @@ class Adaptation:
     Args:
         training: arguments of the training entry, as given.
         ranks: of the launch.
-        has_gpus: whether they compute on GPUs.
 
     Attributes:
         flags: of the training entry, to be added to its arguments.
     """
 
-    def __init__(self, training: list[str], ranks: int, *, has_gpus: bool) -> None:
-        self._training, self._ranks, self._has_gpus = training, ranks, has_gpus
+    def __init__(self, training: list[str], ranks: int) -> None:
+        self._training, self._ranks = training, ranks
         self.flags: list[str] = []
 
-    def step_down(self, reason: str) -> bool:
+    def step_down(self, reason: str, *, has_gpus: bool) -> bool:
         """Print what follows, and add the flags of the next rung; return False if the launch ends instead.
 
         Args:
             reason: what happened, without a full stop.
+            has_gpus: whether the ranks compute on GPUs.
         """
         config = check_training([*self._training, *self.flags])
-        rung = next_rung(config, self._ranks, has_gpus=self._has_gpus)
+        rung = next_rung(config, self._ranks, has_gpus=has_gpus)
         if rung is None or config.on_oom == "stop":
-            advice = advise(config, self._ranks, has_gpus=self._has_gpus)
+            advice = advise(config, self._ranks, has_gpus=has_gpus)
             print(f"{reason}; {advice}", file=sys.stderr, flush=True)
             return False
         print(f"{reason}: starting again with {rung.describe()}", file=sys.stderr, flush=True)
@@ -115,7 +117,9 @@ def start_until_done(
         ending, run_name, newest = started.ending, started.run_name or run_name, max(newest, started.position)
         delay_s = None
         short_of_memory = ending.code == OUT_OF_MEMORY_EXIT_CODE and not received
-        if ending.code == NODES_BACK_CODE or (short_of_memory and adaptation.step_down(ending.reason)):
+        if ending.code == NODES_BACK_CODE or (
+            short_of_memory and adaptation.step_down(ending.reason, has_gpus=started.has_gpus)
+        ):
             restarts.total, delay_s = restarts.total + 1, 0.0  # not counted as one without progress
         elif not ending.is_final:
             delay_s = restarts.after_failure(ending.reason, started.position)

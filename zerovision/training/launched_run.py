@@ -21,7 +21,7 @@ from zerovision.training.config.values import WORDS_OF_LAUNCH, changed_flags
 from zerovision.training.world.launchers import environment_for_ranks
 from zerovision.training.world.signals import handling_stop_signals
 
-LAUNCHER = LAUNCH / "single_node.py"
+LAUNCHER = [str(LAUNCH / "launch.py"), "launch_distributed.sh"]
 
 
 def run_launched(config: TrainConfig, gpus: int) -> int:
@@ -47,7 +47,7 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
     environment = environment_for_ranks() | {CALLER_VARIABLE: str(os.getpid())}
     # As an activated environment has it: DeepSpeed compiles with a ninja from there.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    command = [sys.executable, str(LAUNCHER), *launch_words(config, gpus)]
+    command = [sys.executable, *LAUNCHER, *launch_words(config, gpus)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with (
         subprocess.Popen(command, env=environment, stdin=nowhere, stdout=pipe, stderr=pipe) as launcher,

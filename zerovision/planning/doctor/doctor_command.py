@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerovision.launch.cluster.hosts import Command, read_hostfile, split_hosts, srun_command, ssh_command
-from zerovision.launch.slurm.arguments import host_names
+from zerovision.launch.hosts import Command, host_names, read_hostfile, split_hosts, srun_command, ssh_command
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import log_folder
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES

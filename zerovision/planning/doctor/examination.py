@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from zerovision.launch.cluster.agreement import differences, reachable_addresses
-from zerovision.launch.cluster.hosts import Command
+from zerovision.launch.hosts import Command
+from zerovision.launch.rendezvous import differences, reachable_addresses
 from zerovision.planning.doctor.machine import assess_machine
 from zerovision.planning.doctor.probe import PROBE, Answer, Probe, Unreachable, ask_all
 from zerovision.planning.doctor.table import Row, join_hosts, some_of

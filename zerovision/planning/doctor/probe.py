@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from zerovision.launch.cluster.hosts import Command
+from zerovision.launch.hosts import Command
 from zerovision.training.base.atomic_write import leave_mark, sees_mark
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import ENTRIES, REPO_ROOT

@@ -1,4 +1,4 @@
-"""The hosts of a launch, and the commands that start a program there, connected to our standard input and output.
+"""The hosts of a launch, and the commands that start a program there, connected to pipes of ours.
 
 A remote shell parses the command of ssh, so it consists of constants only, quoted; whatever a user gives (arguments,
 variables, folders) is sent to the program's standard input.
@@ -12,11 +12,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.small_files import read_small_text
 
+HERE = "localhost"  # the name of this machine where no other takes part
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9][0-9]{0,3})")
 SSH_OPTIONS = {
@@ -38,8 +41,14 @@ DROPPED_VARIABLES = frozenset(
         *("UNBUFFEREDIO", "LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE"),
     )
 )
+SCONTROL_SECONDS = 60
 # A command and its environment; None for our own.
 Command = tuple[list[str], dict[str, str] | None]
+
+
+def local_command(host: str, command: list[str]) -> Command:
+    """Return the command that runs `command` on this machine."""
+    return command, None
 
 
 def ssh_command(host: str, command: list[str]) -> Command:
@@ -66,6 +75,13 @@ def srun_command(host: str, command: list[str]) -> Command:
     environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
     options = ["--nodes=1", "--ntasks=1", "--nodelist", host, "--overlap", "--cpu-bind=none", "--gpu-bind=none"]
     return ["srun", *options, *command], environment
+
+
+SHELLS: dict[str, Callable[[str, list[str]], Command]] = {
+    "local": local_command,
+    "ssh": ssh_command,
+    "srun": srun_command,
+}
 
 
 def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
@@ -123,3 +139,22 @@ def split_hosts(names: str, nodes: int = 1) -> list[str]:
     if len(hosts) < nodes:
         raise UserError(f"--hosts: {nodes} nodes asked for, {len(hosts)} named.")
     return hosts
+
+
+def scontrol(*arguments: str, stderr: int | None = None) -> str | None:
+    """Run Slurm's scontrol; return its output, None if it fails."""
+    command = ["scontrol", *arguments]
+    try:
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=SCONTROL_SECONDS, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def host_names(node_list: str) -> list[str]:
+    """Return the hosts of a job, as `scontrol` reads 'node[01-04]'; raise a UserError if it cannot."""
+    names = scontrol("show", "hostnames", node_list, stderr=subprocess.DEVNULL)
+    if not names:
+        raise UserError(f"SLURM_JOB_NODELIST {node_list!r}: scontrol cannot read it.")
+    return names.split()

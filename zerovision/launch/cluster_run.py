@@ -1,4 +1,4 @@
-"""One start of a training on several nodes: directs the agents, and ends all nodes when one fails."""
+"""One start of a training on its nodes: directs the agents, and ends all nodes when one fails."""
 
 from __future__ import annotations
 
@@ -7,42 +7,67 @@ import secrets
 import signal
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 
 from zerovision.launch.arguments import ENTRY
-from zerovision.launch.cluster.channel import Message
-from zerovision.launch.cluster.nodes import Node, Nodes
-from zerovision.launch.cluster.plan import Plan
-from zerovision.launch.cluster.rendezvous import NO_NODES_CODE, Absent, CannotStart, Hosts, Rendezvous, next_rendezvous
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.launch.node_run import DEAD_RANK_SECONDS, FINAL_CODES, HANG_CODE, PASSED_ON, REPEAT_SECONDS, Ending
+from zerovision.launch.nodes import Message, Node, Nodes
+from zerovision.launch.plan import Plan
 from zerovision.launch.process_tree import KILL_SECONDS
 from zerovision.launch.rank_monitor import STOP_CODES
+from zerovision.launch.rendezvous import NO_NODES_CODE, CannotStart, Rendezvous, Roster, next_rendezvous, unfit_hosts
 from zerovision.launch.restart_policy import NODES_BACK_CODE, Started
+from zerovision.training.base.control_groups import quota_note, usable_cores
 from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABLE
 from zerovision.training.base.units import plural
 
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should
+RETURN_SECONDS = 30.0  # between two attempts to reach a host that a running start lacks
+
+
+@dataclass
+class Hosts:
+    """What a launch remembers of its hosts from one start to the next.
+
+    Attributes:
+        returns: how often each came back into a running training.
+        hangs: how often each had the rank that hung.
+        doubtful: those that the next start leaves out if it can.
+    """
+
+    returns: Counter[str] = field(default_factory=Counter)
+    hangs: Counter[str] = field(default_factory=Counter)
+    doubtful: set[str] = field(default_factory=set)
+
+    def hung(self, host: str) -> None:
+        """Count a hang: from the second one on the host is doubtful."""
+        self.hangs[host] += 1
+        if self.hangs[host] > 1:
+            self.doubtful = {host}
 
 
 class ClusterRun:
     """One start of the ranks on all nodes, from the first connection to the last."""
 
-    def __init__(self, plan: Plan, launch_id: str, received: list[int], hosts: Hosts) -> None:
+    def __init__(self, plan: Plan, nodes: Nodes, received: list[int], hosts: Hosts) -> None:
         """Prepare a start.
 
         Args:
             plan: what to start.
-            launch_id: the mark of the processes of this launch on every machine.
+            nodes: the agents.
             received: the list to which the signal handlers append.
             hosts: what the launch remembers of its hosts.
         """
-        self._plan, self._launch_id, self._received, self._hosts = plan, launch_id, received, hosts
-        self._nodes = Nodes(plan.remote_shell)
+        self._plan, self._nodes, self._received, self._hosts = plan, nodes, received, hosts
         self._taking_part: list[Node] = []
+        self._has_gpus = True
         self._first_reason = ""  # why a node was lost
         self._sent = 0
-        self._absent: Absent | None = None
+        self._absent: Roster | None = None  # hosts that this start lacks: asked again and again
+        self._absent_s = 0.0  # between two such attempts
         self._back: list[str] = []  # hosts for whose sake the ranks were stopped
         self._deadline = math.inf
 
@@ -54,19 +79,14 @@ class ClusterRun:
             resuming: flags of the training entry that make it go on with its run.
         """
         try:
-            prepare = {"mark": self._launch_id, "folder": self._plan.folder, "port": self._plan.port}
-            prepare["environment"] = self._plan.environment()
             doubtful, self._hosts.doubtful = self._hosts.doubtful, set()
-            given = self._nodes, self._plan, prepare, self._received, doubtful
-            rendezvous = next_rendezvous(*given, is_restart=restart > 0)
+            rendezvous = next_rendezvous(self._nodes, self._plan, self._received, doubtful, is_restart=restart > 0)
             if rendezvous is None:
                 return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)
-            self._taking_part = rendezvous.nodes
-            _print_rendezvous(self._plan, rendezvous)
+            self._taking_part, self._has_gpus = rendezvous.nodes, rendezvous.has_gpus
+            _print_rendezvous(self._plan, rendezvous, restart)
             self._start_ranks(rendezvous, restart, resuming)
-            used = [node.host for node in rendezvous.nodes]
-            if len(used) < len(self._plan.hosts):
-                self._absent = Absent(self._nodes, self._plan, prepare, used, self._hosts.returns)
+            self._expect_absent([node.host for node in rendezvous.nodes])
             while any(node.is_working() for node in self._taking_part):
                 self._look()
                 time.sleep(LOOK_SECONDS)
@@ -75,7 +95,8 @@ class ClusterRun:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return Started(Ending(error.exit_code, str(error)), "", -1)
         finally:
-            self._nodes.close()
+            if not self._plan.is_local:  # whose agent keeps what the ranks have to import
+                self._nodes.close()
 
     def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
         plan, count = self._plan, len(rendezvous.nodes)
@@ -102,7 +123,7 @@ class ClusterRun:
         if self._received and not self._sent:
             self._pass_on()
         elif self._absent and not self._sent and not self._back:
-            self._bring_back(self._absent.back())
+            self._bring_back(self._absent)
         elif self._sent and signal.SIGINT in self._received:
             self._deadline = now
         if self._note_losses():
@@ -121,7 +142,8 @@ class ClusterRun:
     def _seconds_left(self) -> float:
         """Return what the nodes that still work have to leave by themselves."""
         endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
-        failing = any(node.messages.get("beat", {}).get("failing") for node in self._taking_part if node.is_working())
+        others = self._taking_part if len(self._taking_part) > 1 else []
+        failing = any(node.messages.get("beat", {}).get("failing") for node in others if node.is_working())
         if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
             return DEAD_RANK_SECONDS + 1  # a node whose own ranks fail is as quick
         return LEAVE_SECONDS if endings else math.inf
@@ -131,31 +153,46 @@ class ClusterRun:
         for node in self._taking_part:
             node.send("signal", number=self._sent)
         name = signal.Signals(self._sent).name
-        print(f"{name}: the ranks of all nodes save and stop; Ctrl-C ends them without", file=sys.stderr, flush=True)
+        print(f"{name}: all ranks save and stop; Ctrl-C ends them without", file=sys.stderr, flush=True)
         time.sleep(REPEAT_SECONDS)
         self._received.clear()
 
-    def _bring_back(self, hosts: list[str]) -> None:
+    def _expect_absent(self, used: list[str]) -> None:
+        """Ask the hosts that do not take part again and again; the more often one came back, the less often."""
+        absent = [host for host in self._plan.hosts if host not in used]
+        if absent:
+            self._absent_s = RETURN_SECONDS * 2 ** max(self._hosts.returns[host] for host in absent)
+            self._absent = Roster(self._nodes, absent, self._plan.prepare, self._absent_s)
+
+    def _bring_back(self, absent: Roster) -> None:
         """Let the ranks save and stop, if hosts are back with which the next start has more nodes."""
-        self._back = hosts
-        if hosts:
-            print(f"{', '.join(hosts)} can take part again: the ranks save first", file=sys.stderr, flush=True)
-            for node in self._taking_part:
-                node.send("signal", number=signal.SIGTERM)
+        absent.look()
+        used, back = [node.host for node in self._taking_part], absent.ready
+        if absent.seconds < self._absent_s or self._plan.usable_nodes(len(used + back)) <= len(used):
+            return
+        unfit, _ = unfit_hosts(self._nodes, self._plan, used + back, is_restart=True)
+        if unfit:
+            absent.leave_out({host: unfit[host] for host in back if host in unfit})
+            return
+        self._back = back
+        self._hosts.returns.update(back)
+        print(f"{', '.join(back)} can take part again: the ranks save first", file=sys.stderr, flush=True)
+        for node in self._taking_part:
+            node.send("signal", number=signal.SIGTERM)
 
     def _started(self) -> Started:
         """Return how it ended, from the last messages of every node."""
         self._note_losses()
-        endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
-        run_name = next((ended["run_name"] for ended in endings if ended["run_name"]), "")
-        position = max([-1, *(ended["position"] for ended in endings)])
+        said = [node.messages.get("ended") or node.messages.get("beat", {}) for node in self._taking_part]
+        run_name = next((name for last in said if (name := last.get("run_name"))), "")
+        position = max([-1, *(last.get("position", -1) for last in said)])
         ending = ending_of(self._taking_part, self._first_reason, bool(self._sent))
         for node in self._taking_part:
             if ending.hang_order and "ended" in node.messages and _node_ending(node.messages["ended"]) == ending:
                 self._hosts.hung(node.host)
         if self._back and not self._sent and ending.code in STOP_CODES:
             ending = Ending(NODES_BACK_CODE, f"with {', '.join(self._back)}", is_final=False)
-        return Started(ending, run_name, position)
+        return Started(ending, run_name, position, has_gpus=self._has_gpus)
 
 
 def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
@@ -168,7 +205,7 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
     """
     endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
     first = endings.get(nodes[0].host)
-    if first and first.code == 0:
+    if first and (first.code == 0 or len(nodes) == 1):
         return first
     final = [ending for ending in endings.values() if ending.is_final and ending.code in FINAL_CODES]
     if not was_stopped and (lost or len(final) < len(endings)):
@@ -194,8 +231,14 @@ def _node_ending(ended: Message) -> Ending:
     return Ending(ended["code"], ended["reason"], ended["is_final"], hang_order)
 
 
-def _print_rendezvous(plan: Plan, rendezvous: Rendezvous) -> None:
-    """Print which nodes take part, over which interfaces, and where they meet."""
+def _print_rendezvous(plan: Plan, rendezvous: Rendezvous, restart: int) -> None:
+    """Print which nodes take part, over which interfaces, and where they meet; of this machine alone what it lacks."""
+    if plan.is_local:
+        if not rendezvous.has_gpus and restart == 0:
+            limit = f" ({note})" if (note := quota_note()) else ""
+            ranks = f"{plan.given.ranks_per_node} CPU ranks over gloo on {usable_cores()} cores{limit}"
+            print(f"no GPU found: running {ranks}", file=sys.stderr, flush=True)
+        return
     rows = zip(rendezvous.nodes, rendezvous.addresses, rendezvous.interfaces, strict=True)
     named = [f"{node.host} ({address}{', ' + interface if interface else ''})" for node, address, interface in rows]
     ranks = plural(plan.given.ranks_per_node, "GPU" if rendezvous.has_gpus else "CPU rank")

@@ -1,0 +1,93 @@
+"""Trains on this machine, or on several over ssh: what scripts/launch_distributed.sh and launch_multi_node.sh run.
+
+python zerovision/launch/launch.py launch_distributed.sh mobilenet ddp 2 16 50
+python zerovision/launch/launch.py launch_multi_node.sh mobilenet ddp 2 8 16 50 --hosts node01,node02
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from zerovision.launch.arguments import (
+    LaunchArguments,
+    check_training,
+    print_command,
+    read_arguments,
+    run_launcher,
+)
+from zerovision.launch.cluster_run import ClusterRun, Hosts
+from zerovision.launch.hosts import HERE, read_hostfile, split_hosts
+from zerovision.launch.node_run import receive_signals
+from zerovision.launch.nodes import Nodes
+from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
+from zerovision.launch.preflight import run_preflight
+from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.places import log_folder
+from zerovision.training.world.launchers import refuse_a_pod_alone, remember_line
+
+
+def main(words: list[str]) -> int:
+    """Train as the script that stands first, its arguments and the environment say; return the exit code."""
+    script, *arguments = words
+    given = read_arguments(script, arguments, os.environ)
+    is_local = "num_nodes" not in given.positional
+    if is_local:
+        refuse_a_pod_alone(os.environ)
+    hosts = [HERE] if is_local else _hosts(given)
+    given = resolve_strategy(given, given.nodes)
+    config = check_training(given.training)
+    least = given.min_nodes or given.nodes
+    check_new_run(config, [nodes * given.ranks_per_node for nodes in range(given.nodes, least - 1, -1)])
+    if given.dry_run:
+        shown = given if is_local else replace(given, hosts=",".join(hosts), hostfile="")
+        print_command(shown.command(__file__))
+        return 0
+    if not is_local and not shutil.which("ssh"):
+        raise UserError("ssh is not installed here: install OpenSSH's client.")
+    if code := run_preflight(given, given.training, "--here" if is_local else f"--hosts={','.join(hosts)}"):
+        return code
+    remember_line(["bash"], script, arguments)
+    plan = Plan(given, given.training, config, hosts, "local" if is_local else "ssh", given.master_port)
+    return train(plan, receive_signals()).ending.code
+
+
+def _hosts(given: LaunchArguments) -> list[str]:
+    """Return the hosts that the launch uses, that of rank 0 first."""
+    if given.hosts:
+        return split_hosts(given.hosts, given.nodes)[: given.nodes]
+    default = Path("hostfile.txt")
+    path = Path(given.hostfile) if given.hostfile else default if default.is_file() else log_folder().parent / default
+    return list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
+
+
+def train(plan: Plan, received: list[int]) -> Started:
+    """Start the ranks on all nodes, and again after every failure; return how it ended.
+
+    SIGINT, SIGTERM, SIGHUP (which the ranks get as SIGTERM) and SIGUSR1 reach the ranks of all nodes; a second SIGINT
+    ends them. If this process is killed, the agents lose their connection and let the ranks save and stop.
+
+    Args:
+        plan: what to start.
+        received: the list to which the signal handlers append.
+    """
+    hosts = Hosts()
+    with contextlib.closing(Nodes(plan.shell)) as here:
+
+        def start(restart: int, resuming: list[str]) -> Started:
+            nodes = here if plan.is_local else Nodes(plan.shell)
+            return ClusterRun(plan, nodes, received, hosts).run(restart, resuming)
+
+        adaptation = Adaptation(plan.arguments, len(plan.hosts) * plan.given.ranks_per_node)
+        return start_until_done(start, RestartPolicy(plan.given.max_restarts), adaptation, received)
+
+
+if __name__ == "__main__":
+    run_launcher(main)

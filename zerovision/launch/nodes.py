@@ -1,0 +1,302 @@
+"""The launch's side of its nodes: starts an agent on each, and exchanges messages with it.
+
+A message is JSON on one line after a byte that no program prints, because a remote shell has one stream for messages
+and for what the ranks print. A pipe takes up to 4096 bytes in one piece, so what ranks print at the same moment may
+stand before a message or after it, never inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerovision.launch.hosts import SHELLS
+from zerovision.training.base.places import LAUNCH
+
+BEGIN = b"\x1e"  # ASCII's record separator
+READ_BYTES = 1 << 16
+BEAT_SECONDS = 1.0
+LOST_SECONDS = 10.0  # without a sign of life the other end counts as lost; a cable out for 3 seconds costs nothing
+LINES_KEPT = 10
+POLL_SECONDS = 0.05
+LEAVE_SECONDS = 1.0
+LAST_LINES_SECONDS = 1.0
+# A remote shell that fails with these may succeed a little later: the machine boots, or its network is briefly down.
+PASSING = (
+    "refused",
+    "timed out",
+    "No route",
+    "unreachable",
+    "closed by",
+    "reset by",
+    "Connection closed",
+    "banner",
+    "is lost",
+    "connection failure",  # srun's, until Slurm counts the node as down, and requeues the job by itself
+    "Node failure",
+)
+AGENT = [sys.executable, "-u", str(LAUNCH / "agent.py")]
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """One end of a connection, over a pair of file descriptors."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading, self._writing = reading, writing
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> bool:
+        """Send a message; return whether the other end could still be written to."""
+        rest = BEGIN + json.dumps(message).encode() + b"\n"
+        with self._lock:
+            try:
+                while rest:
+                    rest = rest[os.write(self._writing, rest) :]
+            except OSError:
+                return False
+        return True
+
+    def messages(self, pass_by: Callable[[bytes], object] = lambda _: None) -> Iterator[Message]:
+        """Yield the messages until the other end closes; every other byte goes to `pass_by` at once, in order."""
+        waiting = b""
+        while True:
+            try:
+                read = os.read(self._reading, READ_BYTES)
+            except OSError:
+                read = b""
+            if not read:
+                pass_by(waiting)
+                return
+            waiting += read
+            while waiting:
+                printed, begin, rest = waiting.partition(BEGIN)
+                if printed:
+                    pass_by(printed)
+                line, end, after = rest.partition(b"\n")
+                if not end:
+                    waiting = begin + rest
+                    break
+                waiting = after
+                message = _message_of(line)
+                if message is None:
+                    pass_by(begin + line + end)
+                else:
+                    yield message
+
+
+def _message_of(line: bytes) -> Message | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+@dataclass
+class Node:
+    """An agent on a host, and the messages it has sent."""
+
+    host: str
+    channel: Channel
+    shell: Shell | None = None  # whose process owns the channel's files
+    lost_s: float = LOST_SECONDS  # after which it counts as lost, if it is silent
+    heard: float = field(default_factory=time.monotonic)
+    is_closed: bool = False
+    messages: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
+    end_by: float = math.inf  # when it is given up, on the monotonic clock
+
+    def is_working(self) -> bool:
+        """Return whether its ranks may still run."""
+        return "ended" not in self.messages and not self.lost() and time.monotonic() < self.end_by
+
+    def lost(self) -> str:
+        """Return why the agent counts as lost, '' if it does not."""
+        if "ended" in self.messages:
+            return ""
+        if self.is_closed:
+            return f"{self.host} is lost: its connection ended"
+        silent_s = time.monotonic() - self.heard
+        return f"{self.host} is lost: no sign of life for {silent_s:.0f} s" if silent_s > self.lost_s else ""
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether its ranks were ended because of what happened elsewhere."""
+        return self.end_by < math.inf
+
+    def prepare(self, order: Message) -> None:
+        """Order it to prepare a start, and forget what it said during the last one."""
+        self.messages.clear()
+        self.end_by = math.inf
+        self.send("prepare", **order)
+
+    def end(self, within_s: float) -> None:
+        """Order it, once, to end its ranks at once; it is given up after this many seconds."""
+        if not self.was_ended:
+            self.end_by = time.monotonic() + within_s
+            self.send("end")
+
+    def send(self, what: str, **values: object) -> None:
+        """Send a message."""
+        if not self.channel.send({"kind": what, **values}):
+            self.is_closed = True
+
+
+@dataclass
+class Shell:
+    """The process that runs an agent or leads to it, and the last lines that it wrote on stderr."""
+
+    process: subprocess.Popen
+    host: str
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+    all_read: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, number: int, deadline: float) -> None:
+        """Send it a signal (0: none) if it still runs, and give it until the deadline to leave."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if number and self.process.poll() is None:
+                os.killpg(self.process.pid, number)
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def failure(self) -> str:
+        """Return why there will be no agent on its host, '' while it runs."""
+        if self.process.poll() is None:
+            return ""
+        # Its last lines contain the reason. A process that it left may keep stderr open: that is waited for once.
+        self.all_read.wait(LAST_LINES_SECONDS)
+        self.all_read.set()
+        return self.reason()
+
+    def reason(self) -> str:
+        """Return why no agent answers on its host."""
+        lines = list(self.lines)
+        return ([line for line in lines if self.host in line] or lines or ["no answer"])[-1]
+
+
+class Nodes:
+    """The agents of a launch, each through a shell of its own: here 'local', elsewhere 'ssh' or 'srun'."""
+
+    def __init__(self, shell: str) -> None:
+        self.found: dict[str, Node] = {}
+        self.shell_of: dict[str, Shell] = {}  # the last one for each host
+        self._is_local, self._command_for = shell == "local", SHELLS[shell]
+        self._shells: list[Shell] = []
+        self._lock = threading.Lock()
+        self._beaten = 0.0  # when the last heartbeat was sent
+
+    def connect(self, hosts: list[str]) -> None:
+        """Start an agent on each of the hosts; those that come up appear in `found`."""
+        self._shells = [shell for shell in self._shells if shell.process.poll() is None]
+        for host in hosts:
+            with self._lock:
+                self.found.pop(host, None)
+            start = self._start_here if self._is_local else self._start_remotely
+            node = start(*self._command_for(host, [*AGENT, host]), host)
+            assert node.shell
+            self._shells.append(node.shell)
+            self.shell_of[host] = node.shell
+            _in_background(self._read, node)
+
+    def _start_remotely(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
+        """Messages go over the shell's standard input and output, between what the ranks print."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # In a session of its own no Ctrl-C comes: the agents get orders.
+        process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
+        shell = Shell(process, host)
+        _in_background(self._read_errors, shell)
+        return Node(host, Channel(process.stdout.fileno(), process.stdin.fileno()), shell, LOST_SECONDS)
+
+    def _start_here(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
+        """Messages go over a pipe of their own: the ranks print where this process does, a terminal perhaps.
+
+        The pipe ends with the process at its other end, so silence says nothing: all may have been stopped, as by
+        Ctrl-Z or with their container.
+        """
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "wb"):
+            command = [*command, str(writing)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writing], start_new_session=True)
+        assert process.stdin
+        shell = Shell(process, host)
+        shell.all_read.set()
+        return Node(host, Channel(reading, process.stdin.fileno()), shell, math.inf)
+
+    def beat(self) -> None:
+        """Send every agent a heartbeat, if the last one is long enough ago."""
+        now = time.monotonic()
+        if now - self._beaten > BEAT_SECONDS:
+            self._beaten = now
+            for node in list(self.found.values()):
+                node.send("beat")
+
+    def ask(self, hosts: list[str], answer: str, what: str, seconds: float, /, **values: object) -> dict[str, Message]:
+        """Ask the agents on some hosts; return their answers by host, without those that do not come in time."""
+        asked = {host: self.found[host] for host in hosts}
+        for node in asked.values():
+            node.messages.pop(answer, None)
+            node.send(what, **values)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(
+            answer not in node.messages and not node.lost() for node in asked.values()
+        ):
+            self.beat()
+            time.sleep(POLL_SECONDS)
+        return {host: node.messages[answer] for host, node in asked.items() if answer in node.messages}
+
+    def close(self) -> None:
+        """End all connections and shells; agents that still live end their ranks."""
+        for shell in self._shells:
+            assert shell.process.stdin
+            with contextlib.suppress(OSError):
+                shell.process.stdin.close()
+        # An agent whose connection has ended leaves, and its shell with it, unless the machine is gone.
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + LEAVE_SECONDS
+            for shell in self._shells:
+                shell.end(number, deadline)
+
+    def _read(self, node: Node) -> None:
+        for message in node.channel.messages(_print):
+            node.heard = time.monotonic()
+            node.messages[message["kind"]] = message
+            with self._lock:
+                if self.shell_of[node.host] is node.shell:
+                    self.found[node.host] = node
+        node.is_closed = True
+
+    def _read_errors(self, shell: Shell) -> None:
+        assert shell.process.stderr is not None
+        for raw in shell.process.stderr:
+            line = raw.decode(errors="replace")
+            if line.strip():
+                shell.lines.append(line.strip())
+            if shell.host in self.found:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+        shell.all_read.set()
+
+
+def is_passing(reason: str) -> bool:
+    """Return whether a shell that failed for this reason may succeed a little later."""
+    return any(sign.lower() in reason.lower() for sign in PASSING)
+
+
+def _print(printed: bytes) -> None:
+    sys.stdout.buffer.write(printed)
+    sys.stdout.flush()
+
+
+def _in_background(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, daemon=True).start()

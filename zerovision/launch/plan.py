@@ -1,0 +1,196 @@
+"""What a launch starts, settled before any rank does: arguments, configuration, strategy, hosts, and this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from zerovision.launch.arguments import LaunchArguments, check_training
+from zerovision.launch.process_tree import extensions_folder
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.places import log_folder
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.global_batch import check_division
+from zerovision.training.config.values import changed_flags
+from zerovision.training.observe.environment import software
+from zerovision.training.observe.new_run import refuse_existing, run_folder
+from zerovision.training.world.launchers import remembered_line
+
+# What the ranks may need of the launching shell's variables. Which GPUs a process sees is each machine's own matter.
+FORWARDED_PREFIXES = (
+    *("NCCL_", "GLOO_", "TORCH", "UCX_", "FI_", "IBV_", "MLX5_", "OMP_", "MKL_", "KMP_", "CUDA_", "CUBLAS_"),
+    *("PYTHON", "DS_", "HF_", "TIMM_", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "LC_", "LANG"),
+)
+NEVER_FORWARDED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP")
+AUTO = "auto"
+SECRET_SIGNS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch on one or several nodes.
+
+    Attributes:
+        given: the launcher's arguments.
+        arguments: of the training entry.
+        config: what these configure.
+        hosts: names of the nodes, that of rank 0 first.
+        shell: that leads to them, a key of `zerovision.launch.hosts.SHELLS`.
+        port: that the ranks meet on, 0 for a free one of rank 0's node.
+        folder: current folder of the ranks.
+        mark: of the processes of this launch on every machine.
+    """
+
+    given: LaunchArguments
+    arguments: list[str]
+    config: TrainConfig
+    hosts: list[str]
+    shell: str
+    port: int
+    folder: str = field(default_factory=os.getcwd)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @cached_property
+    def software(self) -> dict[str, str]:
+        """Of the machine that launches, see `zerovision.training.observe.environment.software`; {} if it is alone."""
+        return {} if self.is_local else software()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone takes part."""
+        return self.shell == "local"
+
+    @property
+    def prepare(self) -> dict[str, Any]:
+        """The order for an agent to prepare a start."""
+        return {
+            "mark": self.mark,
+            "folder": self.folder,
+            "port": self.port,
+            "environment": self.environment(),
+            "ranks": len(self.hosts) * self.given.ranks_per_node,
+            "compares": bool(self.software),
+        }
+
+    @property
+    def min_nodes(self) -> int:
+        """The number of hosts that training can go on with."""
+        return self.given.min_nodes or len(self.hosts)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of all logs, which all nodes share."""
+        return os.path.abspath(os.path.expanduser(self.config.log_dir or log_folder()))
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the ranks beside those of their machine."""
+        forwarded = forwarded_environment(self.given.forward_env.split(","))
+        return forwarded | remembered_line() | {"TORCH_EXTENSIONS_DIR": extensions_folder()}
+
+    def usable_nodes(self, reachable: int) -> int:
+        """Return how many of the reachable nodes can share the global batch, 0 if they are too few."""
+        micro_steps = self._micro_steps(self.config)
+        return next((n for n in range(reachable, self.min_nodes - 1, -1) if micro_steps % n == 0), 0)
+
+    def _micro_steps(self, config: TrainConfig) -> int:
+        """Return the micro-steps of an update that all nodes share."""
+        if config.global_batch:
+            return config.global_batch * config.ranks_per_replica // (self.given.ranks_per_node * config.micro_batch)
+        return len(self.hosts) * config.gradient_accumulation_steps
+
+    def batch_flags(self, nodes: int, resuming: Sequence[str] = ()) -> list[str]:
+        """Return the flags that keep the global batch on this many nodes: more micro-steps on fewer of them.
+
+        Args:
+            nodes: that take part.
+            resuming: flags of this start, which may have changed the micro-steps.
+        """
+        if nodes == len(self.hosts) or self.config.batch_size == "auto":  # which the ranks divide themselves
+            return []
+        config = check_training([*self.arguments, *resuming]) if resuming else self.config
+        return [f"--gradient-accumulation-steps={self._micro_steps(config) // nodes}"]
+
+
+def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
+    """Return the arguments with `auto` replaced by the strategy, batch size and flags that the planner recommends.
+
+    A batch size `auto` stays, unless fewer images than that finds are recommended.
+
+    Args:
+        given: arguments of the launcher.
+        nodes: machines of the run.
+
+    Raises:
+        UserError: for --gpu beside another strategy, and for what the planner refuses.
+    """
+    if given.positional["strategy"] != AUTO:
+        if given.gpu:
+            raise UserError(f"--gpu is for the strategy {AUTO}, which plans for it: leave it out.")
+        return given
+    from zerovision.planning.plan_command import parse  # imports torch
+    from zerovision.planning.recommend import reason, recommend
+
+    ranks = given.ranks_per_node
+    words = [f"--num-gpus={nodes * ranks}", f"--gpus-per-node={ranks}", *([f"--gpu={given.gpu}"] if given.gpu else [])]
+    training = [word for word in given.training if word != f"--strategy={AUTO}"]
+    job = parse(["--with-data", *words, *training], None).job
+    option, rungs = recommend(job)
+    best = option.config
+    flags = changed_flags(best, job.config)
+    chosen = " ".join([best.strategy, *flags])
+    print(f"strategy auto: {chosen}: {reason(job, option, rungs)}", file=sys.stderr, flush=True)
+    positional = given.positional | {"strategy": best.strategy}
+    if (positional["batch_size"], best.batch_size) != (AUTO, job.config.batch_size):  # else the ranks find it
+        positional["batch_size"] = str(best.batch_size)
+        flags = [*flags, f"--gradient-accumulation-steps={best.gradient_accumulation_steps}"]
+    return replace(given, positional=positional, flags=[*given.flags, *flags], gpu="")
+
+
+def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
+    """Refuse a run whose name another one has, and a global batch that the ranks cannot share.
+
+    A run that goes on keeps the global batch of its checkpoint: that is for the ranks to check, which read it.
+
+    Args:
+        config: of the training.
+        possible_ranks: numbers of ranks that the launch may use, the wanted one first.
+
+    Raises:
+        UserError: for the batch what the wanted number of ranks says, if no number can share it.
+    """
+    folder = run_folder(config)
+    if config.run_name:
+        refuse_existing(config, folder)
+    if config.resume not in ("never", "auto") or (config.resume == "auto" and folder.has_checkpoint):
+        return
+    errors = []
+    for ranks in possible_ranks:
+        try:
+            check_division(config, ranks)
+        except UserError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
+
+
+def forwarded_environment(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables of this process that the ranks on other machines need, and those named.
+
+    What looks like a secret is sent only if it is named: srun carries it in clear text.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in names
+        or (
+            name.startswith(FORWARDED_PREFIXES)
+            and name not in NEVER_FORWARDED
+            and not any(sign in name for sign in SECRET_SIGNS)
+        )
+    }

@@ -1,1 +1,0 @@
-"""Trainings inside Slurm jobs."""
