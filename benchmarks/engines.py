@@ -61,7 +61,7 @@ def memory_of(name: str, job: Job, ranks: int) -> tuple[str, ...]:
     strategy, _, engine = name.rpartition(", ")
     case = Case(job.model_type, strategy or "ddp", engine, ranks, job.batch_size, job.image_size, NUM_CLASSES)
     try:
-        (found,) = measured([case])
+        found = measured(case)
     except RuntimeError as error:
         print(f"{name} on {count(ranks)} is left out: {error}", flush=True)
         return ("-",) * 3

@@ -4,8 +4,8 @@
     python benchmarks/memory.py --models mobilenet --ranks 1,2 --engines torch
     python benchmarks/memory.py --models timm:vit_small_patch16_224 --engines torch --ranks 4 --meshes 2x1x1,1x2x4
 
-The strategies and engines of a model and number of ranks are one job. Measured is the
-mean over the ranks of what the process needs beyond its libraries and their generated code; see `memory_rank.py`.
+Measured is the mean over the ranks of what the process needs beyond its libraries and their generated code; see
+`memory_rank.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,29 +99,22 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def measured(cases: Sequence[Case]) -> list[dict[str, float]]:
-    """Train cases of the same ranks one after another.
+def measured(case: Case) -> dict[str, float]:
+    """Train a case in a job of its own: what a case before leaves behind would count as there at the start.
 
     Returns:
-        The bytes of each held between steps and at most, means over the ranks, or of a pipeline the most; keys as
+        The bytes held between steps and at most, means over the ranks, or of a pipeline the most; keys as
         `memory_rank.train`.
 
     Raises:
         RuntimeError: if the job failed.
     """
-    rows = [
-        [one.model, one.strategy, one.batch_size, one.image_size, one.classes, one.engine, *one.mesh] for one in cases
-    ]
+    row = [case.model, case.strategy, case.batch_size, case.image_size, case.classes, case.engine, *case.mesh]
     with tempfile.TemporaryDirectory() as folder:
-        words = ["benchmarks.memory_rank", f"--cases={json.dumps(rows)}", f"--result={folder}/{{}}.jsonl"]
-        run(words, cases[0].ranks)
-        ranks = [path.read_text().splitlines() for path in Path(folder).glob("*.jsonl")]
-    found = [[json.loads(line) for line in lines] for lines in zip(*ranks, strict=True)]
-    summary = [max if one.pipeline > 1 else statistics.mean for one in cases]  # stages differ: planned is the largest
-    return [
-        {key: of(rank[key] for rank in of_case) for key in of_case[0]}
-        for of, of_case in zip(summary, found, strict=True)
-    ]
+        run(["benchmarks.memory_rank", f"--case={json.dumps(row)}", f"--result={folder}/{{}}.json"], case.ranks)
+        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    summary = max if case.pipeline > 1 else statistics.mean  # stages differ: planned is the largest
+    return {key: summary(rank[key] for rank in ranks) for key in ranks[0]}
 
 
 def resolved(case: Case) -> Case:
@@ -133,17 +125,18 @@ def resolved(case: Case) -> Case:
     return dataclasses.replace(case, engine=engine)
 
 
-def compare(cases: Sequence[Case]) -> list[Compared]:
-    """Predict and measure cases of the same model and ranks; those that do not fit here are left out."""
-    room = FILL * psutil.virtual_memory().available
-    predicted = {case: case.predicted() for case in cases}
-    fitting = [case for case in cases if case.ranks * predicted[case] < room]
-    for case in cases:
-        if case not in fitting:
-            print(f"left out, there is not enough memory: {case}", flush=True)
-    found = measured(fitting) if fitting else []
-    both = zip(fitting, found, strict=True)
-    return [Compared(case, predicted[case], one["peak"], one["held"]) for case, one in both]
+def compare(case: Case) -> Compared | None:
+    """Predict and measure a case; None if it does not fit here, or fails."""
+    predicted = case.predicted()
+    if case.ranks * predicted > FILL * psutil.virtual_memory().available:
+        print(f"left out, there is not enough memory: {case}", flush=True)
+        return None
+    try:
+        found = measured(case)
+    except RuntimeError as error:
+        print(f"{case} is left out: {error}", flush=True)
+        return None
+    return Compared(case, predicted, found["peak"], found["held"])
 
 
 def described(case: Case) -> str:
@@ -199,13 +192,8 @@ def main() -> None:
             for strategy, engine, mesh in itertools.product(strategies, engines, meshes)
             if ranks % (mesh[0] * mesh[1]) == 0 and (mesh[1] == 1 or strategy == "ddp")
         ]
-        try:
-            found = compare([*dict.fromkeys(map(resolved, asked))])
-        except RuntimeError as error:
-            print(f"{model} on {ranks} rank(s) is left out: {error}", flush=True)
-            continue
-        compared += found
-        for one in found:
+        for one in filter(None, map(compare, dict.fromkeys(map(resolved, asked)))):
+            compared.append(one)
             print(model, described(one.case), ranks, f"{one.error:+.1%}", flush=True)
     section = section_of(compared)
     show(section)

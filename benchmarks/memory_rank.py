@@ -1,4 +1,4 @@
-"""One rank of `memory.py` and `engines.py`: trains a few steps of each case; writes the bytes it holds, and at most.
+"""One rank of `memory.py` and `engines.py`: trains a few steps of a case; writes the bytes it holds, and at most.
 
 Measured on a CPU is the proportional set size: the pages that are resident, those shared by k processes counted as a
 k-th; and the resident set, which counts them in full. glibc is told to give freed memory back at once, so that
@@ -112,18 +112,15 @@ def train(
 
 
 def main() -> None:
-    """Measure all cases; each rank writes a line for each."""
+    """Measure a case; each rank writes what it found."""
     parser = argparse.ArgumentParser()
-    words = "[[model, strategy, batch, size, classes, engine, tensor, pipeline, micro-batches], ...]"
-    parser.add_argument("--cases", type=json.loads, required=True, help=words)
+    words = "[model, strategy, batch, size, classes, engine, tensor, pipeline, micro-batches]"
+    parser.add_argument("--case", type=json.loads, required=True, help=words)
     parser.add_argument("--result", required=True, help="a file per rank; {} stands for the rank")
     given = parser.parse_args()
     world = start_world()
-    with Path(given.result.format(world.rank)).open("w") as lines:
-        for case in given.cases:
-            train(*case, world, steps=1)  # loads the libraries, and generates their code for layers of these shapes
-            lines.write(json.dumps(train(*case, world)) + "\n")
-            lines.flush()
+    train(*given.case, world, steps=1)  # loads the libraries, and generates their code for layers of these shapes
+    Path(given.result.format(world.rank)).write_text(json.dumps(train(*given.case, world)))
     stop_world()
 
 

@@ -26,7 +26,7 @@ ROOMS = {  # limit and end
     "zerovision/training/observe": (1466, 1050),
     "zerovision/training": (2413, 1400),
     "zerovision/launch": (1980, 1800),
-    "zerovision/planning": (1626, 1000),
+    "zerovision/planning": (1589, 1000),
     "zerovision/delivery": (3317, 2400),
     "zerovision/extras": (1456, 1300),
 }

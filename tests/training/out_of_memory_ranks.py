@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from zerovision.planning.run_memory import plan_memory
+from zerovision.planning.search import predicted_tensors
 from zerovision.training.base.run_folder import BATCH_SIZE
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.torch_engine import TorchEngine
@@ -58,7 +58,7 @@ def find_batch_size(
         Exit code, what the run's folder says of the search, and the sha256 of the exported weights.
     """
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name, "batch_size": "auto"} | changes))
-    start = dataclasses.replace(FIRST_START, plan_memory=plan_memory)
+    start = dataclasses.replace(FIRST_START, plan_memory=predicted_tensors)
     is_short, forward = world.rank == FAILING_RANK, TorchEngine.forward
 
     def fail(engine: TorchEngine, images: torch.Tensor) -> torch.Tensor:

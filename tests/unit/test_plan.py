@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.plan import resolve_strategy
@@ -214,7 +215,7 @@ def test_gpu_is_for_auto_alone():
 
 def test_measure_times_real_steps_of_this_machine(monkeypatch, capsys):
     words = ["--model-type", "basic_cnn", "--image-size", "32", "--batch-size", "4", "--measure"]
-    monkeypatch.setattr("zerovision.planning.measure.STEPS", 2)
+    monkeypatch.setattr("zerovision.planning.plan_command.STEPS", 2)
     assert run(parse([*words, "--json"], None)) == 0
     step_s = json.loads(capsys.readouterr().out)["measured_step_s"]
     assert 0 < step_s < 60
@@ -224,6 +225,13 @@ def test_measure_times_real_steps_of_this_machine(monkeypatch, capsys):
     )
     with pytest.raises(UserError, match="--measure trains on this machine: leave --gpu out"):
         parse([*words, "--gpu=h100"], None)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("zerovision.planning.plan_command.build_network", fail)
+    with pytest.raises(UserError, match=r"4 images in one process ran out .*2\.00 GiB\): give a smaller --batch-size"):
+        run(parse(words, None))
 
 
 def test_a_model_that_looks_at_its_images_is_refused(monkeypatch):

@@ -8,8 +8,7 @@ import pytest
 
 from zerovision.planning.machines import Machine, find_gpu
 from zerovision.planning.plan_command import parse
-from zerovision.planning.run_memory import plan_memory
-from zerovision.planning.search import PlannedJob, evaluate
+from zerovision.planning.search import PlannedJob, evaluate, predicted_tensors
 from zerovision.training.config import TrainConfig
 from zerovision.training.prepare import RunFacts
 
@@ -33,7 +32,7 @@ def test_a_run_predicts_what_the_planner_does(words, engine, has_gpus):
     job = parse([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words], None).job
     config = dataclasses.replace(job.config, image_channels=3)
     memory = evaluate(job, job.config).memory
-    assert plan_memory(RunFacts(config, job.classes, 64, 8, 4, has_gpus), [job.config]) == [memory.tensors]
+    assert predicted_tensors(RunFacts(config, job.classes, 64, 8, 4, has_gpus), [job.config]) == [memory.tensors]
     if has_gpus:  # what is measured there: tensors, without the context
         assert memory.tensors < memory.peak
 

@@ -33,12 +33,12 @@ def train(arguments: list[str]) -> int:
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
     # Imported late: `--help` and the launchers' check need none of it.
     from zerovision.delivery.end_of_run import leave_files
-    from zerovision.planning.run_memory import plan_memory
+    from zerovision.planning.search import predicted_tensors
     from zerovision.training.base.run_lock import Origin
     from zerovision.training.prepare import RunStart
     from zerovision.training.run import run
 
-    start = RunStart(Origin.of(os.environ), heartbeat, plan_memory)
+    start = RunStart(Origin.of(os.environ), heartbeat, predicted_tensors)
     try:
         exit_code = run(config, start, leave_files)
     except UserError:

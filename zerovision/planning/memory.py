@@ -1,91 +1,21 @@
 """Predicts the memory of a rank: the training state under its strategy and engine, and what a step needs beside it.
 
 The state follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3) with 4 bytes for weights and gradients,
-which are fp32 here under every precision; `STATE_RULES` has what a rank has of it, by engine and stage. Added are
-temporary buffers of the engine and of the optimizer's step. `benchmarks/memory.py` compares with measurements on CPU
-ranks.
+which are fp32 here under every precision; a function for each way to distribute it says what a rank has of it. Added
+are temporary buffers of the engine and of the optimizer's step. `benchmarks/memory.py` compares with measurements on
+CPU ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zerovision.models.activations import Activations
 from zerovision.training.base.leaves import Leaves
 from zerovision.training.engines.strategies import ParallelPlan
 from zerovision.training.engines.summation_tree import StepTree, plan_segment
-
-
-@dataclass(frozen=True)
-class StateRule:
-    """fp32 values per trained parameter on a rank; sharded ones are divided among the ranks of a replica."""
-
-    weights: float = 0
-    sharded_weights: float = 0
-    sharded_copy: float = 0
-    """Of the weights, for the optimizer."""
-    gradients: float = 0
-    """Whole gradients, once for each sum that accumulation sets aside if `parks_sums`."""
-    sharded_gradients: float = 0
-    sums: float = 0
-    """Sharded sums of the gradients over the ranks, if there is more than one rank."""
-    received: float = 0
-    """Other ranks' sums of this rank's part, if there is more than one rank."""
-    parks_sums: bool = False
-    """Whether gradients are added along the tree of PyTorch's engine."""
-    keeps_sums: bool = False
-    """Whether accumulation keeps sums of sharded gradients, as the tree says, from one micro-step to the next."""
-    gradients_stay: bool = False
-    """Whether the gradients' memory stays taken between the steps; else backward takes it as it computes them."""
-    step: float = 0
-    """Sharded values that the optimizer's step needs temporarily."""
-    buckets: int = 0
-    """Communication buckets, which stay if the gradients do. A CPU gives memory to what is written of them."""
-    flattens: bool = False
-    """Whether the gradients of a bucket are copied into one tensor to be sent, and their norm is taken in fp64."""
-    gathered: float = 0
-    """Whole weights that forward and backward gather temporarily, if there is more than one rank."""
-    gathers_blocks: bool = False
-    """Whether these are only those of a block next to the largest, beside what is in no block: while the gradients of
-    one are sent, the next is gathered."""
-    gathers_twice: bool = False
-    """Whether CPU ranks gather into memory that is copied, up to a bucket of weights at once."""
-    channels_last: bool = False
-    """Whether the weights of convolutions are in the images' order of dimensions."""
-    block_gradients: float = 0
-    """Whole gradients of the largest block, and a copy of them, while they are sent; those of what is in no block are
-    sent when backward ends."""
-
-
-# By engine and ZeRO stage. DeepSpeed keeps a copy of the weights for the optimizer at every stage.
-STATE_RULES: dict[tuple[str, int], StateRule] = {
-    ("deepspeed", 1): StateRule(weights=1, sharded_copy=1, gradients=1, step=1, flattens=True),
-    ("deepspeed", 2): StateRule(weights=1, sharded_copy=1, sharded_gradients=1, step=1, buckets=2, flattens=True),
-    ("deepspeed", 3): StateRule(
-        sharded_weights=1,
-        sharded_copy=1,
-        sharded_gradients=1,
-        gradients_stay=True,
-        step=1,
-        buckets=1,
-        flattens=True,
-        gathered=1,
-        gathers_twice=True,
-    ),
-    ("torch", 1): StateRule(
-        weights=1, gradients=1, sums=1, received=1, parks_sums=True, gradients_stay=True, channels_last=True
-    ),
-    ("torch", 2): StateRule(sharded_weights=1, sharded_gradients=1, keeps_sums=True, gathered=1, block_gradients=2),
-    ("torch", 3): StateRule(
-        sharded_weights=1, sharded_gradients=1, keeps_sums=True, gathers_blocks=True, block_gradients=2
-    ),
-}
-# At stage 1 PyTorch's engine shares one copy of the weights between a machine's CPU ranks: each is charged its part.
-SHARED = StateRule(sharded_weights=1, gradients=1, sums=1, parks_sums=True, gradients_stay=True, channels_last=True)
-# One rank has plain parameters under PyTorch's engine at stages 2 and 3.
-ALONE = StateRule(weights=1, gradients=1, keeps_sums=True)
-
 
 FLOAT32_BYTES = 4
 # Of a GPU's process beside its tensors, stated, not measured here: the CUDA context with cuDNN's and NCCL's workspaces;
@@ -117,16 +47,6 @@ class ModelSizes:
     next_block: int = 0
     outside: int = 0
     buffer_bytes: int = 0
-
-
-# What an offload moves to CPU memory, of the fields of `MemoryPlan`, by engine: the others do not offload.
-_OPTIMIZER = ("optimizer", "gradients")
-OFFLOADED = {
-    ("deepspeed", "optimizer"): _OPTIMIZER,
-    ("deepspeed", "all"): (*_OPTIMIZER, "weights"),
-    ("torch", "optimizer"): (*_OPTIMIZER, "weights"),
-    ("torch", "all"): (*_OPTIMIZER, "weights"),
-}
 
 
 @dataclass(frozen=True)
@@ -186,7 +106,7 @@ def plan_memory(
 
     Args:
         sizes: of the model.
-        engine: with the plan's stage a key of `STATE_RULES`.
+        engine: 'torch' or 'deepspeed'.
         plan: how the state is distributed.
         optimizer_values: that the optimizer keeps per trained parameter: 2 for AdamW, and 1 for each average.
         activations: of one micro-batch.
@@ -195,86 +115,127 @@ def plan_memory(
         images_ahead: bytes of the next micro-batch, which a GPU has while it computes with one.
         start: bytes before the network is divided.
     """
-    ranks = plan.shards * plan.replicas
-    shares = device == "cpu" or ranks == 1
-    rule = STATE_RULES[engine, plan.zero_stage]
-    if engine == "torch" and (ranks == 1 or (shares and plan.zero_stage == 1)):
-        rule = SHARED if plan.zero_stage == 1 else ALONE
-    traffic = _traffic(rule, sizes, plan, ranks, device)
-    whole, part = FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
-    others, accumulates = ranks > 1, accumulation_steps > 1
-    rows = _rows(ranks, accumulation_steps) if rule.parks_sums else 1
-    kept = _sums_kept(Leaves(ranks, accumulation_steps, plan.neighbours)) if rule.keeps_sums else 0
-    # What ranks send each other takes the place of the sums in the last micro-step.
-    sharded = max(rule.sharded_gradients, kept)
-    computed = rule.gradients * rows * whole + sharded * part
-    gradients = computed + ((rule.sums * part + rule.received * whole) if others else 0)
+    ranks, accumulates = plan.shards * plan.replicas, accumulation_steps > 1
+    if engine == "deepspeed":
+        needs = _deepspeed(sizes, plan, ranks, on_cpu=device == "cpu")
+    elif plan.zero_stage == 1:
+        rows = _rows(ranks, accumulation_steps)
+        needs = _flat_buffers(sizes, plan, ranks, rows, shares_memory=device == "cpu" or ranks == 1)
+    else:
+        needs = _fsdp2(sizes, plan, ranks, _sums_kept(Leaves(ranks, accumulation_steps, plan.neighbours)))
+
+    def missing(done: int, ready: Callable[[int], int]) -> float:
+        """Return what backward has not taken yet when it has computed the gradients of so many elements."""
+        left = 0 if accumulates else needs.gradients * (1 - max(ready(done), 0) / max(sizes.trained, 1))
+        return left + max(needs.grows - FLOAT32_BYTES * done, 0)
+
     later = 0.0
-    if not rule.gradients_stay:
-
-        def missing(done: int) -> float:
-            ready = done - done % plan.bucket_elements if rule.buckets else done - traffic.outside
-            of_gradients = 0 if accumulates else computed * (1 - max(ready, 0) / max(sizes.trained, 1))
-            return of_gradients + max(traffic.grows - FLOAT32_BYTES * done, 0)
-
-        later = activations.workspace - max(at_once - missing(done) for at_once, done in activations.moments)
-    frozen = FLOAT32_BYTES * (sizes.parameters - sizes.trained)
+    if needs.ready is not None:
+        moments = activations.moments
+        later = activations.workspace - max(taken - missing(done, needs.ready) for taken, done in moments)
     versions = accumulation_steps if engine != "deepspeed" and accumulates else 0  # of BatchNorm's statistics
-    moments = optimizer_values * part
-    return _placed(
-        MemoryPlan(
-            weights=round(rule.weights * whole + rule.sharded_weights * part + frozen),
-            optimizer=round(rule.sharded_copy * part + moments),
-            gradients=round(gradients),
-            buffers=sizes.buffer_bytes * (1 + versions) + (0 if device == "cpu" else BLAS_BYTES),
-            activations=activations.saved + (0 if device == "cpu" else images_ahead),
-            workspace=max(activations.workspace, traffic.forward),
-            communication=round(traffic.most),
-            step=round(max(rule.step * part, traffic.step)),
-            later=round(later),
-            start=start,
-        ),
-        engine,
-        plan.offload,
-        device,
+    found = MemoryPlan(
+        weights=round(needs.weights + FLOAT32_BYTES * (sizes.parameters - sizes.trained)),
+        optimizer=round(needs.copy + optimizer_values * FLOAT32_BYTES * sizes.trained / plan.shards),
+        gradients=round(needs.gradients),
+        buffers=sizes.buffer_bytes * (1 + versions),
+        activations=activations.saved,
+        workspace=max(activations.workspace, needs.forward),
+        communication=round(needs.communication),
+        step=round(needs.step),
+        later=round(later),
+        start=start,
     )
+    return found if device == "cpu" else _on_gpu(found, engine, plan.offload, images_ahead)
 
 
 @dataclass(frozen=True)
-class _Traffic:
-    """Bytes of a rank's communication: in backward at most, of which so many are taken as backward goes on; copies
-    in forward and at the end of the step; and the elements whose gradients are sent when backward ends."""
+class _Needs:
+    """Bytes of a rank by the way in which its engine distributes the training state."""
 
-    most: float
-    grows: float
-    forward: int
-    step: float
-    outside: int
+    weights: float
+    gradients: float
+    copy: float = 0
+    """Of the weights, for the optimizer."""
+    ready: Callable[[int], int] | None = None
+    """Returns how many elements' gradients are where they stay, of so many that backward has computed; None if the
+    gradients' memory is taken between the steps, too."""
+    communication: float = 0
+    """In backward, at most."""
+    grows: float = 0
+    """Of communication, what is taken as backward goes on."""
+    forward: int = 0
+    """Copies while forward gathers weights."""
+    step: float = 0
+    """Temporary tensors at the end of a step."""
 
 
-def _traffic(rule: StateRule, sizes: ModelSizes, plan: ParallelPlan, ranks: int, device: str) -> _Traffic:
-    on_cpu, largest = device == "cpu", sizes.largest_parameter
-    alone = largest if largest > plan.bucket_elements else 0  # sent without a bucket
-    filled = rule.buckets * plan.bucket_elements
-    filled = FLOAT32_BYTES * (min(filled, sizes.trained - alone) if on_cpu else filled)
-    sent = FLOAT32_BYTES * max(min(plan.bucket_elements, sizes.trained), alone)
-    outside = sizes.outside if rule.block_gradients else 0
-    gathered = rule.gathered if ranks > 1 else 0
-    blocks = sizes.next_block + sizes.outside if rule.gathers_blocks else 0
-    weights = FLOAT32_BYTES * (gathered * sizes.trained + blocks)
-    gradients = FLOAT32_BYTES * (rule.block_gradients * sizes.largest_block + outside)
-    most = filled + weights + gradients
-    step = most + FLOAT32_BYTES * outside
-    if rule.flattens:
-        norm = 2 * FLOAT32_BYTES * min(largest, sizes.trained / plan.shards)
-        step = max(filled + sent, filled * rule.gradients_stay + norm)
-    return _Traffic(
-        most=most,
-        grows=gradients + (filled if on_cpu and not rule.gradients_stay else 0),
-        forward=sent if rule.gathers_twice and ranks > 1 and on_cpu else 0,
-        step=step,
-        outside=outside,
+def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, *, shares_memory: bool) -> _Needs:
+    """Stage 1 of PyTorch's engine: gradients and their sums stay.
+
+    Ranks that share memory have one copy of the weights, of which each is charged its part; others receive the ranks'
+    sums of their part.
+    """
+    whole, part = _whole_and_part(sizes, plan)
+    sums = part if ranks > 1 else 0
+    received = 0 if shares_memory else whole
+    return _Needs(part if shares_memory else whole, rows * whole + sums + received)
+
+
+def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Needs:
+    """Stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
+
+    Beside its part a rank has all weights at stage 2; at stage 3 those of a block next to the largest (while the
+    gradients of one are sent, the next is gathered) and what is in no block. Sent are the whole gradients of the
+    largest block, and a copy of them; those of what is in no block when backward ends.
+    """
+    whole, part = _whole_and_part(sizes, plan)
+    if ranks == 1:
+        return _Needs(whole, (1 + kept) * whole, ready=lambda done: done)
+    gathered = sizes.trained if plan.zero_stage == 2 else sizes.next_block + sizes.outside
+    sent = FLOAT32_BYTES * (2 * sizes.largest_block + sizes.outside)
+    most = FLOAT32_BYTES * gathered + sent
+    return _Needs(
+        part,
+        max(1, kept) * part,  # what ranks send each other takes the place of the sums in the last micro-step
+        ready=lambda done: done - sizes.outside,
+        communication=most,
+        grows=sent,
+        step=most + FLOAT32_BYTES * sizes.outside,
     )
+
+
+def _deepspeed(sizes: ModelSizes, plan: ParallelPlan, ranks: int, *, on_cpu: bool) -> _Needs:
+    """DeepSpeed, which keeps a copy of the weights for the optimizer at every stage.
+
+    A bucket's gradients are copied into one tensor to be sent, and their norm is taken in fp64. A CPU gives memory to
+    what is written of a bucket. Stage 3 keeps gradients between the steps, and its CPU ranks gather weights into
+    memory that is copied, up to a bucket of them at once.
+    """
+    whole, part = _whole_and_part(sizes, plan)
+    shards_gradients, shards_weights = plan.zero_stage > 1, plan.zero_stage > 2
+    bucket, largest = plan.bucket_elements, sizes.largest_parameter
+    alone = largest if largest > bucket else 0  # sent without a bucket
+    buckets = (0, 2, 1)[plan.zero_stage - 1] * bucket
+    filled = FLOAT32_BYTES * (min(buckets, sizes.trained - alone) if on_cpu else buckets)
+    sent = FLOAT32_BYTES * max(min(bucket, sizes.trained), alone)
+    norm = 2 * FLOAT32_BYTES * min(largest, sizes.trained / plan.shards)
+    gathers = shards_weights and ranks > 1
+    return _Needs(
+        part if shards_weights else whole,
+        part if shards_gradients else whole,
+        copy=part,
+        ready=None if shards_weights else lambda done: done - (done % bucket if buckets else 0),
+        communication=filled + gathers * whole,
+        grows=filled if on_cpu and not shards_weights else 0,
+        forward=sent if gathers and on_cpu else 0,
+        step=max(part, filled + sent, filled * shards_weights + norm),
+    )
+
+
+def _whole_and_part(sizes: ModelSizes, plan: ParallelPlan) -> tuple[float, float]:
+    """Return the bytes of a value for each trained parameter, and of this rank's part of them."""
+    return FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
 
 
 def _rows(ranks: int, accumulation_steps: int) -> int:
@@ -289,11 +250,16 @@ def _sums_kept(leaves: Leaves) -> int:
     return max((len(plan_segment(0, end * leaves.in_turn, total).nodes) for end in ends), default=0)
 
 
-def _placed(found: MemoryPlan, engine: str, offload: str, device: str) -> MemoryPlan:
-    """Move what is offloaded from a GPU, and add a GPU's overhead."""
-    if device == "cpu":
-        return found
-    moved = OFFLOADED[engine, offload] if offload != "none" else ()
-    offloaded = sum(getattr(found, name) for name in moved)
-    left = dataclasses.replace(found, offloaded=offloaded, **dict.fromkeys(moved, 0))
+def _on_gpu(found: MemoryPlan, engine: str, offload: str, images_ahead: int) -> MemoryPlan:
+    """Add what a GPU has beside, and move what is offloaded to CPU memory."""
+    moved = ("optimizer", "gradients") if offload != "none" else ()
+    if offload == "all" or (moved and engine == "torch"):
+        moved += ("weights",)
+    left = dataclasses.replace(
+        found,
+        buffers=found.buffers + BLAS_BYTES,
+        activations=found.activations + images_ahead,
+        offloaded=sum(getattr(found, name) for name in moved),
+        **dict.fromkeys(moved, 0),
+    )
     return dataclasses.replace(left, overhead=CUDA_CONTEXT_BYTES + round(ALLOCATOR_SLACK * left.tensors))

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from zerovision.models.sides import ImageSize, sides
 from zerovision.planning.machines import GPUS, SMALLEST_GB, Machine, detect_machine, find_gpu
-from zerovision.planning.measure import measured_s
 from zerovision.planning.plan_output import print_plan
 from zerovision.planning.recommend import recommend
+from zerovision.planning.run_workload import build_network, optimizer_of
 from zerovision.planning.search import PlannedJob, with_planned_batch
-from zerovision.training.base.errors import UserError
+from zerovision.training.base.control_groups import limit_threads
+from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_RANKS
 from zerovision.training.base.units import plural
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.command_line import OneLineParser, parse_args
 from zerovision.training.config.global_batch import nearest_multiples
 from zerovision.training.data import data_options, load_data
+from zerovision.training.engines.precision import under_autocast
 from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.out_of_memory import is_out_of_memory
 from zerovision.training.world.mesh_sizes import data_ranks
 
 IMAGENET: dict[str, Any] = {
@@ -27,6 +35,7 @@ IMAGENET: dict[str, Any] = {
     "images": 1_281_167,
 }  # planned for if no --data is given
 GPUS_PER_NODE = 8
+STEPS, WARM_UP_STEPS = 20, 5  # that are timed, and before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +113,48 @@ def run(request: PlanRequest) -> int:
     step_s = None
     if request.measures:
         config: Any = {"batch_size": chosen.config.micro_batch, "precision": job.precision}
-        step_s = measured_s(dataclasses.replace(job.config, **config), job.classes, job.image_size)
+        try:
+            step_s = measured_s(dataclasses.replace(job.config, **config), job.classes, job.image_size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"--measure: a step of {plural(chosen.config.micro_batch, 'image')} in one process ran out of this "
+                f"machine's memory ({one_line(error, 160) or 'MemoryError'}): give a smaller --batch-size."
+            ) from None
     print_plan(job, chosen, rungs, request.assumed, step_s, as_json=request.as_json)
     return 0
+
+
+def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> float:
+    """Train `STEPS` steps of a micro-batch of random images on this machine's first GPU, or its CPU, in one process.
+
+    Args:
+        config: with model, micro-batch, channels of the images, optimizer, and a resolved precision, whose loss is not
+            scaled here.
+        classes: of the data set.
+        image_size: in pixels.
+
+    Returns:
+        The median seconds of forward, backward and update.
+    """
+    limit_threads()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = build_network(config, classes, image_size).to(device).to(memory_format=torch.channels_last)
+    optimizer = optimizer_of(network, config)
+    forward = under_autocast(network, config.precision, device)
+    images = torch.rand(config.micro_batch, config.image_channels or 3, *sides(image_size), device=device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    seconds = []
+    for _ in range(WARM_UP_STEPS + STEPS):
+        start = time.perf_counter()
+        forward(images).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[WARM_UP_STEPS:])
 
 
 def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> TrainConfig:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from zerovision.models.activations import Activations
 from zerovision.models.sides import ImageSize
-from zerovision.planning.machines import CPU, Machine
-from zerovision.planning.memory import STATE_RULES, MemoryPlan, ModelSizes, plan_memory
+from zerovision.planning.machines import CPU, Gpu, Machine
+from zerovision.planning.memory import MemoryPlan, ModelSizes, plan_memory
 from zerovision.planning.run_workload import Workload, workload_of
 from zerovision.planning.stages import pipeline_of
 from zerovision.training.base.errors import UserError
@@ -23,6 +24,7 @@ from zerovision.training.engines.build_engine import ENGINES, resolve_engine
 from zerovision.training.engines.deepspeed_config import read_strategy_json
 from zerovision.training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
 from zerovision.training.observe.memory_limit import FILL
+from zerovision.training.prepare import RunFacts
 from zerovision.training.recipe.rules import check_optimizer
 from zerovision.training.world.mesh_sizes import data_ranks
 
@@ -162,7 +164,7 @@ def memory_of(
         shares = pipeline_of(workload, config, job.precision, job.device)
         parts = [(share.sizes, share.activations, share.tried_bytes) for share in shares]
     else:
-        channels_last = job.has_gpus or STATE_RULES[name, plan.zero_stage].channels_last
+        channels_last = job.has_gpus or (name == "torch" and plan.zero_stage == 1)
         settings = (config.micro_batch, job.precision, job.device, config.activation_checkpointing, channels_last)
         parts = [(workload.sizes, workload.activations(*settings), 0)]
     ranks = [
@@ -180,6 +182,21 @@ def memory_of(
         for sizes, activations, tried in parts
     ]
     return name, plan, max(ranks, key=lambda memory: memory.peak)
+
+
+def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
+    """Predict the bytes of a rank's tensors at most, for each of several configurations of a run that tries sizes.
+
+    Args:
+        facts: of the run, whose `config` says what network and update rule it has.
+        configs: as they differ in batch size, strategy, offload and activation checkpointing.
+
+    Raises:
+        UserError: if the network cannot be counted, or the engine does not do what is asked for.
+    """
+    machine = Machine(Gpu("gpu" if facts.has_gpus else CPU, memory_bytes=0), facts.ranks_per_machine)
+    job = PlannedJob(facts.config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
+    return [memory_of(job, config)[2].tensors for config in configs]
 
 
 def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
