@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from zerovision.models import model_spec
 from zerovision.models.sides import ImageSize, sides, size_of
-from zerovision.models.weights_metadata import open_weights, read_facts
+from zerovision.models.weights_metadata import Preprocessing, open_weights, read_facts
 from zerovision.training.base.errors import UserError
 
 FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # ours by timm's `crop_mode`
@@ -39,13 +39,12 @@ class Preparation(NamedTuple):
     image_size: ImageSize | None
 
     @classmethod
-    def of_run(cls, preprocessing: Mapping[str, Any]) -> Preparation:
-        """Return that of a `DatasetPair.preprocessing`."""
-        size, resized = preprocessing["image_size"], preprocessing["resize_size"]
-        fit = preprocessing.get("fit", "squash" if resized is None else "crop")
-        crop = None if fit != "crop" else crop_share(size, resized)
-        mean, std = (tuple(preprocessing[name]) for name in ("mean", "std"))
-        return cls(mean, std, preprocessing["interpolation"], fit, crop, size)
+    def of_run(cls, preprocessing: Preprocessing) -> Preparation:
+        """Return that of a run's images."""
+        size, resized = preprocessing.image_size, preprocessing.resize_size
+        fit = preprocessing.fit or ("squash" if resized is None else "crop")
+        crop = None if fit != "crop" or resized is None else crop_share(size, resized)
+        return cls(preprocessing.mean, preprocessing.std, preprocessing.interpolation, fit, crop, size)
 
     @classmethod
     def of_timm(cls, published: Mapping[str, Any]) -> Preparation:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from safetensors import safe_open
 
 from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS
-from zerovision.models.sides import read_size, sides
+from zerovision.models.sides import ImageSize, read_size, sides
 from zerovision.training.base.errors import shown
 
 # One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
@@ -22,7 +23,6 @@ from zerovision.training.base.errors import shown
 METADATA_KEY = "zerovision"
 METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
 DESCRIPTION_KEYS = ("model_type", "timm_name", "num_classes", "image_size", "members", "stem_stride_changed")
-PREPROCESSING_KEYS = ("image_size", "resize_size", "mean", "std", "interpolation")
 
 LARGEST_HEADER = 16 * 2**20  # bytes; the names of the 21,841 classes of the whole ImageNet take half a million
 LONGEST_NAME = 1000  # characters
@@ -32,12 +32,99 @@ LARGEST_EMBEDDING = 2**16
 LARGEST_RESIZE = 2 * LARGEST_IMAGE_SIZE
 LARGEST_MEAN, SMALLEST_STD, LARGEST_STD = 1e6, 1e-6, 1e6  # of pixels in 0..1
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
-# Types of the numbers of an image that are named in its preprocessing; without a name they are bytes.
-VALUE_TYPES = ("uint16", "int16", "float32")
+BYTES = "uint8"
+VALUE_TYPES = (BYTES, "uint16", "int16", "float32")
+PICTURE_CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
 
 
 class WrongMetadata(ValueError):
     """Metadata that cannot be used; the message continues "weights file '...'"."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes the input of a network: decoded, resized, cropped or padded, and normalised.
+
+    Attributes:
+        image_size: What the network sees, in pixels.
+        resize_size: The image is resized to cover it, a square one with its shorter side, and the centre is cropped;
+            None: it is resized to `image_size`.
+        mean: Per channel, of values in 0..1.
+        std: As `mean`.
+        interpolation: A name of torchvision's `InterpolationMode`.
+        fit: "pad" if the image keeps its shape between bars of the mean's colour, else "".
+        values: Type of the numbers, one of `VALUE_TYPES`; whole ones are scaled as torchvision's `ToDtype` does it.
+        decode: "exact" or "numbers" if files are not shrunk while they are decoded, else "".
+
+    Raises:
+        WrongMetadata: if a value has the wrong type, or is out of bounds.
+    """
+
+    image_size: ImageSize
+    resize_size: ImageSize | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bilinear"
+    fit: str = ""
+    values: str = BYTES
+    decode: str = ""
+
+    def __post_init__(self) -> None:
+        _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
+        _check_size("image_size", self.image_size, LARGEST_IMAGE_SIZE)
+        if self.resize_size is not None:
+            _check_size("resize_size", self.resize_size, LARGEST_RESIZE)
+        for name, low, high in (("mean", -LARGEST_MEAN, LARGEST_MEAN), ("std", SMALLEST_STD, LARGEST_STD)):
+            numbers = getattr(self, name)
+            # nan is in no range
+            is_right = isinstance(numbers, tuple) and 1 <= len(numbers) == self.channels
+            is_right = is_right and all(type(x) in (int, float) and low <= x <= high for x in numbers)
+            _check(is_right, name, numbers, f"{self.channels} number(s) from {low:g} to {high:g}")
+        _check_choice("fit", self.fit, ("", "pad"))
+        _check_choice("values", self.values, VALUE_TYPES)
+        _check_choice("decode", self.decode, ("", "exact", "numbers"))
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Preprocessing:
+        """Return what `to_dict` returned, from JSON; other keys are left out."""
+        _check(isinstance(value, dict), "preprocessing", value, "an object")
+        _entries(value, ("image_size", "resize_size", "mean", "std", "interpolation"))
+        names = [field.name for field in fields(cls) if field.name in value]
+        given: dict[str, Any] = {
+            name: tuple(value[name]) if isinstance(value[name], list) else value[name] for name in names
+        }
+        return cls(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON; what files had no key for at first is left out where it is as then."""
+        values = {name: [*one] if isinstance(one, tuple) else one for name, one in vars(self).items()}
+        usual = {"fit": "", "values": BYTES, "decode": ""}
+        return {name: value for name, value in values.items() if name not in usual or value != usual[name]}
+
+    @property
+    def channels(self) -> int:
+        """Channels of the images."""
+        return len(self.mean) if isinstance(self.mean, tuple) else 0
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of what the network sees, in pixels."""
+        return sides(self.image_size)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of what the network sees."""
+        return self.channels, *self.sides
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether the network takes numbers that no picture has."""
+        return self.values != BYTES or self.channels not in PICTURE_CHANNELS
+
+    def at_size(self, size: ImageSize) -> Preprocessing:
+        """Return that of square images of another size, of which as much is seen."""
+        resize_size = self.resize_size and int(size) * int(self.resize_size) // int(self.image_size)
+        return replace(self, image_size=size, resize_size=resize_size)
 
 
 def open_weights(path: str | os.PathLike[str]) -> safe_open:
@@ -75,7 +162,8 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     _check_names("class_names", class_names)
     facts["description"] = _checked_description(facts["description"], len(class_names))
     channels = facts["description"].get("image_channels", 3)
-    facts["preprocessing"] = _checked_preprocessing(facts["preprocessing"], channels)
+    facts["preprocessing"] = preprocessing = Preprocessing.from_dict(facts["preprocessing"])
+    _check(preprocessing.channels == channels, "mean", [*preprocessing.mean], f"{channels} number(s)")
     _check_extra(facts["extra"])
     return facts
 
@@ -111,25 +199,6 @@ def _checked_description(value: Any, named: int) -> dict[str, Any]:
     for name, largest in (("image_channels", MOST_IMAGE_CHANNELS), ("embedding", LARGEST_EMBEDDING)):
         if name in value:
             _check_whole(name, value[name], largest)
-            found[name] = value[name]
-    return found
-
-
-def _checked_preprocessing(value: Any, image_channels: int) -> dict[str, Any]:
-    _check(isinstance(value, dict), "preprocessing", value, "an object")
-    found = _entries(value, PREPROCESSING_KEYS)
-    _check(found["interpolation"] in INTERPOLATIONS, "interpolation", found["interpolation"], ", ".join(INTERPOLATIONS))
-    _check_size("image_size", found["image_size"], LARGEST_IMAGE_SIZE)
-    if found["resize_size"] is not None:
-        _check_size("resize_size", found["resize_size"], LARGEST_RESIZE)
-    for name, low, high in (("mean", -LARGEST_MEAN, LARGEST_MEAN), ("std", SMALLEST_STD, LARGEST_STD)):
-        channels = found[name] if isinstance(found[name], list) else []
-        # nan is in no range
-        is_right = [type(x) in (int, float) and low <= x <= high for x in channels] == [True] * image_channels
-        _check(is_right, name, found[name], f"{image_channels} number(s) from {low:g} to {high:g}")
-    for name, allowed in (("fit", ("pad",)), ("values", VALUE_TYPES), ("decode", ("exact", "numbers"))):
-        if name in value:
-            _check(value[name] in allowed, name, value[name], ", ".join(allowed))
             found[name] = value[name]
     return found
 
@@ -172,6 +241,11 @@ def _check_names(name: str, values: Iterable[Any]) -> None:
             _check(False, name, value, "text")
 
 
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    _check(value in allowed, name, value, ", ".join(filter(None, allowed)))
+
+
 def _check(right: bool, name: str, value: Any, expected: str) -> None:
     if not right:
+        value = [*value] if isinstance(value, tuple) else value  # as JSON has it
         raise WrongMetadata(f"has the metadata {name} {shown(value)}: expected {expected}")

@@ -225,7 +225,7 @@ def peak_of_an_epoch(world: World, accumulation: int) -> int:
 def steps_without_waits(world: World, workers: int) -> int:
     """Train on digits from our loader; after two steps of warming up, whatever waits for the GPU is an error."""
     data = load_data(DataOptions(data="digits", augmentation="shift_flip"))
-    module = build_model("basic_cnn", num_classes=10, image_size=data.preprocessing["image_size"]).module
+    module = build_model("basic_cnn", num_classes=10, image_size=data.preprocessing.image_size).module
     engine = make_engine(module, "ddp", "bf16", 16, world, engine="torch")
     sums = ScoreSums(10, world.device)
     loader = Loader(data.train, BatchPlan(len(data.train), 16, 1, 1, 0), 0, workers=workers, device=world.device)

@@ -226,7 +226,7 @@ class Job:
             plan,
             schedule,
             CLASSES,
-            self.data.image_shape,
+            self.data.preprocessing.shape,
             3,
             step,
             1,

@@ -11,6 +11,7 @@ from commands import assert_user_error, launch, train_here
 from torch import nn
 
 from zerovision.models.build import build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.run_folder import WEIGHTS
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
@@ -203,9 +204,8 @@ def test_a_teacher_answers_in_the_order_of_the_data_however_its_own_are_named(te
     """By its own names, or those of the file; another order is another teacher."""
     config = TrainConfig(teacher="timm:test_resnet", distill="kl:1", image_size=8)
     train = SimpleNamespace(sizes=[8], source=SimpleNamespace(in_memory=True))
-    digits = SimpleNamespace(class_names=[*"0123"], image_channels=3, train=train)
-    digits.preprocessing = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
-    digits.preprocessing["interpolation"] = "bilinear"
+    digits = SimpleNamespace(class_names=[*"0123"], train=train)
+    digits.preprocessing = Preprocessing(8, None, mean=(0.5,) * 3, std=(0.5,) * 3)
     images, alone = torch.randn(3, 3, 8, 8), World(0, 0, 1, 1, torch.device("cpu"))
     (names := tmp_path / "names.txt").write_text("1\n3\n0\nnine\n2\n")
     found = []

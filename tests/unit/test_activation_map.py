@@ -12,6 +12,7 @@ from tests.rounding import assert_same_but_rounding
 from zerovision.delivery.activation_map import activation_maps, picture_of
 from zerovision.models.build import build_model
 from zerovision.models.ensemble import Ensemble
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 
 SIZE, CLASSES = 64, 5
@@ -103,7 +104,7 @@ def test_a_network_without_places_is_refused():
 
 
 def test_a_picture_is_dark_where_nothing_counted():
-    preprocessing = {"mean": [0.5] * 3, "std": [0.25] * 3}
+    preprocessing = Preprocessing(4, None, mean=(0.5,) * 3, std=(0.25,) * 3)
     importance = torch.zeros(4, 4)
     importance[0, 0] = 1
     picture = picture_of(torch.zeros(3, 4, 4), importance, preprocessing)

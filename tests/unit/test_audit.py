@@ -397,7 +397,7 @@ def test_a_published_network_judges_before_anything_is_trained(photos, tmp_path,
     assert "a classifier by what the model sees predicts" in facts["notes"][-2]
     published = timm.get_pretrained_cfg("test_resnet")
     (preprocessing,) = seen
-    assert (preprocessing["image_size"], preprocessing["resize_size"]) == (160, round(160 / published.crop_pct))
-    assert (preprocessing["mean"], preprocessing["std"]) == ([*published.mean], [*published.std])
+    assert (preprocessing.image_size, preprocessing.resize_size) == (160, round(160 / published.crop_pct))
+    assert (preprocessing.mean, preprocessing.std) == (tuple(published.mean), tuple(published.std))
     with pytest.raises(UserError, match="unknown model 'timm:resnet19'"):
         audit(str(photos), run="timm:resnet19", output=str(tmp_path / "audit"))

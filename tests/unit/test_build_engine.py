@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from tests.rounding import ROUNDING
 from zerovision.models.build import BuiltModel
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines import compilation
@@ -230,7 +231,7 @@ def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
     monkeypatch.setattr(model_module, "build_model", lambda *_, **__: BuiltModel(nn.Sequential(stack), {}))
     monkeypatch.setattr(model_module, "agreed", lambda action, _world: action())
     config = TrainConfig(activation_checkpointing=True, sync_batchnorm=True)
-    data = SimpleNamespace(class_names=["a", "b"], preprocessing={"image_size": 8}, image_channels=3)
+    data = SimpleNamespace(class_names=["a", "b"], preprocessing=Preprocessing(8, None, (0.5,) * 3, (0.5,) * 3))
     data.train = SimpleNamespace(sizes=[8])
     built, _ = model_module.build_training_model(config, data, World(1, 0, 1, 2, GPU))
     ((first, second),) = built.module[0].forward.args

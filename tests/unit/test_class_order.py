@@ -12,9 +12,10 @@ import torch
 from zerovision.models import build
 from zerovision.models.build import build_model
 from zerovision.models.class_order import order_of, published_classes
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.checkpoint.weights import save_weights
 
-PREPROCESSING = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear"}
+PREPROCESSING = Preprocessing(8, None, mean=(0.5,) * 3, std=(0.5,) * 3)
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 KEPT, ORDERED, REPLACED = (
     "head kept: its 3 classes have no names",

@@ -15,6 +15,7 @@ from torch import nn
 from tests.rounding import assert_same_but_rounding
 from tests.training.engine_ranks import configuration, make_engine
 from zerovision.models.build import build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.leaves import Leaves
 from zerovision.training.base.timing import SpanClock
@@ -34,13 +35,7 @@ ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 CLASSES, IMAGES, CHUNK = 3, 32, 4
 LABELS = torch.tensor([0, 1, 2, 1] * (IMAGES // 4))
 NAMES = [f"class-{number}" for number in range(CLASSES)]
-PREPROCESSING = {
-    "image_size": 32,
-    "resize_size": None,
-    "mean": [0.5] * 3,
-    "std": [0.5] * 3,
-    "interpolation": "bilinear",
-}
+PREPROCESSING = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

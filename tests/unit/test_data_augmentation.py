@@ -14,6 +14,7 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing as TimmRandomErasing
 from torchvision.transforms import InterpolationMode, v2
 
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augmentations import AUGMENTATIONS, augmentation_of
 from zerovision.training.data.batch_transforms import BatchTransforms
@@ -26,13 +27,7 @@ from zerovision.training.world.preserved_process import preserved_generators
 
 SAMPLES = 4000
 LEAST_P = 0.001  # the draws are fixed: a test that passes, passes always
-PREPROCESSING = {
-    "image_size": 32,
-    "resize_size": None,
-    "mean": [0.4] * 3,
-    "std": [0.2] * 3,
-    "interpolation": "bilinear",
-}
+PREPROCESSING = Preprocessing(32, None, mean=(0.4,) * 3, std=(0.2,) * 3)
 IMAGES = torch.from_numpy(np.random.Generator(np.random.PCG64(0)).integers(0, 256, (6, 3, 32, 32), dtype=np.uint8))
 
 

@@ -69,7 +69,7 @@ def test_evaluation_image_is_resize_centre_crop_normalise(tmp_path, changes, siz
     make_images(tmp_path / "train", {"a": 1, "b": 1})
     make_images(tmp_path / "val", {"a": 1, "b": 1}, size=(400, 300))
     pair = load_data(DataOptions(data=str(tmp_path), **changes))
-    assert (pair.preprocessing["image_size"], pair.preprocessing["resize_size"]) == (size, resized)
+    assert (pair.preprocessing.image_size, pair.preprocessing.resize_size) == (size, resized)
     image, label = pair.val[0, 1]
     oracle = v2.Compose(
         [

@@ -40,7 +40,7 @@ def test_images_and_labels_are_those_of_the_file(tmp_path, shape, asked, channel
     np.savez(tmp_path / "a.npz", **given)
     pair = load(tmp_path / "a.npz", image_channels=asked)
     assert (len(pair.train), len(pair.val), pair.augmentation) == (20, 10, "shift_flip")
-    assert pair.preprocessing["image_size"] == size_of(*shape[:2])
+    assert pair.preprocessing.image_size == size_of(*shape[:2])
     assert pair.class_names == [str(label) for label in range(10)]
     for index in range(10):
         image, label = pair.val[0, index]

@@ -20,6 +20,7 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import evaluation_transform
@@ -73,13 +74,7 @@ def test_fake_can_be_learnt_and_resized():
 
 
 def test_every_augmentation_has_a_builder_and_gives_the_evaluation_shape():
-    preprocessing = {
-        "image_size": 24,
-        "resize_size": 27,
-        "mean": [0.5] * 3,
-        "std": [0.2] * 3,
-        "interpolation": "bilinear",
-    }
+    preprocessing = Preprocessing(24, 27, mean=(0.5,) * 3, std=(0.2,) * 3)
     images = torch.from_numpy(GENERATOR.integers(0, 256, (1, 3, 50, 40), dtype=np.uint8))
     assert {"auto", *AUGMENTATIONS} == set(AUGMENTATION_NAMES)
     for augmentation in AUGMENTATIONS.values():
@@ -149,7 +144,7 @@ def test_torchvision_mnist(tmp_path):
     write_mnist(tmp_path, images[20:], labels[20:], "t10k")
     pair = load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path), mean=(0,) * 3, std=(1,) * 3))
     assert (len(pair.train), len(pair.val), pair.augmentation) == (20, 10, "shift")
-    assert pair.preprocessing["image_size"] == 28
+    assert pair.preprocessing.image_size == 28
     assert pair.class_names == datasets.MNIST.classes
     for index in range(10):
         image, label = pair.val[0, index]
@@ -178,10 +173,10 @@ def test_torchvision_cifar10(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.CIFAR10, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]})
     pair = load_data(DataOptions(data="torchvision:CIFAR10", data_root=str(tmp_path)))
     assert (pair.class_names, pair.augmentation) == (names, "shift_flip")
-    assert pair.preprocessing["image_size"] == 32
+    assert pair.preprocessing.image_size == 32
     values = images[:10] / 255
-    np.testing.assert_allclose(pair.preprocessing["mean"], values.mean((0, 2, 3)), atol=6e-5)
-    np.testing.assert_allclose(pair.preprocessing["std"], values.std((0, 2, 3)), atol=6e-5)
+    np.testing.assert_allclose(pair.preprocessing.mean, values.mean((0, 2, 3)), atol=6e-5)
+    np.testing.assert_allclose(pair.preprocessing.std, values.std((0, 2, 3)), atol=6e-5)
     np.testing.assert_array_equal(pair.val.source.read(4), images[14])
     assert (
         load_data(DataOptions(data="torchvision:CIFAR10", data_root=str(tmp_path), image_size=64)).val[0, 0][0].shape[1]
@@ -203,7 +198,7 @@ def test_torchvision_set_of_files(tmp_path):
         (base / "labels" / f"{part}1.txt").write_text("".join(lines))
     pair = load_data(DataOptions(data="torchvision:DTD", data_root=str(tmp_path), image_size=16))
     assert (pair.class_names, pair.train_counts, pair.val_counts) == (["banded", "dotted"], [1, 1], [1, 1])
-    assert (pair.augmentation, pair.preprocessing["resize_size"]) == ("crop_flip", 18)
+    assert (pair.augmentation, pair.preprocessing.resize_size) == ("crop_flip", 18)
     oracle = datasets.DTD(str(tmp_path), split="val")
     np.testing.assert_array_equal(pair.val.source.read(1).permute(1, 2, 0), np.asarray(oracle[1][0]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,7 +68,7 @@ def test_a_channel_of_one_value_is_as_in_training_for_every_use(tmp_path, kind, 
         found = evaluation_transform(options.preprocessing)(options.val.source.read(3))
         torch.testing.assert_close(image, found, rtol=0, atol=0.05)  # of thousands that cancel out
         assert image.abs().max() < 100
-    std = data.preprocessing["std"]
+    std = data.preprocessing.std
     assert std[0] > std[1] >= SMALLEST_STD
 
 
@@ -80,16 +81,16 @@ NAMES = {"float64": "float32", ">u2": "uint16"}
 def test_numbers_become_pixels_as_torchvision_scales_them(tmp_path, kind, channels, asked):
     name = NAMES.get(kind, kind)
     data = load_data(DataOptions(save(tmp_path / "a.npz", kind, *channels), image_channels=asked, mean=(0.4,) * 3))
-    assert data.preprocessing["values"] == name
+    assert data.preprocessing.values == name
     numbers = draw(kind, TRAIN, SIDE, SIDE, *(channels or (1,)))
     pixels = numbers.astype(np.float64) / LARGEST[kind]
     if (channels, asked) == ((3,), 1):
         pixels = pixels @ np.array([[0.299], [0.587], [0.114]])
     mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))
     repeats = 3 if (channels, asked) == ((), 0) else 1
-    np.testing.assert_allclose(data.preprocessing["mean"], [*mean] * repeats, rtol=2e-4)
-    np.testing.assert_allclose(data.preprocessing["std"], [*std] * repeats, rtol=2e-4)
-    transform, larger = (evaluation_transform(data.preprocessing | {"image_size": size}) for size in (SIDE, 16))
+    np.testing.assert_allclose(data.preprocessing.mean, [*mean] * repeats, rtol=2e-4)
+    np.testing.assert_allclose(data.preprocessing.std, [*std] * repeats, rtol=2e-4)
+    transform, larger = (evaluation_transform(replace(data.preprocessing, image_size=size)) for size in (SIDE, 16))
     for index in (0, 3):
         expected = ((pixels[index] - mean) / std).transpose(2, 0, 1)
         image, label = data.train.__class__(data.train.source, data.preprocessing)[0, index]
@@ -109,8 +110,8 @@ def test_bytes_and_the_same_images_in_16_bits_train_alike(tmp_path):
         load_data(DataOptions(save(tmp_path / f"{n}.npz", "uint8", **arrays), random_erasing=0.5))
         for n, arrays in enumerate((bytes_given, wide))
     )
-    assert "values" not in narrow.preprocessing
-    assert deep.preprocessing["mean"] == pytest.approx(narrow.preprocessing["mean"], abs=1e-4)
+    assert narrow.preprocessing.values == "uint8"
+    assert deep.preprocessing.mean == pytest.approx(narrow.preprocessing.mean, abs=1e-4)
     for index in range(TRAIN):
         theirs, ours = (data.train[2, index][0] for data in (narrow, deep))
         torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
@@ -187,7 +188,7 @@ def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path
     module, metadata = load_model(folder / "model.safetensors")
     numbers = draw("uint16", 20, SIDE, SIDE)
     scaled = to_dtype(torch.from_numpy(numbers)[:, None], torch.float32, scale=True)
-    mean, std = (metadata["preprocessing"][key][0] for key in ("mean", "std"))
+    mean, std = (getattr(metadata["preprocessing"], key)[0] for key in ("mean", "std"))
     with torch.no_grad():
         logits = module((scaled - mean) / std)
     right = (logits.argmax(1).numpy() == np.arange(20) % CLASSES).mean()

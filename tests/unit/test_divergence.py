@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zerovision.models.build import build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import EVALUATION, RunFolder
 from zerovision.training.checkpoint.weights import save_weights
@@ -20,13 +21,7 @@ from zerovision.training.observe.best_weights import bring_along, epoch_of
 from zerovision.training.observe.evaluation import read_scores, write_scores
 from zerovision.training.run import _deliver, run
 
-PREPROCESSING = {
-    "image_size": 32,
-    "resize_size": None,
-    "mean": [0.5] * 3,
-    "std": [0.5] * 3,
-    "interpolation": "bilinear",
-}
+PREPROCESSING = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 @pytest.mark.parametrize(

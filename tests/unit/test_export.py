@@ -30,17 +30,12 @@ from zerovision.delivery.export import ExportRefused, onnx_format, safetensors_f
 from zerovision.delivery.export.comparison import check_agreement, compare
 from zerovision.delivery.export.export_job import CheckImages, tracing
 from zerovision.models.build import build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, write_class_map
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-CROPPED = {
-    "image_size": IMAGE_SIZE,
-    "resize_size": 21,
-    "mean": [0.5, 0.4, 0.3],
-    "std": [0.2, 0.25, 0.5],
-    "interpolation": "bicubic",
-}
+CROPPED = Preprocessing(IMAGE_SIZE, 21, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5), interpolation="bicubic")
 # Follows preprocessing.json with Pillow and NumPy; torch and our packages cannot be imported.
 CONSUMER = """
 import sys
@@ -164,12 +159,12 @@ def test_every_file_says_what_it_is_and_where_it_came_from(trained, run_folder, 
     _, data = trained
     in_safetensors, in_torch, in_onnx = (exported(name, "fp32")[0] for name in FORMAT_NAMES)
     use = json.loads((in_onnx.parent / "preprocessing.json").read_text())
-    assert {key: use[key] for key in data.preprocessing} == data.preprocessing
+    assert Preprocessing.from_dict(use) == data.preprocessing
     assert use["class_names"] == data.class_names
     model = onnx.load(in_onnx)
     facts = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
     assert facts["class_names"] == data.class_names
-    assert facts["preprocessing"]["mean"] == data.preprocessing["mean"]
+    assert facts["preprocessing"]["mean"] == [*data.preprocessing.mean]
     inside = {"zerovision.json": ""}
     torch.export.load(in_torch, extra_files=inside)
     told = json.loads(inside["zerovision.json"])

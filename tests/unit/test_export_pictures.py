@@ -24,6 +24,7 @@ from zerovision.delivery.export.onnx_format import export_graph
 from zerovision.delivery.export.pictures import FromPictures
 from zerovision.delivery.predict import predict
 from zerovision.models.build import build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.small_files import sha256_of
 from zerovision.training.data import DataOptions, load_data
@@ -34,9 +35,10 @@ SIDES = [(1, 1), (30, 40), (48, 31), (32, 32), (9, 180), (640, 481), (2, 43), (3
 ORIENTATION = 0x0112  # of EXIF
 
 
-def preprocessing(fit: str, filter_name: str = "bilinear", shape: tuple = (32, 36)) -> dict:
-    given = {"image_size": shape[0], "resize_size": shape[1] if fit == "crop" else None, "interpolation": filter_name}
-    return given | ({"fit": "pad"} if fit == "pad" else {}) | {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.5]}
+def preprocessing(fit: str, filter_name: str = "bilinear", shape: tuple = (32, 36)) -> Preprocessing:
+    size, resize_size = shape[0], shape[1] if fit == "crop" else None
+    means, fit = ((0.5, 0.4, 0.3), (0.2, 0.25, 0.5)), "pad" if fit == "pad" else ""
+    return Preprocessing(size, resize_size, *means, interpolation=filter_name, fit=fit)
 
 
 def from_pictures(

@@ -16,6 +16,7 @@ from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings
 from tests.unit.launching import WORDS
 from zerovision.launch.hosts import read_hostfile, ssh_command
 from zerovision.models.build import build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
 
@@ -73,8 +74,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The file of a small model for images of 32 pixels and 4 classes."""
     built = build_model("basic_cnn", num_classes=4, image_size=32)
     file = tmp_path_factory.mktemp("weights") / "w.safetensors"
-    channels = {"mean": [0.5] * 3, "std": [0.5] * 3}
-    preprocessing = {"image_size": 32, "resize_size": None, **channels, "interpolation": "bilinear"}
+    preprocessing = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
     facts = {"description": built.description, "class_names": [*"abcd"], "preprocessing": preprocessing}
     save_weights(file, built.module.state_dict(), **facts)
     return file.read_bytes()
@@ -95,7 +95,7 @@ def test_metadata_is_understood_or_refused_in_one_line(tmp_path: Path, weights: 
     assert peak_bytes() - before < 2**30
     assert refusal.isprintable()
     assert len(refusal) < 1000
-    if not refusal and metadata["preprocessing"]["image_size"] <= 64:
+    if not refusal and metadata["preprocessing"].image_size <= 64:
         image = Image.new("RGB", (40, 30))
         assert model(preprocess(metadata)(image)[None]).shape == (1, 4)
 

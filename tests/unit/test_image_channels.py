@@ -96,7 +96,7 @@ def test_parts_of_files_and_the_cache_have_these_pixels_too(tmp_path, channels):
         )
         for cache in ("disk", "off")
     )
-    assert plain.image_shape == (channels, 16, 16)
+    assert plain.preprocessing.shape == (channels, 16, 16)
     source = pickle.loads(pickle.dumps(cached.train.source))  # as a worker process gets it
     for index in range(len(plain.train)):
         for reader in (cached.train, cached.train, plain.train):
@@ -141,17 +141,17 @@ def test_channels_that_a_set_does_not_have_are_one_line(tmp_path):
 def test_means_are_the_sets_own_or_those_of_the_weights(tmp_path):
     five = load_data(DataOptions(save_arrays(tmp_path / "a.npz", 5), mean=(0.485, 0.456, 0.406), std=(0.2, 0.2, 0.2)))
     pixels = five.train.source.images.double() / 255
-    assert five.preprocessing["mean"] == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=1e-4)
-    assert five.preprocessing["std"] == pytest.approx(pixels.std((0, 2, 3), correction=0).tolist(), abs=1e-4)
+    assert five.preprocessing.mean == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=1e-4)
+    assert five.preprocessing.std == pytest.approx(pixels.std((0, 2, 3), correction=0).tolist(), abs=1e-4)
     weights = {"mean": (0.4, 0.5, 0.9), "std": (0.2, 0.2, 0.5)}
     of_weights = load_data(DataOptions("digits", image_channels=1, **weights)).preprocessing
-    assert (of_weights["mean"], of_weights["std"]) == ([pytest.approx(0.6)], [pytest.approx(0.3)])
+    assert (of_weights.mean, of_weights.std) == ((pytest.approx(0.6),), (pytest.approx(0.3),))
     grey_digits, rgb_digits = (load_data(DataOptions("digits", image_channels=n)).preprocessing for n in (1, 0))
-    assert rgb_digits["mean"] == grey_digits["mean"] * 3
+    assert rgb_digits.mean == grey_digits.mean * 3
     for folder in class_folders(tmp_path / "photos"):
         Image.fromarray(noise(20, 20)).save(folder / "a.png")
     rgba = load_data(DataOptions(str(tmp_path / "photos"), image_channels=4)).preprocessing
-    assert (rgba["mean"], rgba["std"]) == ([0.485, 0.456, 0.406, 0.5], [0.229, 0.224, 0.225, 0.5])
+    assert (rgba.mean, rgba.std) == ((0.485, 0.456, 0.406, 0.5), (0.229, 0.224, 0.225, 0.5))
 
 
 @pytest.mark.parametrize("augmentation", ["shift_flip", "crop_flip"])

@@ -70,7 +70,7 @@ def test_validation_images_are_those_of_a_set_of_their_size(data):
     """As a later evaluation of the weights sees them."""
     pair = load_data(dataclasses.replace(PROGRESSIVE, data=data))
     assert pair.train.sizes == [16, 20, 28, 32]
-    later = {key: pair.preprocessing[key] for key in ("image_size", "mean", "std")}
+    later = {key: getattr(pair.preprocessing, key) for key in ("image_size", "mean", "std")}
     plain = load_data(DataOptions(data=data, **later))
     assert pair.preprocessing == plain.preprocessing
     assert torch.equal(pair.val[0, 7][0], plain.val[0, 7][0])

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from zerovision.launch.launch_folder import make_temporary_folder, remove_abandoned
 from zerovision.launch.process_tree import MARK
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.atomic_write import (
     SECONDS_OF_OTHERS,
     remove_leftovers,
@@ -102,7 +103,11 @@ def a_library(tensors, path: Path, metadata=None) -> None:
 
 WRITERS = {
     "zerovision.training.checkpoint.weights": lambda path: save_weights(
-        path, {"a": torch.zeros(2)}, description={}, class_names=[], preprocessing={}
+        path,
+        {"a": torch.zeros(2)},
+        description={},
+        class_names=[],
+        preprocessing=Preprocessing(8, None, (0.5,), (0.5,)),
     ),
     "zerovision.training.checkpoint.shards": lambda path: write_shard(path, Snapshot()),
     "zerovision.training.checkpoint.shards, frozen": lambda path: write_frozen(path, {"a": torch.zeros(2)}),

@@ -16,6 +16,7 @@ from made_runs import end, epoch
 from zerovision.delivery.calibration import calibration_file
 from zerovision.delivery.model_card import write_model_card
 from zerovision.models.build import build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.small_files import sha256_of
 from zerovision.training.checkpoint.weights import load_model, save_weights
@@ -53,13 +54,13 @@ def run(tmp_path: Path) -> Path:
     write_json(tmp_path / "config.json", dataclasses.asdict(CONFIG))
     (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
     write_lines(tmp_path, end(40, 1.0) | {"images_per_second": 310.4})
-    preprocessing = {"image_size": 32, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
+    preprocessing = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
     save_weights(
         tmp_path / "model.safetensors",
         built.module.state_dict(),
         description=built.description,
         class_names=names,
-        preprocessing=preprocessing | {"interpolation": "bilinear"},
+        preprocessing=preprocessing,
         extra={"epoch": 3},
     )
     recorder = SampleRecorder(2)

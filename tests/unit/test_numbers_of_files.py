@@ -55,9 +55,9 @@ def test_not_one_bit_is_lost(tmp_path, kind, channels):
     expected = write_folder(tmp_path, kind, channels)
     pair = load_data(options_of(tmp_path, fit="squash"))
     seen = max(channels, 3)
-    assert pair.image_shape == (seen, 16, 24)
-    assert pair.preprocessing.get("values", "uint8") == kind
-    mean, std = (torch.tensor(pair.preprocessing[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    assert pair.preprocessing.shape == (seen, 16, 24)
+    assert pair.preprocessing.values == kind
+    mean, std = (torch.tensor(getattr(pair.preprocessing, key)).view(-1, 1, 1) for key in ("mean", "std"))
     for index in range(len(pair.val)):
         values = expected[pair.val.source.name(index)].expand(seen, -1, -1)
         found = functional.to_dtype(pair.val.source.read(index), torch.float32, scale=True)

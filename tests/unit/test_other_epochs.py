@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from small_checkpoints import ALONE, newest, write_checkpoint
 
 from zerovision.models.build import build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import WEIGHTS, RunFolder
 from zerovision.training.checkpoint.manifest import MANIFEST_FILE, read_manifest
@@ -73,8 +74,8 @@ def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
 
 def save_weights_of(epoch, path):
     built = build_model("basic_cnn", num_classes=2, image_size=8)
-    preprocessing = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
-    facts = {"class_names": ["a", "b"], "preprocessing": preprocessing | {"interpolation": "bilinear"}}
+    preprocessing = Preprocessing(8, None, mean=(0.5,) * 3, std=(0.5,) * 3)
+    facts = {"class_names": ["a", "b"], "preprocessing": preprocessing}
     weights = {"w": torch.full((1,), float(epoch))}
     save_weights(path, weights, description=built.description, **facts, extra={"epoch": epoch})
 

@@ -16,6 +16,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from zerovision.models.build import build_model
 from zerovision.models.preparation import Preparation, crop_share, differences
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, data_options, load_data
@@ -54,19 +55,19 @@ def test_published_weights_bring_what_timm_says_of_them(photos, model_type):
     published = resolve_data_config({}, pretrained_cfg=facts)
     config = config_of(photos, model_type=model_type, pretrained=True)
     plain = load_data(data_options(dataclasses.replace(config, pretrained=False)))
-    assert (plain.preprocessing["interpolation"], plain.preprocessing["resize_size"]) == ("bilinear", 256)
+    assert (plain.preprocessing.interpolation, plain.preprocessing.resize_size) == ("bilinear", 256)
     assert plain.notes == []
     data = load_data(data_options(config))
     found = data.preprocessing
-    assert (tuple(found["mean"]), tuple(found["std"])) == (published["mean"], published["std"])
-    assert found["interpolation"] == published["interpolation"]
+    assert (found.mean, found.std) == (published["mean"], published["std"])
+    assert found.interpolation == published["interpolation"]
     note = f"the starting weights were trained on images {NOTES.get(model_type)}"
     assert data.notes == [note] * (model_type in NOTES)
     chosen = dataclasses.replace(config, image_size=published["input_size"][-1], fit="crop")
     assert load_data(data_options(chosen)).notes == []
     if model_type == SQUASHED:
         return
-    assert found["resize_size"] == int(224 / published["crop_pct"])
+    assert found.resize_size == int(224 / published["crop_pct"])
     with Image.open(photos / "a" / "0.png") as image:
         theirs = create_transform(**published | {"input_size": (3, 224, 224)}, normalize=False)(image)
         ours = evaluation_geometry(found)(pil_to_tensor(image))
@@ -103,9 +104,9 @@ def test_a_file_says_itself_how_its_images_were_prepared(photos, tmp_path):
     for file, (interpolation, resize_size) in wanted.items():
         data = load_data(data_options(config_of(photos, model_type="timm:resnet18", weights=str(file), image_size=64)))
         found = data.preprocessing
-        assert (found["interpolation"], found["resize_size"]) == (interpolation, resize_size), file.name
+        assert (found.interpolation, found.resize_size) == (interpolation, resize_size), file.name
         assert data.notes == []
-    assert found["mean"] == [0.485, 0.456, 0.406]
+    assert found.mean == (0.485, 0.456, 0.406)
     data = load_data(data_options(config_of(photos, model_type="basic_cnn", weights=str(own))))
     assert data.notes == ["the starting weights were trained on images of 64 pixels, here of 224 (--image-size)"]
     assert preparation_of(data)["mean"] == [0.1] * 3
@@ -113,7 +114,7 @@ def test_a_file_says_itself_how_its_images_were_prepared(photos, tmp_path):
 
 def test_arrays_keep_their_size_and_take_the_filter():
     data = load_data(data_options(TrainConfig(model_type="mobilenet_finetuned")))
-    assert (data.preprocessing["interpolation"], data.preprocessing["resize_size"]) == ("bicubic", None)
+    assert (data.preprocessing.interpolation, data.preprocessing.resize_size) == ("bicubic", None)
     assert data.notes == []
 
 
@@ -145,9 +146,7 @@ def test_a_resumed_run_keeps_what_its_weights_brought(photos, tmp_path):
 
 def test_differences_are_told_with_their_flags():
     photograph = Preparation((0.5,) * 3, (0.5,) * 3, "bicubic", "crop", 0.95, 288)
-    here = Preparation.of_run(
-        {"mean": [0.4] * 3, "std": [0.2] * 3, "interpolation": "bilinear", "image_size": 224, "resize_size": 256}
-    )
+    here = Preparation.of_run(Preprocessing(224, 256, mean=(0.4,) * 3, std=(0.2,) * 3))
     assert differences(photograph, here, of_arrays=False) == (
         "resized by bicubic, here by bilinear (--interpolation), cut to 0.95 of the shorter side, here to 0.875 "
         "(--eval-crop), of 288 pixels, here of 224 (--image-size)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,7 @@ from timm.data import create_transform, resolve_model_data_config
 from zerovision.commands.publish import parse, publish
 from zerovision.models.build import build_model
 from zerovision.models.sides import ImageSize, sides
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
 from zerovision.training.config.command_line import run_script
 
@@ -30,13 +32,13 @@ def make_run(folder: Path, model: str, side: ImageSize, **preprocessing) -> Path
     folder.mkdir()
     torch.manual_seed(0)
     built = build_model(model, num_classes=3, image_size=side)
-    plain = {"image_size": side, "resize_size": None, "mean": [0.4] * 3, "std": [0.3] * 3, "interpolation": "bilinear"}
+    plain = Preprocessing(side, None, mean=(0.4,) * 3, std=(0.3,) * 3)
     save_weights(
         folder / "model.safetensors",
         built.module.state_dict(),
         description=built.description,
         class_names=["cat", "cow", "dog"],
-        preprocessing=plain | preprocessing,
+        preprocessing=replace(plain, **preprocessing),
         extra={"epoch": 1},
     )
     (folder / "config.json").write_text("{}")

@@ -23,6 +23,7 @@ from zerovision.delivery.predict import predict
 from zerovision.models.build import build_model
 from zerovision.models.dry_run import training_flops, without_data
 from zerovision.models.timm_models import adapt_weights, timm_size
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
@@ -64,13 +65,9 @@ def of_torchvision(image: torch.Tensor, fit: str, height: int, width: int, share
 @pytest.mark.parametrize("shape", [(40, 96), (96, 40), (33, 35)])
 def test_evaluation_is_torchvisions(fit, shape):
     height, width = shape
-    preprocessing = {
-        "image_size": f"{height}x{width}",
-        "resize_size": f"{int(height / 0.875)}x{int(width / 0.875)}" if fit == "crop" else None,
-        "interpolation": "bilinear",
-        "mean": COLOUR,
-        **({"fit": "pad"} if fit == "pad" else {}),
-    }
+    resize_size = f"{int(height / 0.875)}x{int(width / 0.875)}" if fit == "crop" else None
+    means, pads = (tuple(COLOUR), (1.0,) * 3), "pad" if fit == "pad" else ""
+    preprocessing = Preprocessing(f"{height}x{width}", resize_size, *means, fit=pads)
     geometry = evaluation_geometry(preprocessing)
     for sides in [(50, 120), (120, 50), (80, 80), (45, 109), (20, 30), (7, 200), (200, 7), height, width]:
         sides = sides if isinstance(sides, tuple) else (sides, 70)
@@ -84,12 +81,12 @@ def test_evaluation_is_torchvisions(fit, shape):
 def test_shifted_and_mirrored_images_are_windows(padding):
     """Of the padded image or its mirror image; the same in memory, one by one, and by a worker."""
     pair = load_data(dataclasses.replace(ARRAYS, shift_padding=padding, shift_pixels=3))
-    assert pair.image_shape == (3, 16, 24)
+    assert pair.preprocessing.shape == (3, 16, 24)
     in_memory, by_worker = train_loader(pair, 8), train_loader(pair, 8, workers=1)
     batch, same = (next(loader.epoch(1)) for loader in (in_memory, by_worker))
     by_worker.close()
     assert torch.equal(batch.images, same.images)
-    mean, std = (torch.tensor(pair.preprocessing[key]).view(3, 1, 1) for key in ("mean", "std"))
+    mean, std = (torch.tensor(getattr(pair.preprocessing, key)).view(3, 1, 1) for key in ("mean", "std"))
     seen = set()
     for image, index in zip(batch.images, batch.indices.tolist(), strict=True):
         assert torch.equal(image, pair.train[1, index][0])

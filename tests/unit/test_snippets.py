@@ -140,7 +140,7 @@ def test_the_lines_for_onnxruntime_alone(run, pictures, monkeypatch, tmp_path, c
     assert run_export(monkeypatch, run, "--format", "onnx", "--output", tmp_path) == 0, capsys.readouterr().err
     (file,), code = tmp_path.glob("*.onnx"), lines_of("docs/export.md", "preprocessing.json onnxruntime")
     reader = ModelInput(read_metadata(run / "model.safetensors")["preprocessing"])
-    levels = 255 * torch.tensor(reader.preprocessing["std"])[:, None, None]
+    levels = 255 * torch.tensor(reader.preprocessing.std)[:, None, None]
     for picture, (label, probabilities) in zip(pictures, wanted_from(run, pictures), strict=True):
         names = run_lines(code, picture, json=tmp_path / "preprocessing.json", onnx=file)
         seen = torch.from_numpy(names["values"].transpose(2, 0, 1))
@@ -167,7 +167,7 @@ def test_what_was_decoded_before_is_taken_as_it_is(run, pictures):
     """Its pixels are those of a file that loses nothing; of a JPEG those at full size are averaged."""
     reader = preprocess(metadata := read_metadata(run / "model.safetensors"))
     read = ModelInput(metadata["preprocessing"]).read
-    levels = 255 * torch.tensor(metadata["preprocessing"]["std"])[:, None, None]
+    levels = 255 * torch.tensor(metadata["preprocessing"].std)[:, None, None]
     for picture in pictures:
         with Image.open(picture) as image:
             image.load()

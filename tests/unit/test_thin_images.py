@@ -9,6 +9,7 @@ import pytest
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augment import evaluation_geometry, evaluation_transform
 from zerovision.training.data.values import BYTES
 
@@ -17,8 +18,8 @@ SIZES = [(36, 32), (48, 48), (40, 44)]  # resize_size, image_size
 SIDES = [(1, 1), (30, 40), (9, 180), (60, 2000), (1, 21), (1, 97), (2, 43), (3, 200), (7, 150), (31, 700)]
 
 
-def preprocessing(sizes: tuple[int, int], filter_name: str, **more) -> dict:
-    return {"resize_size": sizes[0], "image_size": sizes[1], "interpolation": filter_name, **more}
+def preprocessing(sizes: tuple[int, int], filter_name: str, values: str = BYTES) -> Preprocessing:
+    return Preprocessing(sizes[1], sizes[0], (0.5,), (0.5,), interpolation=filter_name, values=values)
 
 
 @pytest.mark.parametrize("filter_name", ["bilinear", "bicubic"])
@@ -44,9 +45,7 @@ def test_the_centre_is_that_of_the_whole_image_resized(sides, filter_name):
 def test_a_thin_image_takes_the_memory_of_its_centre(shape, values):
     """4.3 GB for the whole image as bytes; PyTorch's own memory is seen as what the process holds."""
     image = torch.zeros(shape, dtype=torch.uint8 if values == BYTES else torch.float32)
-    given = preprocessing(
-        (256, 224), "bilinear", mean=[0.5], std=[0.5], **({} if values == BYTES else {"values": values})
-    )
+    given = preprocessing((256, 224), "bilinear", values)
     transform = pickle.loads(pickle.dumps(evaluation_transform(given)))  # as workers get it
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert transform(image).shape == (3, 224, 224)

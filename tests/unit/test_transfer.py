@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data import DataOptions
 from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation
 from zerovision.training.data.batch_transforms import BatchTransforms
@@ -59,7 +60,7 @@ ALL_IN_BATCHES = Augmentation(shift=True, shift_padding="reflect", mirror="alter
 )
 @pytest.mark.parametrize("is_there", [True, False], ids=["set on the GPU", "batch from the loader"])
 def test_a_batch_is_finished_without_a_wait(copies, augmentation, is_there):
-    transforms = BatchTransforms({"image_size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3}, augmentation, seed=0)
+    transforms = BatchTransforms(Preprocessing(SIZE, None, (0.5,) * 3, (0.5,) * 3), augmentation, seed=0)
     images = torch.empty(BATCH, 3, SIZE, SIZE, dtype=torch.uint8, device=GPU, memory_format=torch.channels_last)
     if is_there and augmentation.in_batches:
         bordered = transforms.with_border(images.permute(0, 2, 3, 1))

@@ -17,6 +17,7 @@ from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
 
 from zerovision.models.build import BuiltModel, build_model
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.leaves import Leaves
@@ -35,10 +36,7 @@ from zerovision.training.setup import set_up_engine
 from zerovision.training.world.world import World
 
 IMAGE_SIZE = 32
-PREPROCESSING = {
-    **{"image_size": 32, "resize_size": None, "interpolation": "bilinear"},
-    **{"mean": [0.5] * 3, "std": [0.5] * 3},
-}
+PREPROCESSING = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
 ADAPTED = (  # with an example of a layer that has an adapter
     ("vit_tiny_patch16_224", "blocks.3.attn.qkv"),
     ("tf_mobilenetv3_small_minimal_100", "conv_stem"),  # "same" padding
@@ -367,7 +365,7 @@ def source(tmp_path_factory) -> Path:
     for _ in range(3):
         model.module.train()(torch.rand(8, 3, 16, 16))
     path = tmp_path_factory.mktemp("source") / "weights.safetensors"
-    images = {"image_size": 16, "resize_size": None, "mean": [0.4] * 3, "std": [0.1] * 3, "interpolation": "bilinear"}
+    images = Preprocessing(16, None, mean=(0.4,) * 3, std=(0.1,) * 3)
     facts = {"class_names": [*"abcdefg"], "preprocessing": images, "extra": {}}
     save_weights(path, model.module.state_dict(), description=model.description, **facts)
     return path

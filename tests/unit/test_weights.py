@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +19,13 @@ from torch.nn import functional
 
 import zerovision.training.checkpoint.weights
 from zerovision.models.build import build_model, rebuild_model, tensor_mismatch
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, save_weights
 from zerovision.training.data.augment import evaluation_transform
 
 CLASS_NAMES = ["null", "eins", "zwei", "drei", "四"]
-PREPROCESSING = {
-    "image_size": 32,
-    "resize_size": 36,
-    "mean": [0.5, 0.4, 0.3],
-    "std": [0.2, 0.25, 0.5],
-    "interpolation": "bilinear",
-}
+PREPROCESSING = Preprocessing(32, 36, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5))
 
 
 def save(path: Path, model_type: str = "mobilenet", **changes):
@@ -85,7 +81,11 @@ def test_timm_loads_its_own_model_by_name(tmp_path):
     file = tmp_path / "model.safetensors"
     built = build_model("timm:resnet18", num_classes=5, image_size=64)
     save_weights(
-        file, built.module.state_dict(), description=built.description, class_names=CLASS_NAMES, preprocessing={}
+        file,
+        built.module.state_dict(),
+        description=built.description,
+        class_names=CLASS_NAMES,
+        preprocessing=PREPROCESSING,
     )
     network = timm.create_model("resnet18", num_classes=5, checkpoint_path=str(file))
     images = torch.randn(2, 3, 64, 64)
@@ -102,7 +102,7 @@ def test_the_file_can_start_another_training(tmp_path):
 def test_views_into_one_flat_buffer_and_strided_tensors_are_saved_as_they_read(tmp_path):
     flat = torch.arange(24, dtype=torch.float32)
     state = {"a": flat[:6].view(2, 3), "b": flat[6:12], "t": flat.view(4, 6).t(), "n": torch.tensor(3)}
-    save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing={})
+    save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing=PREPROCESSING)
     found = load_file(tmp_path / "w.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
@@ -119,7 +119,7 @@ def test_weights_that_share_no_memory_are_written_without_a_copy(tmp_path, monke
         save_file(tensors, *words, **facts)
 
     monkeypatch.setattr("zerovision.training.checkpoint.weights.save_file", write)
-    save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing={})
+    save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing=PREPROCESSING)
     assert {name for name in state if written[name].data_ptr() == state[name].data_ptr()} == {"whole"}
 
 
@@ -173,7 +173,7 @@ CRAFTED = {
     "a std of nan": ({"preprocessing.std": [math.nan] * 3}, "std [nan"),
     "a mean of infinity": ({"preprocessing.mean": [math.inf] * 3}, "mean [inf"),
     "a mean beyond floats": ({"preprocessing.mean": [10**400] * 3}, "mean [1000"),
-    "a mean of two": ({"preprocessing.mean": [0.5, 0.5]}, "mean [0.5, 0.5]"),
+    "a mean of two": ({"preprocessing.mean": [0.5, 0.5]}, "std [0.2, 0.25, 0.5]: expected 2 number(s)"),
     "a mean of two and a network for 3": ({"description.image_channels": 2}, "expected 2 number(s)"),
     "channels without end": (
         {"description.image_channels": 10**9},
@@ -239,10 +239,10 @@ def test_preprocess_resizes_crops_and_normalizes():
     found = preprocess({"preprocessing": PREPROCESSING})(image)
     # The oracle: Pillow's own resize and crop, the normalization written out.
     resized = image.resize((60, 36), Image.Resampling.BILINEAR).crop((14, 2, 46, 34))
-    expected = (np.asarray(resized, dtype=np.float64) / 255 - PREPROCESSING["mean"]) / PREPROCESSING["std"]
+    expected = (np.asarray(resized, dtype=np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
     assert type(found) is torch.Tensor
     assert found.dtype == torch.float32
-    grey_level = 1 / 255 / min(PREPROCESSING["std"])  # Pillow and torchvision round differently
+    grey_level = 1 / 255 / min(PREPROCESSING.std)  # Pillow and torchvision round differently
     torch.testing.assert_close(
         found.double(), torch.from_numpy(expected).permute(2, 0, 1), rtol=0, atol=1.01 * grey_level
     )
@@ -251,14 +251,14 @@ def test_preprocess_resizes_crops_and_normalizes():
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
 @pytest.mark.parametrize("resize_size", [None, 40])
 def test_preprocess_is_what_the_evaluation_of_training_sees(interpolation, resize_size):
-    values = {**PREPROCESSING, "resize_size": resize_size, "interpolation": interpolation}
+    values = replace(PREPROCESSING, resize_size=resize_size, interpolation=interpolation)
     pixels = np.random.default_rng(0).integers(0, 256, (48, 80, 3), dtype=np.uint8)
     expected = evaluation_transform(values)(torch.from_numpy(pixels).permute(2, 0, 1))
     assert torch.equal(preprocess({"preprocessing": values})(Image.fromarray(pixels)), expected)
 
 
 def test_preprocess_turns_and_converts():
-    values = {**PREPROCESSING, "resize_size": None, "mean": [0.0] * 3, "std": [1.0] * 3}
+    values = Preprocessing(32, None, mean=(0.0,) * 3, std=(1.0,) * 3)
     grey = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: shown rotated by 90 degrees

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
-from zerovision.training.data.augment import evaluation_transform, viewable
-from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.data.augment import evaluation_transform, unnormalized, viewable
+from zerovision.training.data.values import BYTES
 
 Explain = Callable[[Sequence[torch.Tensor], Sequence[int]], list[Image.Image]]
 
@@ -51,21 +52,20 @@ def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Ten
     return maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
 
 
-def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: dict[str, Any]) -> Image.Image:
+def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: Preprocessing) -> Image.Image:
     """Return an image as the network saw it, darker where it spoke less.
 
     Args:
         image: float32 [C, H, W], normalized.
         importance: float32 [H, W] in 0..1.
-        preprocessing: as `zerovision.training.data.augment.evaluation_transform` takes it; of bytes.
+        preprocessing: that of the network, of bytes.
     """
-    mean, std = (torch.tensor(preprocessing[key], device=image.device)[:, None, None] for key in ("mean", "std"))
-    shown = viewable((image * std + mean).clamp(0, 1)) * (DARKEST + (1 - DARKEST) * importance)
+    shown = viewable(unnormalized(image, preprocessing).clamp(0, 1)) * (DARKEST + (1 - DARKEST) * importance)
     pixels = (255 * shown).round().byte().expand(3, -1, -1)
     return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
 
 
-def explainer(network: nn.Module, preprocessing: dict[str, Any]) -> Explain | None:
+def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | None:
     """Return what makes `picture_of` of images [C, H, W] as their source has them, and of a class of each.
 
     None for images of other numbers than bytes, which have no picture.
@@ -74,7 +74,7 @@ def explainer(network: nn.Module, preprocessing: dict[str, Any]) -> Explain | No
         network: as of `activation_maps`.
         preprocessing: as of `picture_of`.
     """
-    if values_of(preprocessing) != BYTES:
+    if preprocessing.values != BYTES:
         return None
     transform = evaluation_transform(preprocessing)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zerovision.delivery.trained_model import TrainedModel, read_json
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError, unknown_name
 from zerovision.training.base.run_folder import ENVIRONMENT, IMAGES
 from zerovision.training.config import TrainConfig
@@ -21,9 +22,7 @@ from zerovision.training.data.class_names import clean
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.folder_parts import Layout
 from zerovision.training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
-from zerovision.training.data.reading.image_numbers import takes_numbers
 from zerovision.training.data.settings import MULTILABEL
-from zerovision.training.data.values import values_of
 from zerovision.training.observe.multilabel import thresholds_of
 
 SPLITS = ("auto", "val", "test", "train", "all")
@@ -150,7 +149,7 @@ def load_evaluation_data(
     if is_changed:
         notes.append(f"'{data}' has changed since the training: {describe_change(known.images, divided())}")
     name = trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if _is_path(data) else data
-    wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
+    wanted, found = (each.values for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
     part = datasets.parts.get(split, datasets.val)
@@ -217,26 +216,28 @@ def _resolve_split(split: str, options: DataOptions, layout: Layout | None, *, i
 
 
 def _data_options(
-    preprocessing: dict[str, Any], config: TrainConfig, choice: EvaluationChoice, data: str
+    preprocessing: Preprocessing, config: TrainConfig, choice: EvaluationChoice, data: str
 ) -> DataOptions:
     of_split = ("label_separator", "val_fraction", "split_seed", "folds", "fold", "val_part", "seed")
     of_run = (*of_split, "order", "remote_cache_gb")
     of_user = ("path_column", "label_column", "bad_images", "data_root", "max_megapixels")
+    filter_name: Any = preprocessing.interpolation  # also nearest, which no training takes
+    decode: Any = "numbers" if preprocessing.takes_numbers else preprocessing.decode or config.decode
     return DataOptions(
         **{name: getattr(config, name) for name in of_run},
         **{name: getattr(choice, name) or getattr(config, name) for name in of_user},
         data=data,
-        image_size=preprocessing["image_size"],
-        image_channels=len(preprocessing["mean"]),
+        image_size=preprocessing.image_size,
+        image_channels=preprocessing.channels,
         augmentation="none",
-        interpolation=preprocessing["interpolation"],
-        mean=tuple(preprocessing["mean"]),
-        std=tuple(preprocessing["std"]),
-        decode="numbers" if takes_numbers(preprocessing) else preprocessing.get("decode", config.decode),
+        interpolation=filter_name,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        decode=decode,
     )
 
 
-def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: dict[str, Any] | None) -> DataOptions:
+def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: Preprocessing | None) -> DataOptions:
     """Return the options of data that is looked at as a whole, divided as a run divides it.
 
     Args:
@@ -244,10 +245,13 @@ def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: dict[s
         choice: of the data.
         seen_as: the preprocessing of a model that will look at it, if one will.
     """
-    if seen_as is None:
-        zeros, ones = ([value] * config.image_channels for value in (0.0, 1.0))
-        seen_as = {"image_size": LOOKED_AT_PIXELS, "mean": zeros, "std": ones, "interpolation": "bilinear"}
-    return dataclasses.replace(_data_options(seen_as, config, choice, choice.data), task=config.task)
+    if seen_as is not None:
+        return dataclasses.replace(_data_options(seen_as, config, choice, choice.data), task=config.task)
+    plain = Preprocessing(LOOKED_AT_PIXELS, None, mean=(0.0,), std=(1.0,))
+    options = _data_options(plain, config, choice, choice.data)
+    channels = config.image_channels
+    decode = config.decode if channels else "numbers"  # of whatever there is
+    return dataclasses.replace(options, image_channels=channels, decode=decode, task=config.task)
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:

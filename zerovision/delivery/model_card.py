@@ -35,9 +35,8 @@ from zerovision.training.config.values import (
     show_value,
     without_folders,
 )
-from zerovision.training.data.reading.images import CHANNEL_MODES
 from zerovision.training.data.settings import DataSettings
-from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.data.values import BYTES
 from zerovision.training.observe.multilabel import thresholds_of
 from zerovision.training.recipe.settings import RecipeSettings
 
@@ -80,7 +79,7 @@ def write_model_card(run: Path) -> Path | None:
     config, metadata = without_folders(as_given(read_run_config(run))), read_metadata(run / WEIGHTS)
     if "embedding" in metadata["description"]:
         return None
-    values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
+    preprocessing = metadata["preprocessing"]
     files = read_run(run)
     environment, scores, test_scores = files.environment, files.scores or {}, files.test_scores or {}
     ranks = environment["ranks"]
@@ -102,9 +101,9 @@ def write_model_card(run: Path) -> Path | None:
         description=metadata["description"],
         class_names=metadata["class_names"],
         classes_shown=CLASSES_SHOWN,
-        preprocessing=json.dumps(metadata["preprocessing"]),
-        image="photo.jpg" if values == BYTES and channels in CHANNEL_MODES else "image.npy",
-        values="" if values == BYTES else VALUES[values][1],
+        preprocessing=json.dumps(preprocessing.to_dict()),
+        image="image.npy" if preprocessing.takes_numbers else "photo.jpg",
+        values="" if preprocessing.values == BYTES else VALUES[preprocessing.values][1],
         fixed_size=timm_size(metadata["description"]["timm_name"], metadata["description"]["image_size"]),
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),

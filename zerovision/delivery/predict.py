@@ -31,7 +31,6 @@ from zerovision.training.data.folder_listing import SYSTEM_NAMES
 from zerovision.training.data.label_sets import SEPARATOR
 from zerovision.training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from zerovision.training.data.reading.image_notes import collected_notes
-from zerovision.training.data.reading.image_numbers import takes_numbers
 from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.data.reading.retry import entries_of, is_folder, patiently
@@ -108,7 +107,7 @@ class Predictor:
     @property
     def is_of_arrays(self) -> bool:
         """Whether the network takes numbers that no picture has."""
-        return takes_numbers(self.metadata["preprocessing"])
+        return self.metadata["preprocessing"].takes_numbers
 
 
 def predict(
@@ -185,7 +184,7 @@ def load_predictor(
     trained = find_model(model)
     run = trained.config() or TrainConfig()
     module, metadata = load_model(trained.weights)
-    decode = decode or metadata["preprocessing"].get("decode", run.decode)
+    decode = decode or metadata["preprocessing"].decode or run.decode
     reader = ModelInput(metadata["preprocessing"], decode, (max_megapixels or run.max_megapixels) * 10**6)
     module.to(device or ("cuda" if has_gpu else "cpu"))
     views = checked_views(flip, shift_pixels, metadata)

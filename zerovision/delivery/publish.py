@@ -21,11 +21,12 @@ from zerovision.delivery.model_card import TO_FILL
 from zerovision.delivery.trained_model import find_model
 from zerovision.models.sides import sides
 from zerovision.models.timm_models import timm_size
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError, one_line, shown
 from zerovision.training.base.run_folder import CARD, WEIGHTS
 from zerovision.training.base.units import format_bytes
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map, read_metadata
-from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.data.values import BYTES
 
 TIMM_CONFIG = "config.json"
 
@@ -99,7 +100,7 @@ def why_not_for_timm(metadata: dict[str, Any]) -> str:
         return "it is no network of timm's"
     if description["stem_stride_changed"]:
         return "timm would give its first layer the usual stride"
-    if values_of(metadata["preprocessing"]) != BYTES:
+    if metadata["preprocessing"].values != BYTES:
         return "timm's images are bytes"
     if _kept_share(metadata["preprocessing"]) is None:
         return "timm cuts off the same share of height and width"
@@ -109,18 +110,18 @@ def why_not_for_timm(metadata: dict[str, Any]) -> str:
 def timm_config(metadata: dict[str, Any]) -> bytes:
     """Return config.json as timm writes it: the network, its classes, and how images are prepared."""
     description, preprocessing = metadata["description"], metadata["preprocessing"]
-    height, width = sides(preprocessing["image_size"])
-    options: dict[str, Any] = {"in_chans": len(preprocessing["mean"])}
-    if (size := timm_size(description["timm_name"], preprocessing["image_size"])) is not None:
+    height, width = preprocessing.sides
+    options: dict[str, Any] = {"in_chans": preprocessing.channels}
+    if (size := timm_size(description["timm_name"], preprocessing.image_size)) is not None:
         options["img_size"] = size
     with torch.device("meta"):
         network = timm.create_model(description["timm_name"], num_classes=description["num_classes"], **options)
-    cut = "squash" if preprocessing["resize_size"] is None else "center"
-    prepared = {name: preprocessing[name] for name in ("mean", "std", "interpolation")}
+    cut = "squash" if preprocessing.resize_size is None else "center"
+    prepared = {name: getattr(preprocessing, name) for name in ("mean", "std", "interpolation")}
     prepared |= {
         "input_size": (options["in_chans"], height, width),
         "crop_pct": _kept_share(preprocessing),
-        "crop_mode": "border" if preprocessing.get("fit") == "pad" else cut,
+        "crop_mode": "border" if preprocessing.fit == "pad" else cut,
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / TIMM_CONFIG
@@ -129,11 +130,11 @@ def timm_config(metadata: dict[str, Any]) -> bytes:
         return json.dumps(json.loads(path.read_bytes()), indent=2).encode()
 
 
-def _kept_share(preprocessing: dict[str, Any]) -> float | None:
+def _kept_share(preprocessing: Preprocessing) -> float | None:
     """Return the share from which timm computes the size that images are resized to, None if it computes no such."""
-    if preprocessing["resize_size"] is None:
+    if preprocessing.resize_size is None:
         return 1.0
-    kept, resized = sides(preprocessing["image_size"]), sides(preprocessing["resize_size"])
+    kept, resized = preprocessing.sides, sides(preprocessing.resize_size)
     share = min(part / whole for part, whole in zip(kept, resized, strict=True))
     near = (share, math.nextafter(share, 0))
     return next((one for one in near if tuple(math.floor(side / one) for side in kept) == resized), None)

@@ -48,7 +48,7 @@ def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Vi
     Raises:
         UserError: if an image cannot be shifted that far.
     """
-    size = metadata["preprocessing"]["image_size"]
+    size = metadata["preprocessing"].image_size
     farthest = min(sides(size)) - 1
     if (flip or shift_pixels) and thresholds_of(metadata) is not None:
         raise UserError("--flip and --shift-pixels are for one label: the thresholds are of plain images.")

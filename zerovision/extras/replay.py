@@ -28,6 +28,7 @@ from zerovision.training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRIC
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint.restore import restore
 from zerovision.training.checkpoint.store import NAME_PATTERN, find_candidates
+from zerovision.training.data.augment import unnormalized
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.epoch import begin_epoch
@@ -207,7 +208,6 @@ def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
     data = watched.context.data
     samples: list[dict[str, Any]] = []
     pictures: list[Any] = []
-    mean, std = (torch.tensor(data.preprocessing[key]).view(-1, 1, 1) for key in ("mean", "std"))
     for batch, losses in watched.seen:
         for slot, (weight, loss) in enumerate(zip(batch.weights.tolist(), losses.tolist(), strict=True)):
             labels = {data.class_names[int(batch.labels[slot])]: 1.0}
@@ -217,7 +217,7 @@ def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
             name = data.train.source.name(int(batch.indices[slot]))
             samples.append({"name": name, "labels": labels, "weight": weight, "loss": loss})
             if len(pictures) < MOST_PICTURES:
-                pixels = (batch.images[slot].float().cpu() * std + mean).clamp(0, 1)
+                pixels = unnormalized(batch.images[slot].float().cpu(), data.preprocessing).clamp(0, 1)
                 captions = (printable(Path(name).name)[-LONGEST_NAME:], printable(", ".join(labels))[:LONGEST_NAME])
                 picture = thumbnail((255 * pixels).round().to(torch.uint8))
                 pictures.append((picture, [(caption, BLACK if weight else WRONG) for caption in captions]))

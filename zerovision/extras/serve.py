@@ -24,7 +24,6 @@ import torch
 from zerovision.delivery.activation_map import activation_maps
 from zerovision.delivery.calibration import NONE_OF_THESE
 from zerovision.delivery.predict import Predictor, load_predictor, predictions_of
-from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError, one_line
 
 PAGE = Path(__file__).with_name("serve.html")
@@ -233,7 +232,7 @@ def make_server(
 def _can_explain(predictor: Predictor) -> bool:
     """Return whether there are maps of what counted in an image."""
     preprocessing, parameter = predictor.metadata["preprocessing"], next(predictor.module.parameters())
-    image = torch.zeros(1, len(preprocessing["mean"]), *sides(preprocessing["image_size"]), device=parameter.device)
+    image = torch.zeros(1, preprocessing.channels, *preprocessing.sides, device=parameter.device)
     try:
         activation_maps(predictor.module, image, torch.zeros(1, dtype=torch.int64, device=parameter.device))
     except (UserError, RuntimeError):  # without a map of places, or one that autograd does not reach

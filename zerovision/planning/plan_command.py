@@ -176,4 +176,5 @@ def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, Any], str]:
     data = load_data(data_options(config))
     size = data.train.sizes[-1]
     counts = {"classes": len(data.class_names), "images": sum(data.train_counts), "image_size": size}
-    return counts | {"image_channels": config.image_channels if data.image_channels == 3 else data.image_channels}, ""
+    channels = config.image_channels if data.preprocessing.channels == 3 else data.preprocessing.channels
+    return counts | {"image_channels": channels}, ""

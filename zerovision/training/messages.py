@@ -16,7 +16,7 @@ from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import shown_path
 from zerovision.training.base.units import plural
 from zerovision.training.config.values import launch_command
-from zerovision.training.data.augment import viewable
+from zerovision.training.data.augment import unnormalized, viewable
 from zerovision.training.data.bad_images import bad_image_lines
 from zerovision.training.data.reading.images import ImageError
 from zerovision.training.data.values import BYTES, stretched
@@ -47,8 +47,8 @@ def announce_start(context: Run) -> None:
         f"{plural(plan.steps_per_epoch, 'step')} per epoch; "
         f"peak learning rate {context.schedule.peak:.3g}{_of_the_network(config)}"
     )
-    data, pixels = context.data, context.data.train.preprocessing["image_size"]
-    channels = f" of {data.image_channels} channel(s)" if data.image_channels != 3 else ""
+    data, pixels = context.data, context.data.train.preprocessing.image_size
+    channels = f" of {data.preprocessing.channels} channel(s)" if data.preprocessing.channels != 3 else ""
     log(
         f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(data.class_names)} classes, {pixels} pixels{channels}, augmentation {data.augmentation}"
@@ -173,8 +173,7 @@ def _augmented_sample(context: Run) -> torch.Tensor:
         # The loader reports an unreadable image, on all ranks; this runs on rank 0 alone.
         with contextlib.suppress(ImageError):
             images.append(context.data.train[(0, int(draw_key))][0])
-    mean, std = (torch.tensor(context.data.preprocessing[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
     if not images:
         return torch.empty(0)
-    pixels = viewable(torch.stack(images) * std + mean)
+    pixels = viewable(unnormalized(torch.stack(images), context.data.preprocessing))
     return pixels.clamp(0, 1) if context.data.train.source.values == BYTES else stretched(pixels)

@@ -97,7 +97,7 @@ class Prepared(Resolved):
     def memory_facts(self) -> RunFacts:
         """Return on what the memory that a rank needs depends."""
         world, ranks = self.world, self.world.size // self.islands  # that share one training state
-        resolved: dict[str, Any] = {"precision": self.precision, "image_channels": self.data.image_channels}
+        resolved: dict[str, Any] = {"precision": self.precision, "image_channels": self.data.preprocessing.channels}
         return RunFacts(
             config=dataclasses.replace(self.config, **resolved),
             classes=len(self.data.class_names),

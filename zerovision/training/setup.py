@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from zerovision.models.build import BuiltModel
-from zerovision.models.sides import sides
 from zerovision.models.tensor_plan import tensor_plan
 from zerovision.training.base.errors import AgreedError, UserError
 from zerovision.training.base.heartbeat import SLOW_PHASE
@@ -153,7 +152,7 @@ def build(prepared: Prepared) -> Run:
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan, teacher)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
-    pixels = config.epochs * len(data.train) * math.prod(sides(data.train.preprocessing["image_size"]))
+    pixels = config.epochs * len(data.train) * math.prod(data.train.preprocessing.sides)
     # Not a loss that compares images: its first pass would be another network, with other dropout.
     # Nor a network in stages, which ends in the midst of a forward, or whose layers other ranks compute, too.
     compiles = (
@@ -180,7 +179,7 @@ def build(prepared: Prepared) -> Run:
         setup,
         must_compile=config.compile == "on",
         records_graphs=config.compile != "off" and _computes_alike(config, head_epochs),
-        image_shape=data.image_shape,
+        image_shape=data.preprocessing.shape,
     )
     groups = form_islands(world, prepared.islands) if config.has_islands else None
     engine = build_engine(setup, engine_name, groups)
@@ -362,7 +361,7 @@ def train_context(context: Run, start: RunStart) -> TrainContext:
         plan=context.plan,
         schedule=context.schedule,
         num_classes=len(context.data.class_names),
-        image_shape=context.data.image_shape,
+        image_shape=context.data.preprocessing.shape,
         label_sets=context.data.label_targets(world.device),
         seed=config.seed,
         step=step,

@@ -121,7 +121,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
                 f"--teacher {config.teacher} takes images of {own.shape[1]} channel(s), these have {given.shape[1]}."
             )
         for size in data.train.sizes:
-            failure = forward_failure(module, size, config.micro_batch, data.image_channels)
+            failure = forward_failure(module, size, config.micro_batch, data.preprocessing.channels)
             if failure:
                 raise UserError(f"--teacher {config.teacher} takes no images of {size} pixels: {one_line(failure)}.")
         order = torch.tensor(_order(config, data, classes))
@@ -253,16 +253,16 @@ def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, _Outp
         built = build_model(
             config.teacher,
             num_classes=published["num_classes"],
-            image_size=data.preprocessing["image_size"],
-            image_channels=data.image_channels,
+            image_size=data.preprocessing.image_size,
+            image_channels=data.preprocessing.channels,
             pretrained=True,
             keep_stem=True,
         )
     except UserError as error:  # which says what to type for the model of a run
         raise UserError(f"--teacher {config.teacher}: {str(error).partition(' Type --weights')[0]}") from error
     made = Preparation.of_timm(published)
-    if data.image_channels != 3:
-        made = made._replace(mean=data.preprocessing["mean"], std=data.preprocessing["std"])
+    if data.preprocessing.channels != 3:
+        made = made._replace(mean=data.preprocessing.mean, std=data.preprocessing.std)
     return built.module, _Outputs(published["num_classes"], published_classes(published)), made
 
 

@@ -129,7 +129,7 @@ def train_shortly(
         plan=plan,
         schedule=schedule,
         num_classes=len(context.data.class_names),
-        image_shape=context.data.image_shape,
+        image_shape=context.data.preprocessing.shape,
         seed=context.config.seed,
         step=context.step,
         log_every_steps=1,

@@ -16,7 +16,7 @@ from torch import nn
 from zerovision.delivery.evaluation_data import EvaluationChoice, EvaluationData
 from zerovision.delivery.export.output_folder import describe_use
 from zerovision.delivery.export.pictures import EXAMPLE, FromPictures
-from zerovision.models.sides import sides
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reading.images import ImageError
@@ -109,10 +109,10 @@ class ExportJob:
 
     def example(self) -> torch.Tensor:
         """Return images [2, C, H, W] to trace the network with: a batch of 1 would be taken for a constant."""
-        size, mean = (self.metadata["preprocessing"][key] for key in ("image_size", "mean"))
+        preprocessing: Preprocessing = self.metadata["preprocessing"]
         if isinstance(self.module, FromPictures):
-            return torch.zeros(*EXAMPLE, len(mean), dtype=torch.uint8)
-        return torch.zeros(2, len(mean), *sides(size))
+            return torch.zeros(*EXAMPLE, preprocessing.channels, dtype=torch.uint8)
+        return torch.zeros(2, *preprocessing.shape)
 
     @property
     def free_sides(self) -> tuple[dict[int, Any]]:
@@ -139,7 +139,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
         UserError: if an image cannot be read, or none is left.
     """
     dataset = data.datasets.val
-    bytes_per_image = 4 * dataset.source.channels * math.prod(sides(dataset.preprocessing["image_size"]))
+    bytes_per_image = 4 * dataset.source.channels * math.prod(dataset.preprocessing.sides)
     images, indices = _read(dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
     labels = data.label_map[dataset.source.labels[indices]]
     logits = run_in_batches(module, images, settings.batch_size)

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zerovision.models.sides import sides
 from zerovision.training.base.atomic_write import errors_of_writing, remove_leftovers, sync_to_disk, unfinished
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map
-from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.data.values import BYTES
 from zerovision.training.observe.multilabel import THRESHOLDS, thresholds_of
 
 PREPROCESSING = "preprocessing.json"
@@ -79,18 +78,17 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
         metadata: what `zerovision.training.checkpoint.weights.read_metadata` returned.
     """
     preprocessing = metadata["preprocessing"]
-    height, width = sides(preprocessing["image_size"])
-    resize_size = preprocessing["resize_size"]
-    channels = len(preprocessing["mean"])
+    height, width = preprocessing.sides
+    resize_size, channels = preprocessing.resize_size, preprocessing.channels
     thresholds = thresholds_of(metadata)
     function = (
         "softmax over the classes" if thresholds is None else "sigmoid of each class, above its threshold or not,"
     )
     names, conversion = CHANNELS.get(channels, OTHER_CHANNELS)
-    values = values_of(preprocessing)
+    values = preprocessing.values
     division, value_range = VALUES[values]
     before = ["turn the image upright by its EXIF orientation", conversion]
-    shrink_to = 2 * max(height, width) if preprocessing.get("decode", "cpu") == "cpu" else None
+    shrink_to = 2 * max(height, width) if not preprocessing.decode else None
     if values != BYTES:
         names, before, shrink_to = OTHER_CHANNELS[0], [f"take the channels as {values} values"], None
     if shrink_to:
@@ -98,7 +96,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
             f"shrink files to 1/2, 1/4 or 1/8, as far as the shorter side keeps {shrink_to} pixels: JPEG files by "
             "libjpeg while they are decoded (Pillow's draft), others by the mean of blocks (Pillow's reduce)"
         )
-    how = f"({preprocessing['interpolation']}, antialiased)"
+    how = f"({preprocessing.interpolation}, antialiased)"
     longer, shorter = (
         f"the longer side to {height} pixels, the shorter one",
         f"the shorter side to {resize_size} pixels, the longer one",
@@ -108,7 +106,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
         whole, size = f"{whole} (height x width)", "its size"
         longer = f"one side to that of {whole}, into which it fits, the other one"
         shorter = f"one side to that of {resize_size} (height x width), which it covers, the other one"
-    if preprocessing.get("fit") == "pad":
+    if preprocessing.fit == "pad":
         geometry = [
             f"resize {longer} in proportion, rounded {how}",
             f"put it in the middle of {whole} of the colour `mean` (x 255), from (side - {size}) / 2, rounded down",
@@ -121,7 +119,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
             f"cut out the centre, {whole}, from (side - {size}) / 2, rounded",
         ]
     return {
-        **preprocessing,
+        **preprocessing.to_dict(),
         SHRINK_TO: shrink_to,
         "class_names": metadata["class_names"],
         "input": {

@@ -19,7 +19,7 @@ from zerovision.delivery.views import Views, probabilities_of
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.thin_images import FILTERS, resize_weights
-from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.data.values import BYTES
 from zerovision.training.observe.multilabel import thresholds_of
 
 PICTURES, ANSWERS = "pictures", ("probabilities", "class")
@@ -46,7 +46,7 @@ class FromPictures(nn.Module):
     def __init__(self, network: nn.Module, metadata: dict[str, Any], calibration: Calibration | None) -> None:
         super().__init__()
         self.network, self.preprocessing, self.calibration = network, metadata["preprocessing"], calibration
-        filter_name, values = self.preprocessing["interpolation"], values_of(self.preprocessing)
+        filter_name, values = self.preprocessing.interpolation, self.preprocessing.values
         if values != BYTES or InterpolationMode(filter_name) not in FILTERS:
             raise UserError(
                 f"--with-preprocessing: the model takes {values} values, resized by {filter_name}; a file can take "
@@ -55,8 +55,8 @@ class FromPictures(nn.Module):
         self.is_multilabel = thresholds_of(metadata) is not None
         self.views = Views(calibration.flip, calibration.shift_pixels) if calibration else Views()
         for name in ("mean", "std"):  # vectors, which stay as they are where matrices are stored in 16 bits
-            self.register_buffer(name, torch.tensor(self.preprocessing[name]), persistent=False)
-        bars = (255 * torch.tensor(self.preprocessing["mean"], dtype=torch.float64)).round().clamp(0, 255).float()
+            self.register_buffer(name, torch.tensor(getattr(self.preprocessing, name)), persistent=False)
+        bars = (255 * torch.tensor(self.preprocessing.mean, dtype=torch.float64)).round().clamp(0, 255).float()
         self.register_buffer("bars", bars, persistent=False)  # as of `padded`
 
     def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,21 +82,21 @@ class FromPictures(nn.Module):
         pixels = [torch.arange(side, dtype=torch.float64) for side in pictures.shape[1:3]]
         there = torch.stack([numbers.max() + 1 for numbers in pixels])
         resized, first = self._geometry(there)
-        wanted = sides(self.preprocessing["image_size"])
+        wanted = self.preprocessing.sides
         positions = [first[axis] + torch.arange(side) for axis, side in enumerate(wanted)]
         inside = [(positions[axis] >= 0) & (positions[axis] < resized[axis]) for axis in (0, 1)]
         rows, columns = (self._weights(pixels[axis], there[axis], resized[axis], positions[axis]) for axis in (0, 1))
         values = _whole(values @ columns.T)
         values = _whole(rows @ values).permute(0, 2, 3, 1)
-        if self.preprocessing.get("fit") == "pad":
+        if self.preprocessing.fit == "pad":
             is_picture = (inside[0][:, None] & inside[1])[..., None]
             values = torch.where(is_picture, values, self.bars)
         return values
 
     def _geometry(self, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sides of the resized picture, and which of its pixels are the first: float64 [2] each."""
-        size, resize_size = self.preprocessing["image_size"], self.preprocessing["resize_size"]
-        pads, covered = self.preprocessing.get("fit") == "pad", size if resize_size is None else resize_size
+        size, resize_size = self.preprocessing.image_size, self.preprocessing.resize_size
+        pads, covered = self.preprocessing.fit == "pad", size if resize_size is None else resize_size
         wanted, around = (torch.tensor(sides(given), dtype=torch.float64) for given in (size, covered))
         if not pads and resize_size is None:
             return wanted, torch.zeros_like(wanted)
@@ -116,7 +116,7 @@ class FromPictures(nn.Module):
         step = side / resized
         # A last row for the first pixel of the side: at the edges, which may be cut off, are the largest weights.
         inside = torch.cat([torch.minimum(positions.clamp(min=0), resized - 1), torch.zeros_like(positions[:1])])
-        mode = InterpolationMode(self.preprocessing["interpolation"])
+        mode = InterpolationMode(self.preprocessing.interpolation)
         weights = resize_weights(pixels, step * (inside + 0.5), step.clamp(min=1), mode)
         bits = ((2**WEIGHT_BITS - 0.5) / weights.max()).log2().ceil() - 1
         one = torch.exp2(bits.clamp(max=MOST_WEIGHT_BITS))
@@ -128,7 +128,7 @@ class FromPictures(nn.Module):
         names, conversion = use["input"]["layout"].removeprefix("NCHW, "), use["steps"][: 3 if use[SHRINK_TO] else 2]
         none = f", -1 ({NONE_OF_THESE}) if its probability is below {threshold}" if threshold else ""
         kept = {key: value for key, value in use["output"].items() if key not in ("name", "dtype", "shape", "meaning")}
-        shape = ["batch", "height", "width", len(self.preprocessing["mean"])]
+        shape = ["batch", "height", "width", self.preprocessing.channels]
         return use | {
             "input": {"name": PICTURES, "dtype": "uint8", "shape": shape, "layout": f"NHWC, {names}"},
             "output": {"name": ANSWERS[0], "dtype": "float32", "shape": ["batch", classes], **kept},

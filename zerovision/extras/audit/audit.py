@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.data import load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.settings import MULTILABEL
-from zerovision.training.data.values import values_of
 from zerovision.training.observe.neighbours import MOST_COMPARED, votes
 from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabilities
 
@@ -83,7 +83,7 @@ def audit(
     if is_published:
         trained = _published(run, datasets)
         seen_as = trained[1]["preprocessing"]
-    wanted, values = (values_of(each or {}) for each in (seen_as, datasets.preprocessing))
+    wanted, values = seen_as and seen_as.values, datasets.preprocessing.values
     if trained and wanted != values:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {values}: convert it.")
     catalogue = Catalogue(datasets, groups_of_table(options))
@@ -114,14 +114,14 @@ def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]
         name,
         num_classes=len(data.class_names),
         image_size=size,
-        image_channels=data.image_channels,
+        image_channels=data.preprocessing.channels,
         pretrained=True,
         keep_stem=True,
     ).module.eval()
-    preprocessing = data.preprocessing | {"image_size": size, "resize_size": round(size / facts.crop_pct)}
-    preprocessing |= {"interpolation": facts.interpolation, "fit": "crop"}
-    if data.image_channels == 3:
-        preprocessing |= {"mean": [*facts.mean], "std": [*facts.std]}
+    cut = {"image_size": size, "resize_size": round(size / facts.crop_pct), "fit": ""}
+    preprocessing = replace(data.preprocessing, **cut, interpolation=facts.interpolation)
+    if data.preprocessing.channels == 3:
+        preprocessing = replace(preprocessing, mean=tuple(facts.mean), std=tuple(facts.std))
     return network, {"preprocessing": preprocessing}
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from zerovision.extras.audit.copies import SIDE
 from zerovision.models.image_size import as_names
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data import DataOptions, find_dataset
 from zerovision.training.data.augment import viewable
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
@@ -88,7 +89,7 @@ class Catalogue:
         part, position = self._place(number)
         return self._sets[part].source.read(position)
 
-    def read(self, preprocessing: dict | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
+    def read(self, preprocessing: Preprocessing | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
         """Yield the numbers of the images of each batch, the batch, and which of them could be read, bool [B].
 
         A terminal gets a bar for each part.
@@ -156,13 +157,10 @@ def groups_of_table(options: DataOptions) -> dict[str, str]:
     return {str(listing.root / one.path): one.group for one in listing.records if one.group}
 
 
-def _whole(set_: ImageDataset) -> dict:
+def _whole(set_: ImageDataset) -> Preprocessing:
     """Return the preprocessing of whole images, neither cropped nor normalised."""
-    channels = set_.source.channels
-    return set_.preprocessing | {
-        **{"image_size": SIDE, "resize_size": None, "interpolation": "bilinear"},
-        **{"mean": [0.0] * channels, "std": [1.0] * channels},
-    }
+    zeros, ones = ((value,) * set_.source.channels for value in (0.0, 1.0))
+    return Preprocessing(SIDE, None, mean=zeros, std=ones, values=set_.preprocessing.values)
 
 
 def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogue) -> np.ndarray:

@@ -96,7 +96,7 @@ def data_facts(options: Mapping[str, Any]) -> dict[str, Any]:
         return {"problem": str(error)}
     counts = f"{sum(found.train_counts)} + {sum(found.val_counts)} images"
     shown = f"{options['data']}: {len(found.class_names)} classes, {counts}"
-    size, channels = found.train.sizes[-1], found.image_channels
+    size, channels = found.train.sizes[-1], found.preprocessing.channels
     network = {"classes": len(found.class_names), "image_size": size, "image_channels": channels}
     return {"holds": shown, "hash": found.fingerprint, "network": network}
 

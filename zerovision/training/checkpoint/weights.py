@@ -24,11 +24,18 @@ from torch import nn
 from zerovision.models.build import channels_of, rebuild_model, tensor_mismatch
 from zerovision.models.dry_run import forward_failure
 from zerovision.models.weights_file import check_finite
-from zerovision.models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
+from zerovision.models.weights_metadata import (
+    METADATA_KEY,
+    METADATA_KEYS,
+    Preprocessing,
+    WrongMetadata,
+    open_weights,
+    read_facts,
+)
 from zerovision.training.base.atomic_write import replacing, replacing_by_library, sync_to_disk
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.reading.model_input import ModelInput
-from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.data.values import BYTES
 from zerovision.training.world.preserved_process import preserved_generators
 
 CLASS_MAP = "class_map.txt"  # the classes in the order of the logits, a name a line, for timm's --class-map
@@ -40,7 +47,7 @@ def save_weights(
     *,
     description: dict[str, Any],
     class_names: list[str],
-    preprocessing: dict[str, Any],
+    preprocessing: Preprocessing,
     extra: dict[str, Any] | None = None,
 ) -> None:
     """Write weights and what they are into one safetensors file; a crash leaves the old file or the new one.
@@ -50,12 +57,10 @@ def save_weights(
         state_dict: the full tensors on any device; each keeps its dtype.
         description: `BuiltModel.description`.
         class_names: the class of each logit, in order.
-        preprocessing: image_size and resize_size (pixels; resize_size null for no crop), mean and std (a number
-            per channel, for pixels in 0..1), interpolation (bilinear, bicubic or nearest), decode (exact or numbers,
-            if files are not shrunk while they are decoded); see `preprocess`.
+        preprocessing: how an image becomes the network's input; see `preprocess`.
         extra: anything else that JSON can contain.
     """
-    values = (description, class_names, preprocessing, extra or {})
+    values = (description, class_names, preprocessing.to_dict(), extra or {})
     metadata = {METADATA_KEY: json.dumps(dict(zip(METADATA_KEYS, values, strict=True)))}
     tensors = _unshared({name: tensor.detach().cpu() for name, tensor in state_dict.items()})
     path = Path(path)
@@ -135,7 +140,7 @@ def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn
     Raises:
         UserError: if description, tensors and image size do not go together.
     """
-    description, image_size = metadata["description"], metadata["preprocessing"]["image_size"]
+    description, image_size = metadata["description"], metadata["preprocessing"].image_size
     with open_weights(path) as reader:
         shapes = {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118 - no mapping
     mismatch = tensor_mismatch(description, shapes)
@@ -162,9 +167,9 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
         UserError: if the network was trained on other numbers than bytes.
     """
     preprocessing = metadata["preprocessing"]
-    if values_of(preprocessing) != BYTES:
+    if preprocessing.values != BYTES:
         raise UserError(
-            f"the model was trained on arrays of {values_of(preprocessing)}, not on pictures: prepare such arrays "
+            f"the model was trained on arrays of {preprocessing.values}, not on pictures: prepare such arrays "
             "[C, H, W] with zerovision.training.data.augment.evaluation_transform."
         )
     return ModelInput(preprocessing).read_picture

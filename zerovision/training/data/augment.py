@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
 from zerovision.models.sides import ImageSize, sides
+from zerovision.models.weights_metadata import BYTES, Preprocessing
 from zerovision.training.data.thin_images import resized_centre
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -71,31 +72,20 @@ def _between(low: float, high: float, share: float) -> float:
     return low + (high - low) * share
 
 
-def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
-    """Build the transform that `DatasetPair.preprocessing` describes.
-
-    Args:
-        preprocessing: `image_size` in pixels; `resize_size`: the image is resized to cover it, a square one with its
-            shorter side, and the centre cropped, or None: the image is resized to `image_size`; `mean` and `std` per
-            channel of values in 0..1; `interpolation`, a name of torchvision's `InterpolationMode`; `fit` "pad" if the
-            image keeps its shape between bars of the mean's colour; `values`, the type of the pixels, if it is not
-            uint8.
-
-    Returns:
-        A function from uint8 [C, H, W], or what `values` names, to float32 [C, H, W] of that size.
-    """
+def evaluation_transform(preprocessing: Preprocessing) -> Transform:
+    """Return the function from uint8 [C, H, W], or what `values` names, to float32 [C, H, W] of `image_size`."""
     steps = [evaluation_geometry(preprocessing), v2.ToDtype(torch.float32, scale=True)]
-    if "values" in preprocessing:  # bytes are resized as bytes, and rounded
+    if preprocessing.values != BYTES:  # bytes are resized as bytes, and rounded
         steps.reverse()
-    return v2.Compose([*steps, v2.Normalize(preprocessing["mean"], preprocessing["std"])])
+    return v2.Compose([*steps, v2.Normalize(preprocessing.mean, preprocessing.std)])
 
 
-def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
+def evaluation_geometry(preprocessing: Preprocessing) -> Transform:
     """Build the part of `evaluation_transform` before normalisation: from uint8 or float32 [C, H, W] to [C, S, S]."""
-    size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
-    filter_mode = InterpolationMode(preprocessing["interpolation"])
-    if preprocessing.get("fit") == "pad":
-        return partial(padded, size=size, mode=filter_mode, colour=preprocessing["mean"])
+    size, resize_size = preprocessing.image_size, preprocessing.resize_size
+    filter_mode = InterpolationMode(preprocessing.interpolation)
+    if preprocessing.fit == "pad":
+        return partial(padded, size=size, mode=filter_mode, colour=preprocessing.mean)
     if resize_size is None:
         return v2.Resize(sides(size), interpolation=filter_mode, antialias=True)
     return partial(resized_centre, resize_size=resize_size, size=size, mode=filter_mode)
@@ -132,12 +122,19 @@ def viewable(images: torch.Tensor) -> torch.Tensor:
     return images[..., : 3 if images.shape[-3] >= 3 else 1, :, :]
 
 
-def resize(image: torch.Tensor, preprocessing: dict[str, Any]) -> torch.Tensor:
+def unnormalized(images: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
+    """Return normalised images [..., C, H, W] as values in 0..1 again."""
+    means = (preprocessing.mean, preprocessing.std)
+    mean, std = (torch.tensor(each, device=images.device)[:, None, None] for each in means)
+    return images * std + mean
+
+
+def resize(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     """Resize uint8 [C, h, w] to [C, S, S] with antialiasing: torchvision's `resize`, which would copy a cropped view.
 
     The fastest if the channels are innermost in memory.
     """
-    size, mode = preprocessing["image_size"], preprocessing["interpolation"]
+    size, mode = preprocessing.image_size, preprocessing.interpolation
     # the new dimension is put before the height, else torch does not see that the channels are innermost
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return torch.nn.functional.interpolate(batch, sides(size), mode=mode, antialias=True)[0]

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from zerovision.models.sides import sides
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augmentations import Augmentation
 from zerovision.training.data.erasing import RandomErasing
 from zerovision.training.data.randomness import uniform_draws
 from zerovision.training.data.transfer import to_device
-from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.data.values import BYTES
 
 SHIFT_FRACTION = 0.1
 BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
@@ -33,19 +33,20 @@ class BatchTransforms:
         seed: Seed of the augmentation.
     """
 
-    def __init__(self, preprocessing: dict[str, Any], augmentation: Augmentation, seed: int) -> None:
-        size = preprocessing["image_size"]
-        self.augmentation, self.seed, self.sides = augmentation, seed, sides(size)
+    def __init__(self, preprocessing: Preprocessing, augmentation: Augmentation, seed: int) -> None:
+        self.augmentation, self.seed, self.sides = augmentation, seed, preprocessing.sides
         farthest = (
             int(SHIFT_FRACTION * min(self.sides)) if augmentation.shift_pixels is None else augmentation.shift_pixels
         )
         self.border = farthest if augmentation.shift else 0
-        self.channels = len(preprocessing["mean"])
-        self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed, self.channels)
-        mean, std = (np.array(preprocessing[key], dtype=np.float64) for key in ("mean", "std"))
+        self.channels = preprocessing.channels
+        self._erase = RandomErasing(
+            augmentation.erasing, augmentation.erasing_mode, preprocessing.image_size, seed, self.channels
+        )
+        mean, std = (np.array(each, dtype=np.float64) for each in (preprocessing.mean, preprocessing.std))
         # (x / largest - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
         # a CPU is four times as fast along whole rows as along the channels
-        largest = 255 if values_of(preprocessing) == BYTES else 1
+        largest = 255 if preprocessing.values == BYTES else 1
         factors = (1 / (largest * std), -mean / std)
         self._factors = [torch.from_numpy(np.tile(values, self.sides[1])).float() for values in factors]
         self._factors_on: dict[torch.device, list[torch.Tensor]] = {}

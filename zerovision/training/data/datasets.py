@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torchvision.transforms import v2
 
 from zerovision.models.preparation import Preparation, differences
 from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.data import DataOptions, bad_image_share
 from zerovision.training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, random_box, resize
@@ -62,7 +62,7 @@ class ImageDataset(Dataset):
     def __init__(
         self,
         source: Source,
-        preprocessing: dict[str, Any],
+        preprocessing: Preprocessing,
         augmentation: Augmentation = AUGMENTATIONS["none"],
         seed: int = 0,
         most_bad: int = 0,
@@ -98,12 +98,12 @@ class ImageDataset(Dataset):
 
     def for_epoch(self, epoch: int) -> ImageDataset:
         """Return the set with the images of the size that they have in an epoch: itself, if that is the full size."""
-        full = self.preprocessing["image_size"]
-        size = full if self.ramp is None else self.ramp.size(epoch, full)
+        full = self.preprocessing.image_size
+        size = full if self.ramp is None else self.ramp.size(epoch, int(full))
         if size == full:
             return self
-        if self._smaller is None or self._smaller.preprocessing["image_size"] != size:
-            preprocessing, mixing = at_size(self.preprocessing, size), self.mixing and self.mixing.at_size(size)
+        if self._smaller is None or self._smaller.preprocessing.image_size != size:
+            preprocessing, mixing = self.preprocessing.at_size(size), self.mixing and self.mixing.at_size(size)
             self._smaller = ImageDataset(
                 self.source, preprocessing, self.augmentation, self.seed, self.most_bad, mixing, None, self.label_sets
             )
@@ -117,8 +117,8 @@ class ImageDataset(Dataset):
     @property
     def sizes(self) -> list[ImageSize]:
         """The sizes in pixels that the images have in some epoch."""
-        full = self.preprocessing["image_size"]
-        return [full] if self.ramp is None else [*self.ramp.sizes(full)]
+        full = self.preprocessing.image_size
+        return [full] if self.ramp is None else [*self.ramp.sizes(int(full))]
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
         """Return what `read` needs for each sample of `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
@@ -159,8 +159,8 @@ class DatasetPair:
         train: Training samples, augmented by (seed, epoch, index).
         val: Validation samples, never augmented; the epoch of their key is ignored.
         class_names: Name of each label; of `label_sets`, of each of their columns.
-        preprocessing: The evaluation transform as JSON values, see `augment.evaluation_transform`; that of the
-            training images, if it is of another size, is `train.preprocessing`.
+        preprocessing: The evaluation transform; that of the training images, if it is of another size, is
+            `train.preprocessing`.
         augmentation: The augmentation in use, never "auto".
         train_counts: Training images of each class.
         val_counts: Validation images of each class.
@@ -173,7 +173,7 @@ class DatasetPair:
     train: ImageDataset
     val: ImageDataset
     class_names: list[str]
-    preprocessing: dict[str, Any]
+    preprocessing: Preprocessing
     augmentation: str
     train_counts: list[int]
     val_counts: list[int]
@@ -195,16 +195,6 @@ class DatasetPair:
     def parts(self) -> dict[str, ImageDataset]:
         """The sets by name: train, val and, if there is one, test."""
         return {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
-
-    @property
-    def image_channels(self) -> int:
-        """Channels C of the images."""
-        return len(self.preprocessing["mean"])
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the validation images."""
-        return self.image_channels, *sides(self.preprocessing["image_size"])
 
 
 @dataclass(frozen=True)
@@ -237,16 +227,21 @@ def first_names(names: Collection[str]) -> str:
     return ", ".join(listed) + (f" and {more} more" if more else "")
 
 
-def at_size(preprocessing: dict[str, Any], size: int) -> dict[str, Any]:
-    """Return a `DatasetPair.preprocessing` for images of another size."""
-    resize_size = preprocessing["resize_size"] and size * preprocessing["resize_size"] // preprocessing["image_size"]
-    return preprocessing | {"image_size": size, "resize_size": resize_size}
-
-
-def _sides(size: ImageSize, options: DataOptions, defaults: DatasetDefaults) -> dict[str, ImageSize | None]:
+def _preprocessing(size: ImageSize, source: Source, options: DataOptions, defaults: DatasetDefaults) -> Preprocessing:
+    """Return the evaluation transform for images of a size."""
     is_cropped = defaults.centre_crop if options.fit == "auto" else options.fit == "crop"
     resize_size = size_of(*(int(side / options.eval_crop) for side in sides(size)))  # as by timm
-    return {"image_size": size, "resize_size": resize_size if is_cropped else None}
+    channels = source.channels
+    return Preprocessing(
+        size,
+        resize_size if is_cropped else None,
+        mean=_for_channels(options.mean, channels) or _for_channels(defaults.mean, channels),
+        std=_for_channels(options.std, channels) or _for_channels(defaults.std, channels),
+        interpolation=options.interpolation,
+        fit="pad" if options.fit == "pad" else "",
+        values=source.values,
+        decode="" if source.in_memory or options.decode == "cpu" else options.decode,
+    )
 
 
 def make_dataset_pair(
@@ -278,15 +273,6 @@ def make_dataset_pair(
         defaults = replace(defaults, augmentation="shift_flip")
     channels = train.channels
     size = options.image_size or defaults.image_size
-    preprocessing = {
-        **_sides(size, options, defaults),
-        "mean": _for_channels(options.mean, channels) or _for_channels(defaults.mean, channels),
-        "std": _for_channels(options.std, channels) or _for_channels(defaults.std, channels),
-        "interpolation": options.interpolation,
-        **({"fit": options.fit} if options.fit == "pad" else {}),
-        **({} if train.values == BYTES else {"values": train.values}),
-        **({} if train.in_memory or options.decode == "cpu" else {"decode": options.decode}),
-    }
     augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
     if (channels, train.values) != (3, BYTES) and augmentation.uses_pillow:
         flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
@@ -310,7 +296,7 @@ def make_dataset_pair(
             f"{smallest - 1}."
         )
     mixing = Mixing(options, size, len(class_names)) if options.mixup or options.cutmix else None
-    evaluation = preprocessing | _sides(eval_size, options, defaults)
+    preprocessing, evaluation = (_preprocessing(one, train, options, defaults) for one in (size, eval_size))
     share = bad_image_share(options.bad_images)
     train_bad, val_bad, test_bad = (
         bad_image_budget(share, len(set_.labels) if set_ else 0) for set_ in (train, val, test)
@@ -435,7 +421,7 @@ def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: D
         )
 
 
-def _preparation_notes(options: DataOptions, preprocessing: dict[str, Any], *, of_arrays: bool) -> Iterator[str]:
+def _preparation_notes(options: DataOptions, preprocessing: Preprocessing, *, of_arrays: bool) -> Iterator[str]:
     """Yield how images are prepared otherwise than for the starting weights, where the user did not choose it."""
     here = Preparation.of_run(preprocessing)
     for made in map(Preparation._make, options.made_for):
@@ -451,14 +437,14 @@ def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) ->
         yield f"training images have {size} pixels, validation images {eval_size}, for which the model is made"
 
 
-def _for_channels(values: Sequence[float] | None, channels: int) -> list[float]:
+def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float, ...]:
     """Return means or deviations for a number of channels; none if those given are for another one.
 
     One for all, and the mean of all for grey images, because a first layer of 3 channels is summed for them.
     """
     if values is None or (len(values) not in (1, channels) and channels != 1):
-        return []
-    return [sum(values) / len(values)] if channels == 1 else list(values) * (channels // len(values))
+        return ()
+    return (sum(values) / len(values),) if channels == 1 else tuple(values) * (channels // len(values))
 
 
 def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, label_sets: LabelSets | None) -> list[int]:

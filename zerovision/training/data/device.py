@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from zerovision.models.sides import sides
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.reading.sources import ArraySource
@@ -85,9 +84,8 @@ class ImagesOnDevice:
     def _fill(self, dataset: ImageDataset) -> None:
         """Put the images on the device as `dataset` shows them."""
         images = self._images
-        if images.shape[2:] != sides(
-            dataset.preprocessing["image_size"]
-        ):  # each resized as `ImageDataset.read` does it: not one bit may differ
+        if images.shape[2:] != dataset.preprocessing.sides:
+            # each resized as `ImageDataset.read` does it: not one bit may differ
             images = torch.stack([dataset.read(0, index, [])[: images.shape[1]] for index in range(len(dataset))])
         bordered = dataset.batch_transforms.with_border(images.permute(0, 2, 3, 1).contiguous())
         self._filled_with, self._bordered = dataset, bordered.to(self._device)
@@ -109,7 +107,7 @@ def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDev
     source = dataset.source
     if not isinstance(source, ArraySource) or not dataset.augmentation.in_batches:
         return None
-    shape = [side + 2 * dataset.batch_transforms.border for side in sides(dataset.preprocessing["image_size"])]
+    shape = [side + 2 * dataset.batch_transforms.border for side in dataset.preprocessing.sides]
     bound = MAX_BYTES
     if device.type == "cuda":
         bound = min(bound, int(MAX_SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]))

@@ -140,7 +140,7 @@ def build_loaders(
     workers = automatic_workers(datasets.train, plan.batches_per_rank, world) if is_automatic else int(config.workers)
     if workers:
         value_bytes = 1 if datasets.train.source.values == BYTES else 4
-        batch_bytes = config.micro_batch * math.prod(datasets.image_shape) * value_bytes
+        batch_bytes = config.micro_batch * math.prod(datasets.preprocessing.shape) * value_bytes
         workers = fit_workers_into_memory(workers, is_automatic, batch_bytes, world.local_size, is_main=world.is_main)
     pool = WorkerPool([*datasets.parts.values(), *others], workers, world.device) if workers else 0
     evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.data.size)

@@ -6,26 +6,18 @@ from 0 to 1, int16 from -1 to 1. Floating-point numbers are taken as they are, a
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torchvision.transforms.v2.functional import to_dtype
 
-from zerovision.models.weights_metadata import VALUE_TYPES
+from zerovision.models.weights_metadata import BYTES, VALUE_TYPES
 from zerovision.training.base.errors import UserError
 
-BYTES = "uint8"
 FLOATS = "float32"
 SMALLEST_STD = 1e-6  # of a channel of one value; weights files have no smaller one
 SMALLEST_BYTE_STD = 1e-4  # the same of bytes: the last decimal of its mean
 VALUES_AT_A_TIME = 2**22
 SMALLEST_RANGE = 1e-12  # of an image of one value
-
-
-def values_of(preprocessing: dict[str, Any]) -> str:
-    """Return the type of the numbers that a `DatasetPair.preprocessing` is for."""
-    return preprocessing.get("values", BYTES)
 
 
 def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
@@ -39,7 +31,7 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
         UserError: for another type, and for floating-point numbers that are not from 0 to 1.
     """
     kind = FLOATS if numbers.dtype.kind == "f" else numbers.dtype.name
-    if kind not in (BYTES, *VALUE_TYPES):
+    if kind not in VALUE_TYPES:
         raise UserError(f"{name} has {numbers.dtype} numbers: give uint8, uint16, int16, or floats from 0 to 1.")
     if kind == FLOATS:
         numbers = numbers.astype(np.float32)

@@ -80,18 +80,18 @@ def build_training_model(
         UserError: on all ranks, if the model cannot be built.
     """
 
-    channels = data.image_channels
+    channels = data.preprocessing.channels
 
     def build() -> BuiltModel:
         # The same seed on every rank: all have the same initial weights.
         torch.manual_seed(config.seed)
-        size, names = data.preprocessing["image_size"], data.class_names
+        size, names = data.preprocessing.image_size, data.class_names
         built = new_model(config, len(names), size, channels, loads_weights=loads_weights, class_names=names)
         for size in data.train.sizes:
-            is_other = size != data.preprocessing["image_size"]
+            is_other = size != data.preprocessing.image_size
             if is_other and forward_failure(built.module, size, config.micro_batch, channels):
                 raise UserError(
-                    f"model '{config.model_type}' is made for images of {data.preprocessing['image_size']} pixels, and "
+                    f"model '{config.model_type}' is made for images of {data.preprocessing.image_size} pixels, and "
                     f"does not work with {size}: leave out --progressive-size and --eval-image-size, or take another."
                 )
         return tune(built, config.tune)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,25 +15,19 @@ from zerovision.training.data.augment import BoxChooser
 from zerovision.training.data.reading.decode import crop
 from zerovision.training.data.reading.formats import ARRAY_EXTENSION
 from zerovision.training.data.reading.images import (
-    CHANNEL_MODES,
     MAX_PIXELS,
     ImageError,
     open_numbers,
     read_file,
     whole_range,
 )
-from zerovision.training.data.values import BYTES, FLOATS, to_values, values_of
+from zerovision.training.data.values import FLOATS, to_values
 
 if TYPE_CHECKING:
     from zerovision.training.data.reading.sources import FileSource
 
 IMAGES_LOOKED_AT = 64  # of a set
 LITTLE_OF_RANGE = 1 / 8  # below which numbers of 12 bits fill 16
-
-
-def takes_numbers(preprocessing: dict[str, Any]) -> bool:
-    """Return whether a model of this `DatasetPair.preprocessing` takes numbers that no picture has."""
-    return values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
 
 
 def read_numbers(
@@ -44,7 +38,7 @@ def read_numbers(
     Args:
         path: of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
         content: of the file, if it was read before.
-        wanted: type of the numbers, see `values_of`.
+        wanted: type of the numbers, of `values.to_values`.
         channels: C; grey ones are read as three equal channels.
         max_pixels: of an image file, see `open_image`.
 
@@ -65,7 +59,7 @@ def read_numbers(
 
 
 def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[str, int]:
-    """Return the type of an image's numbers, as `values_of`, and its channels.
+    """Return the type of an image's numbers, as of `to_values`, and its channels.
 
     Raises:
         ImageError: if it cannot be read.

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from zerovision.models.sides import sides
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augment import evaluation_transform
 from zerovision.training.data.reading.decode import Decoder, make_decoder, pixels_of, reduced
 from zerovision.training.data.reading.formats import ARRAY_EXTENSION
 from zerovision.training.data.reading.image_numbers import read_numbers
 from zerovision.training.data.reading.images import MAX_PIXELS, to_channels
 from zerovision.training.data.settings import NUMBERS
-from zerovision.training.data.values import BYTES, values_of
+from zerovision.training.data.values import BYTES
 
 
 class ModelInput:
     """Reads images as the evaluation of a training reads them.
 
     Args:
-        preprocessing: As `DatasetPair.preprocessing`.
+        preprocessing: That of the model.
         decode: A name of `DECODERS`; default: that of the training.
         max_pixels: Of an image file, see `open_image`.
     """
 
-    def __init__(self, preprocessing: dict[str, Any], decode: str = "", max_pixels: int = MAX_PIXELS) -> None:
-        self.preprocessing, self.channels, self.max_pixels = preprocessing, len(preprocessing["mean"]), max_pixels
-        self.decode, self._transform = decode or preprocessing.get("decode", "cpu"), evaluation_transform(preprocessing)
+    def __init__(self, preprocessing: Preprocessing, decode: str = "", max_pixels: int = MAX_PIXELS) -> None:
+        self.preprocessing, self.max_pixels = preprocessing, max_pixels
+        self.decode, self._transform = decode or preprocessing.decode or "cpu", evaluation_transform(preprocessing)
 
     def read(self, path: str, content: bytes | None = None) -> torch.Tensor:
         """Return the input for an image file, or a .npy file of one image: float32 [C, S, S].
@@ -43,9 +42,9 @@ class ModelInput:
         Raises:
             ImageError: It cannot be used.
         """
-        values, is_array = values_of(self.preprocessing), content is None and path.lower().endswith(ARRAY_EXTENSION)
+        values, is_array = self.preprocessing.values, content is None and path.lower().endswith(ARRAY_EXTENSION)
         if values != BYTES or self.decode == NUMBERS or is_array:
-            return self._transform(read_numbers(path, content, values, self.channels, self.max_pixels))
+            return self._transform(read_numbers(path, content, values, self.preprocessing.channels, self.max_pixels))
         return self._of_pixels(self._decoder(path, data=content))
 
     def read_picture(self, image: Image.Image) -> torch.Tensor:
@@ -53,17 +52,13 @@ class ModelInput:
         content = _undecoded(image)
         if content is not None:
             return self.read(os.fspath(getattr(image, "filename", "")) or "the image", content)
-        pixels = to_channels(ImageOps.exif_transpose(image), self.channels)
+        pixels = to_channels(ImageOps.exif_transpose(image), self.preprocessing.channels)
         shrinks = self.decode == "cpu"
-        return self._of_pixels(reduced(pixels, max(self._sides)) if shrinks else pixels_of(pixels))
-
-    @property
-    def _sides(self) -> tuple[int, int]:
-        return sides(self.preprocessing["image_size"])
+        return self._of_pixels(reduced(pixels, max(self.preprocessing.sides)) if shrinks else pixels_of(pixels))
 
     @cached_property
     def _decoder(self) -> Decoder:  # made when it is needed: there is none for all numbers of channels
-        return make_decoder(self.decode, max(self._sides), self.channels, self.max_pixels)
+        return make_decoder(self.decode, max(self.preprocessing.sides), self.preprocessing.channels, self.max_pixels)
 
     def _of_pixels(self, pixels: np.ndarray) -> torch.Tensor:
         return self._transform(torch.from_numpy(pixels).permute(2, 0, 1))
