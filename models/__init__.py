@@ -6,9 +6,7 @@ Importing this module loads neither torch nor timm: the command line reads the t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from zerovision.training.base.errors import UserError, unknown_name
 
@@ -25,13 +23,13 @@ USUAL_RATE = 1e-3  # of AdamW
 class ModelSpec:
     """One line of the table of models."""
 
-    module: str
-    """The module whose `create(num_classes, image_size, image_channels, timm_name, pretrained)` makes the network;
-    `zerovision.models.build` makes an ensemble from its members."""
     summary: str
     """One phrase for `--help` and the guide."""
     timm_name: str | None = None
-    """The network's name in timm, if timm makes it."""
+    """The network's name in timm, if it is one of timm's own."""
+    module: str = ""
+    """The module that adds the network to timm's registry under its name here, if it is not timm's; an ensemble has
+    none, `zerovision.models.build` makes it from its members."""
     always_pretrained: bool = False
     """Whether the model is refused without pretrained weights, from the hub or from `--weights FILE`."""
     learning_rate: float = USUAL_RATE
@@ -40,51 +38,33 @@ class ModelSpec:
     """Whether the network is made of other models of this table."""
     whitens_stem: bool = False
     """Whether its first convolution whitens the training images if it begins with random weights."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """What `create` takes besides."""
 
 
 MODELS: dict[str, ModelSpec] = {
-    "basic_cnn": ModelSpec(
-        "zerovision.models.basic_cnn", "small plain CNN: a baseline that trains in seconds", options={"dropout": 0.2}
-    ),
+    "basic_cnn": ModelSpec("small plain CNN: a baseline that trains in seconds", module="zerovision.models.basic_cnn"),
     "airbench": ModelSpec(
-        "zerovision.models.airbench",
-        "airbench's CNN, which trains fast on small images",
-        whitens_stem=True,
-        options={"width": 64},
+        "airbench's CNN, which trains fast on small images", module="zerovision.models.airbench", whitens_stem=True
     ),
     "airbench_small": ModelSpec(
-        "zerovision.models.airbench",
         "airbench's CNN at half its width",
+        module="zerovision.models.airbench",
         whitens_stem=True,
-        options={"width": 32},
         learning_rate=3e-3,
     ),
-    "mobilenet": ModelSpec(
-        "zerovision.models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100", learning_rate=3e-3
-    ),
+    "mobilenet": ModelSpec("MobileNetV3-Small", timm_name="mobilenetv3_small_100", learning_rate=3e-3),
     "mobilenet_finetuned": ModelSpec(
-        "zerovision.models.timm_models",
         "MobileNetV3-Small from pretrained weights with a new head",
         timm_name="mobilenetv3_small_100",
         always_pretrained=True,
     ),
-    "efficientnet": ModelSpec(
-        "zerovision.models.timm_models", "EfficientNet-B0", timm_name="efficientnet_b0", learning_rate=3e-3
-    ),
-    "vgg": ModelSpec("zerovision.models.timm_models", "VGG16 with BatchNorm", timm_name="vgg16_bn"),
+    "efficientnet": ModelSpec("EfficientNet-B0", timm_name="efficientnet_b0", learning_rate=3e-3),
+    "vgg": ModelSpec("VGG16 with BatchNorm", timm_name="vgg16_bn"),
     "cnn_lstm": ModelSpec(
-        "zerovision.models.cnn_lstm",
         "CNN features read column by column by a bidirectional LSTM",
-        options={"dropout": 0.2},
+        module="zerovision.models.cnn_lstm",
         learning_rate=5e-4,
     ),
-    "ensemble": ModelSpec(
-        "zerovision.models.ensemble",
-        "several models trained side by side, their probabilities averaged",
-        takes_members=True,
-    ),
+    "ensemble": ModelSpec("several models trained side by side, their probabilities averaged", takes_members=True),
 }
 
 
@@ -103,7 +83,7 @@ def check_model_name(name: str) -> None:
     of_hub = re.sub(r"^(timm:)?hf[-_]?hub:/*", HUB_PREFIX, name, flags=re.IGNORECASE)
     if of_hub.startswith(HUB_PREFIX) and of_hub != name:
         raise UserError(f"model '{name}': a network of the Hugging Face hub is {of_hub}.")
-    if name not in MODELS and not (name.startswith(TIMM_PREFIX) and len(name) > len(TIMM_PREFIX)):
+    if name not in MODELS and name.removeprefix(TIMM_PREFIX) in (name, "", *MODELS):
         from zerovision.models.timm_models import name_in_timm  # a mistake may wait for timm
 
         raise unknown_name("model", name, [*MODELS, f"{TIMM_PREFIX}<name>"], name_in_timm(name, MODELS))
@@ -117,4 +97,4 @@ def model_spec(name: str) -> ModelSpec:
     timm_name = name.removeprefix(TIMM_PREFIX)
     rates = {spec.timm_name: spec.learning_rate for spec in MODELS.values() if not spec.always_pretrained}
     rate = rates.get(timm_name.partition(".")[0], USUAL_RATE)
-    return ModelSpec("zerovision.models.timm_models", f"timm's {timm_name}", timm_name=timm_name, learning_rate=rate)
+    return ModelSpec(f"timm's {timm_name}", timm_name=timm_name, learning_rate=rate)

@@ -6,10 +6,11 @@ Other than there, BatchNorm's scales are trained, and PyTorch's default rate upd
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
-from zerovision.models.sides import ImageSize
+import torch
+from timm.models import build_model_with_cfg, register_model
+from torch import nn
 
 STEM_SIZE = 2  # pixels
 STEM_FILTERS = 24  # twice the values of a patch of 3 channels: what whitening fills in pairs
@@ -19,13 +20,11 @@ LOGIT_SCALE = 1 / 9
 class Airbench(nn.Module):
     """Images `[B, C, H, W]` to logits `[B, num_classes]`; H and W are at least 9 pixels."""
 
-    default_cfg = {"first_conv": "stem", "classifier": "head", "input_size": (3, 32, 32)}  # noqa: RUF012
-
-    def __init__(self, num_classes: int, image_channels: int, widths: tuple[int, int, int]) -> None:
+    def __init__(self, num_classes: int, in_chans: int, widths: tuple[int, int, int]) -> None:
         """Make the layers; `widths` are the channels of the three blocks."""
         super().__init__()
-        channels = min(STEM_FILTERS, 2 * image_channels * STEM_SIZE**2)
-        self.stem = nn.Conv2d(image_channels, channels, STEM_SIZE)
+        channels = min(STEM_FILTERS, 2 * in_chans * STEM_SIZE**2)
+        self.stem = nn.Conv2d(in_chans, channels, STEM_SIZE)
         self.blocks = nn.Sequential()
         for width in widths:
             self.blocks.append(_block(channels, width))
@@ -56,8 +55,17 @@ def _convolution(in_channels: int, width: int) -> nn.Conv2d:
     return convolution
 
 
-def create(
-    num_classes: int, image_size: ImageSize, image_channels: int, timm_name: str | None, pretrained: bool, *, width: int
-) -> nn.Module:
-    """Build the network; it has no pretrained weights. `width` is that of the first block, the others have 4 times."""
-    return Airbench(num_classes, image_channels, (width, 4 * width, 4 * width))
+_CFG = {"first_conv": "stem", "classifier": "head", "input_size": (3, 32, 32)}
+default_cfgs = {"airbench": _CFG, "airbench_small": _CFG}
+
+
+@register_model
+def airbench(pretrained: bool = False, **options: Any) -> nn.Module:
+    """Build the network; it has no pretrained weights."""
+    return build_model_with_cfg(Airbench, "airbench", pretrained, widths=(64, 256, 256), **options)
+
+
+@register_model
+def airbench_small(pretrained: bool = False, **options: Any) -> nn.Module:
+    """As `airbench`, of half the width."""
+    return build_model_with_cfg(Airbench, "airbench_small", pretrained, widths=(32, 128, 128), **options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
-from zerovision.models.sides import ImageSize
+import torch
+from timm.models import build_model_with_cfg, register_model
+from torch import nn
 
 
 def conv_block(
@@ -29,14 +30,11 @@ def conv_block(
 class BasicCNN(nn.Module):
     """Images `[B, C, H, W]` to logits `[B, num_classes]`."""
 
-    # The names that timm's models carry too: the one place where other modules look for stem and head.
-    default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
-
-    def __init__(self, num_classes: int, image_channels: int, dropout: float = 0.0) -> None:
+    def __init__(self, num_classes: int, in_chans: int, drop_rate: float = 0.2) -> None:
         """Make the layers; the stem's stride is 2, `zerovision.models.image_size` lowers it for small images."""
         super().__init__()
-        self.blocks = nn.Sequential(conv_block(image_channels, 32, stride=2), conv_block(32, 64), conv_block(64, 128))
-        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(conv_block(in_chans, 32, stride=2), conv_block(32, 64), conv_block(64, 128))
+        self.dropout = nn.Dropout(drop_rate)
         self.head = nn.Linear(128, num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
@@ -49,14 +47,11 @@ class BasicCNN(nn.Module):
         return self.head(self.dropout(features))
 
 
-def create(
-    num_classes: int,
-    image_size: ImageSize,
-    image_channels: int,
-    timm_name: str | None,
-    pretrained: bool,
-    *,
-    dropout: float,
-) -> nn.Module:
+# The names that timm's own models have, too: the one place where other modules look for stem and head.
+default_cfgs = {"basic_cnn": {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}}
+
+
+@register_model
+def basic_cnn(pretrained: bool = False, **options: Any) -> nn.Module:
     """Build the network; it takes any image size and has no pretrained weights."""
-    return BasicCNN(num_classes, image_channels, dropout)
+    return build_model_with_cfg(BasicCNN, "basic_cnn", pretrained, **options)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from timm.models import adapt_input_conv
 from torch import nn
 
 from zerovision.models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
@@ -19,6 +18,7 @@ from zerovision.models.class_order import head_by_name, published_classes
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.image_size import as_names, create_for_image_size, set_strides
 from zerovision.models.sides import ImageSize
+from zerovision.models.timm_models import adapt_weights, check_drop_path, check_dropout, create
 from zerovision.models.weights_file import StateDict, load_weights_file
 from zerovision.training.base.errors import UserError, one_line
 
@@ -71,7 +71,7 @@ def build_model(
         keep_stem: whether the stem's stride stays for small images, too.
         dropout: probability that a value of the classifier's input is zeroed; "auto": the model's own. Neither this
             nor `drop_path` is part of the description, because they are for training alone.
-        drop_path: see `zerovision.models.timm_models.create`; "auto": the model's own.
+        drop_path: of the last residual block, see `zerovision.models.timm_models.create`; "auto": the model's own.
         embedding: width of a projection in place of the classifier; 0 for a classifier.
         class_names: of the data, by which the loaded weights' classifier is put in order; none to take it as it is.
 
@@ -87,17 +87,17 @@ def build_model(
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
-    rates = {name: rate for name, rate in (("dropout", dropout), ("drop_path", drop_path)) if rate != "auto"}
+    rates = {name: rate for name, rate in (("drop_rate", dropout), ("drop_path_rate", drop_path)) if rate != "auto"}
     for prefix, part in _parts(description).items():
         _check_rates(part, rates)
-        create = partial(_create, part, rates=rates)
+        make = partial(_create, part, rates=rates)
         # Before anything is downloaded for it: the size may not work.
         module, changes = create_for_image_size(
-            create, part["model_type"], image_size, batch_size, image_channels=image_channels, keep_stem=keep_stem
+            make, part["model_type"], image_size, batch_size, image_channels=image_channels, keep_stem=keep_stem
         )
         always = model_spec(part["model_type"]).always_pretrained and pretrained is not None
         if not weights and (pretrained or always):
-            fresh, module = module, _create_pretrained(part, create, notes)
+            fresh, module = module, _create_pretrained(part, make, notes)
             set_strides(module, {name: new for name, (_, new) in changes.items()})
             notes += _order_head(part, module, fresh, class_names)
         modules.append(module)
@@ -109,7 +109,7 @@ def build_model(
             )
     module = _assemble(description, modules)
     if weights:
-        adapt = partial(_adapt_weights, description, modules)
+        adapt = partial(_adapt_weights, description)
         notes += load_weights_file(
             module, weights, description=description, heads=heads, adapt=adapt, class_names=class_names
         )
@@ -228,53 +228,43 @@ def _create(
     rates: Mapping[str, float] = {},
 ) -> nn.Module:
     """Create a part for the image size of its description, or for another one."""
-    spec = model_spec(part["model_type"])
-    family = importlib.import_module(spec.module)
-    taken = rates if spec.timm_name else {name: rate for name, rate in rates.items() if name in spec.options}
-    options = {**spec.options, **taken}
-    size = image_size or part["image_size"]
-    module = family.create(part["num_classes"], size, channels_of(part), part["timm_name"], pretrained, **options)
+    size, given = image_size or part["image_size"], {"pretrained": pretrained, "rates": rates}
+    module = create(_registered(part), part["num_classes"], size, channels_of(part), **given)
     return put_projection(module, part["model_type"], part["embedding"]) if "embedding" in part else module
 
 
+def _registered(part: dict[str, Any]) -> str:
+    """Return the name of a part's network in timm's registry, to which one of ours is added."""
+    if module := model_spec(part["model_type"]).module:
+        importlib.import_module(module)
+    return part["timm_name"] or part["model_type"]
+
+
 def _check_rates(part: dict[str, Any], rates: Mapping[str, float]) -> None:
-    dropout, drop_path = rates.get("dropout"), rates.get("drop_path")
-    if part["timm_name"] is not None:
-        family = importlib.import_module("zerovision.models.timm_models")
-        if dropout:
-            family.check_dropout(part["timm_name"], dropout)
-        if drop_path:
-            family.check_drop_path(part["timm_name"], drop_path)
-    elif drop_path:
-        raise UserError(f"--drop-path {drop_path}: model '{part['model_type']}' has no blocks to skip: leave it out.")
-    elif dropout and "dropout" not in model_spec(part["model_type"]).options:
-        raise UserError(f"--dropout {dropout}: model '{part['model_type']}' takes no dropout: leave it out.")
+    name, model_type = _registered(part), part["model_type"]
+    if rates.get("drop_rate"):
+        check_dropout(name, model_type, rates["drop_rate"])
+    if rates.get("drop_path_rate"):
+        check_drop_path(name, model_type, rates["drop_path_rate"])
 
 
-def _adapt_weights(description: dict[str, Any], modules: Sequence[nn.Module], tensors: StateDict) -> StateDict:
+def _adapt_weights(description: dict[str, Any], tensors: StateDict) -> StateDict:
     """Return the tensors of the described network for its images, from those for others; or them, if that fails."""
-    from zerovision.models.timm_models import adapt_weights
-
     adapted: StateDict = {}
-    for (prefix, part), module in zip(_parts(description).items(), modules, strict=True):
+    for prefix, part in _parts(description).items():
         own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        if part["timm_name"] is not None:
-            own = adapt_weights(part["timm_name"], part["image_size"], channels_of(part), own)
-        else:
-            stem = f"{as_names(getattr(module, 'default_cfg', {}).get('first_conv'))[0]}.weight"
-            with suppress(NotImplementedError):  # no weight of a convolution: the caller says how they differ
-                own[stem] = adapt_input_conv(channels_of(part), own[stem], base_chans=own[stem].shape[1])
+        own = adapt_weights(_registered(part), part["image_size"], channels_of(part), own)
         adapted |= {prefix + key: tensor for key, tensor in own.items()}
     return adapted
 
 
-def _create_pretrained(part: dict[str, Any], create: Callable[..., nn.Module], notes: list[str]) -> nn.Module:
+def _create_pretrained(part: dict[str, Any], make: Callable[..., nn.Module], notes: list[str]) -> nn.Module:
     """Create a part with the hub's weights, and note what became of its head."""
     name, timm_name = part["model_type"], part["timm_name"]
     if timm_name is None:
         raise UserError(f"model '{name}' has no pretrained weights: leave out --pretrained, or give --weights FILE")
     try:
-        module = create(pretrained=True)
+        module = make(pretrained=True)
     except UserError as error:
         twins = [n for n, s in MODELS.items() if s.timm_name == timm_name and not s.always_pretrained]
         from_nothing = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "--pretrained false"

@@ -6,11 +6,13 @@ the width remains as a sequence of columns: 7 for 28 pixels, 28 for 224.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from timm.models import build_model_with_cfg, register_model
 from torch import nn
 
 from zerovision.models.basic_cnn import conv_block
-from zerovision.models.sides import ImageSize
 
 HIDDEN_SIZE = 128
 HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  # oneDNN's LSTM
@@ -19,19 +21,17 @@ HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  #
 class CNNLSTM(nn.Module):
     """Images `[B, C, H, W]` to logits `[B, num_classes]`."""
 
-    default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
-
-    def __init__(self, num_classes: int, image_channels: int, dropout: float = 0.0) -> None:
+    def __init__(self, num_classes: int, in_chans: int, drop_rate: float = 0.2) -> None:
         """Make the layers; the stem's stride is 2, `zerovision.models.image_size` lowers it for small images."""
         super().__init__()
         self.blocks = nn.Sequential(
-            conv_block(image_channels, 32, stride=2),
+            conv_block(in_chans, 32, stride=2),
             conv_block(32, 64),
             conv_block(64, 128, pool=(2, 1)),
             conv_block(128, 128, pool=(2, 1)),
         )
-        self.lstm = nn.LSTM(128, HIDDEN_SIZE, num_layers=2, batch_first=True, bidirectional=True, dropout=dropout)
-        self.dropout = nn.Dropout(dropout)
+        self.lstm = nn.LSTM(128, HIDDEN_SIZE, num_layers=2, batch_first=True, bidirectional=True, dropout=drop_rate)
+        self.dropout = nn.Dropout(drop_rate)
         self.head = nn.Linear(2 * HIDDEN_SIZE, num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
@@ -49,14 +49,10 @@ class CNNLSTM(nn.Module):
         return self.head(self.dropout(outputs.mean(dim=1)))
 
 
-def create(
-    num_classes: int,
-    image_size: ImageSize,
-    image_channels: int,
-    timm_name: str | None,
-    pretrained: bool,
-    *,
-    dropout: float,
-) -> nn.Module:
+default_cfgs = {"cnn_lstm": {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}}
+
+
+@register_model
+def cnn_lstm(pretrained: bool = False, **options: Any) -> nn.Module:
     """Build the network; it takes any image size and has no pretrained weights."""
-    return CNNLSTM(num_classes, image_channels, dropout)
+    return build_model_with_cfg(CNNLSTM, "cnn_lstm", pretrained, **options)

@@ -1,9 +1,9 @@
-"""Every network of timm, with or without pretrained weights from its hub."""
+"""Every network of timm's registry, to which ours are added, with or without pretrained weights from its hub."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from huggingface_hub.utils import get_session
 from timm.layers import DropPath
 from torch import nn
 
+from zerovision.models import MODELS
 from zerovision.models.image_size import as_names
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.whole_input import WholeInputConv2d
@@ -49,7 +50,8 @@ def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
     """
     given, dot, tag = name.rpartition("/")[2].rpartition(":")[2].partition(".")
     letters = str.maketrans("", "", "-_ ")
-    known = {name.translate(letters): name for name in timm.list_models()}
+    theirs = timm.list_models(exclude_filters=[*MODELS])
+    known = {name.translate(letters): name for name in theirs}
     found = known.get(given.lower().translate(letters), "")
     if not found:
         near = difflib.get_close_matches(given.lower(), known.values(), n=1, cutoff=0.75)
@@ -58,27 +60,19 @@ def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
     return f" Did you mean 'timm:{tagged if tagged in timm.list_pretrained(f'{found}.*') else found}'?"
 
 
-def check_dropout(name: str, rate: float) -> None:
-    """Refuse a network for which timm has no dropout.
-
-    Raises:
-        UserError: for such a network.
-    """
+def check_dropout(name: str, model_type: str, rate: float) -> None:
+    """Raise UserError for a network that has no dropout, by its name in the registry and as the user calls it."""
     modules = _modules_with(name, drop_rate=rate)
     rates = (module.p if isinstance(module, nn.Dropout) else getattr(module, "drop_rate", 0.0) for module in modules)
     if rate not in rates:
-        raise UserError(f"--dropout {rate}: timm's {name} takes no dropout: leave it out.")
+        raise UserError(f"--dropout {rate}: model '{model_type}' takes no dropout: leave it out.")
 
 
-def check_drop_path(name: str, rate: float) -> None:
-    """Refuse a network without residual blocks that timm can skip.
-
-    Raises:
-        UserError: for such a network.
-    """
+def check_drop_path(name: str, model_type: str, rate: float) -> None:
+    """Raise UserError for a network without residual blocks that timm can skip."""
     modules = _modules_with(name, drop_path_rate=rate)
     if not any(isinstance(module, DropPath) and module.drop_prob for module in modules):
-        raise UserError(f"--drop-path {rate}: timm's {name} has no residual blocks to skip: leave it out.")
+        raise UserError(f"--drop-path {rate}: model '{model_type}' has no residual blocks to skip: leave it out.")
 
 
 def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
@@ -91,40 +85,35 @@ def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
 
 
 def create(
+    timm_name: str,
     num_classes: int,
     image_size: ImageSize,
     image_channels: int,
-    timm_name: str | None,
-    pretrained: bool,
-    dropout: float | None = None,
-    drop_path: float | None = None,
+    *,
+    pretrained: bool = False,
+    rates: Mapping[str, float] = {},
 ) -> nn.Module:
-    """Build timm's network with a head of `num_classes`, as `timm.create_model` would.
+    """Build a network with a head of `num_classes`, as `timm.create_model` would.
 
     Networks with a fixed input size (vision transformers and the like) are made for `image_size`.
 
     Args:
+        timm_name: its name in timm's registry.
         num_classes: width of the head.
         image_size: of the images, pixels.
         image_channels: of the images; weights for another number are adapted as by timm's `adapt_input_conv`.
-        timm_name: timm's name of it.
         pretrained: load the hub's weights.
-        dropout: timm's `drop_rate`: of the classifier's input, and of what else timm has in a network; see
-            `check_dropout`. None: timm's own for the network.
-        drop_path: probability that the last residual block is skipped for an image, linearly less in those before
-            (Huang et al. 2016, https://arxiv.org/abs/1603.09382); see `check_drop_path`. None: timm's own.
+        rates: timm's `drop_rate`, of the classifier's input, and of what else timm has in a network, and
+            `drop_path_rate`, the probability that the last residual block is skipped for an image, linearly less in
+            those before (Huang et al. 2016, https://arxiv.org/abs/1603.09382); the network's own where none is given.
 
     Raises:
         UserError: for an unknown name or tag, or if the pretrained weights are not available.
     """
-    if timm_name is None:
-        raise ValueError("a timm model needs its timm_name")
     check_timm_name(timm_name)
     options = _options(timm_name, image_size, image_channels)
-    for name, rate in (("drop_rate", dropout), ("drop_path_rate", drop_path)):
-        # 0 of a network that does not take the argument: there is nothing to switch off
-        if rate is not None and (rate or _modules_with(timm_name, **{name: rate})):
-            options[name] = rate
+    # 0 of a network that does not take the argument: there is nothing to switch off
+    options |= {name: rate for name, rate in rates.items() if rate or _modules_with(timm_name, **{name: rate})}
     if not pretrained:
         return timm.create_model(timm_name, num_classes=num_classes, **options)
     try:

@@ -15,20 +15,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (601, 350),
-    "models": (1362, 900),
+    "models": (1358, 900),
     "zerovision/training/config": (760, 500),
     "zerovision/training/base": (1060, 550),
     "zerovision/training/world": (626, 450),
-    "zerovision/training/data": (4519, 2900),
+    "zerovision/training/data": (4505, 2900),
     "zerovision/training/recipe": (779, 1050),
     "zerovision/training/engines": (2853, 2250),
     "zerovision/training/checkpoint": (807, 600),
     "zerovision/training/observe": (1466, 1050),
-    "zerovision/training": (2413, 1400),
+    "zerovision/training": (2412, 1400),
     "zerovision/launch": (1980, 1800),
-    "zerovision/planning": (1589, 1000),
-    "zerovision/delivery": (3317, 2400),
-    "zerovision/extras": (1456, 1300),
+    "zerovision/planning": (1590, 1000),
+    "zerovision/delivery": (3320, 2400),
+    "zerovision/extras": (1452, 1300),
 }
 ELSEWHERE = {"zerovision/commands": "scripts"}  # in whose room such a folder counts
 

@@ -112,8 +112,8 @@ def make_network(name: str) -> nn.Module:
     torch.manual_seed(0)
     vit = partial(VisionTransformer, SIZE, 4, num_classes=CLASSES, embed_dim=32, depth=4, num_heads=2)
     networks = {
-        "cnn": lambda: BasicCNN(CLASSES, 3, dropout=0.2),
-        "lstm": lambda: CNNLSTM(CLASSES, 3, dropout=0.2),
+        "cnn": lambda: BasicCNN(CLASSES, 3),
+        "lstm": lambda: CNNLSTM(CLASSES, 3),
         "vit": lambda: vit(drop_path_rate=0.2, proj_drop_rate=0.1),
         "resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, drop_path_rate=0.2),
         "residual": Residual,

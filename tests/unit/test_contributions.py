@@ -90,7 +90,7 @@ def test_everything_new_is_named_everywhere() -> None:
 
 def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened_loggers() >= {"TextLogger", "TensorBoardLogger"}
-    monkeypatch.setitem(MODELS, "tiny_mlp", ModelSpec("models.tiny_mlp", "tiny"))
+    monkeypatch.setitem(MODELS, "tiny_mlp", ModelSpec("tiny", module="models.tiny_mlp"))
     monkeypatch.setitem(AUGMENTATIONS, "posterized", Augmentation())
     monkeypatch.setitem(FLAG_OF, "csv", "--csv")
     assert [line.partition(":")[2].split()[-1] for line in missing()] == [

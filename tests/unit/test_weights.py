@@ -191,7 +191,7 @@ CRAFTED = {
         {"description.model_type": "timm:x", "description.timm_name": "hf-hub:a/b"},
         "no such name",
     ),
-    "an ensemble of nothing": ({"description.model_type": "ensemble"}, "this is no description of a model"),
+    "an ensemble of nothing": ({"description.model_type": "ensemble"}, "unknown model 'timm:ensemble'"),
     "a thousand members": ({"description.members": ["vgg"] * 1000}, "expected at most 32 names"),
     "members that are not there": ({"description.members": ["vgg"] * 30}, "'members.0.features.0.weight' is missing"),
     "more than the file holds": ({"description.model_type": "vgg", "description.timm_name": "vgg16_bn"}, "is missing"),

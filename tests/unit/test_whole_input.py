@@ -56,5 +56,5 @@ def test_outputs_and_gradients_are_those_of_a_convolution(layout, size):
 def test_the_products_of_vgg(image_size, products):
     """Its whole classifier; on 256 pixels the first two layers see 8 x 8 and 2 x 2 pixels."""
     with torch.device("meta"):
-        network = create(10, image_size, 3, "vgg16_bn", pretrained=False)
+        network = create("vgg16_bn", 10, image_size, 3)
     assert products_and_convolutions(network, image_size)[0] == products
