@@ -41,9 +41,9 @@ def main(words: list[str]) -> int:
     is_local = "num_nodes" not in given.positional
     if is_local:
         refuse_a_pod_alone(os.environ)
-    hosts = [HERE] if is_local else _hosts(given)
     given = resolve_strategy(given, given.nodes)
     config = check_training(given.training)
+    hosts = [HERE] if is_local else _hosts(given)
     least = given.min_nodes or given.nodes
     check_new_run(config, [nodes * given.ranks_per_node for nodes in range(given.nodes, least - 1, -1)])
     if given.dry_run:
