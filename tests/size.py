@@ -21,7 +21,7 @@ ROOMS = {  # limit and end
     "zerovision/training/world": (626, 450),
     "zerovision/training/data": (4505, 2900),
     "zerovision/training/recipe": (779, 1050),
-    "zerovision/training/engines": (2853, 2250),
+    "zerovision/training/engines": (2880, 2250),
     "zerovision/training/checkpoint": (807, 600),
     "zerovision/training/observe": (1466, 1050),
     "zerovision/training": (2412, 1400),

@@ -61,3 +61,11 @@ def test_ranks_that_run_other_blocks_than_each_other_change_no_weight(run_on_ran
         for at in set(range(len(cases))) - {*right}:
             assert np.isnan(reports[at]["norms"]).all()
             assert reports[at]["weights"] == reports[at]["start"]
+
+
+def test_a_block_waits_for_its_own_weights_alone(run_on_ranks):
+    """Under ddp the parts that ranks have updated are gathered while the next forward begins."""
+    cases = [{"skipped": "none", "used": [True] * 2}, {"skipped": "block 0", "used": [False] * 4}]
+    for reports in run_on_ranks("tests.training.unused_ranks:train_with_late_gathers", 2, cases):
+        check(cases, reports)
+        assert "wait step wait block 0 wait block 1" in " ".join(reports[0]["order"])

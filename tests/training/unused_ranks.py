@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.training.engine_ranks import CLASSES, configuration, leaves_of, make_batch, make_engine, weights_of
+from tests.training.no_shared_memory import without_shared_memory
+from zerovision.training.engines import buckets
 from zerovision.training.observe.scores import sample_losses
 from zerovision.training.world.world import World
 
@@ -74,6 +79,45 @@ def train(world: World, skipped: str, strategy: str, used: list[bool], engine: s
     of_ranks = [leaf for rank in range(world.size) for leaf in numbers.of(rank)]
     expected = plain(skipped, dict(zip(of_ranks, used, strict=True)), config.learning_rate)
     return {"start": start, "norms": norms, "weights": weights, **expected}
+
+
+def train_with_late_gathers(world: World, skipped: str, used: list[bool]) -> dict[str, Any]:
+    """As `train` under ddp, with buckets of a block each, whose weights come when they are waited for and no sooner.
+
+    Returns:
+        What `train` returns, and 'order': of steps and blocks as they begin, and of waits for weights.
+    """
+    order, gather, forward = [], dist.all_gather_into_tensor, SkipsNet.forward
+
+    def late(output: torch.Tensor, own: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        if not async_op:
+            return gather(output, own, group=group)
+
+        def wait() -> None:
+            order.append("wait")
+            gather(output, own, group=group)
+
+        return SimpleNamespace(wait=wait)
+
+    def noting(module: SkipsNet, images: torch.Tensor) -> torch.Tensor:
+        order.append("step")
+        noted = [
+            block.register_forward_pre_hook(lambda *_, number=number: order.append(f"block {number}"))
+            for number, block in enumerate(module.blocks)
+        ]
+        logits = forward(module, images)
+        for one in noted:
+            one.remove()
+        return logits
+
+    with (
+        without_shared_memory(),
+        mock.patch.object(buckets, "FEWEST_ELEMENTS", 500),
+        mock.patch.object(dist, "all_gather_into_tensor", late),
+        mock.patch.object(SkipsNet, "forward", noting),
+    ):
+        report = train(world, skipped, "ddp", used)
+    return {**report, "order": order}
 
 
 def plain(skipped: str, used: dict[int, bool], learning_rate: float) -> dict[str, Any]:

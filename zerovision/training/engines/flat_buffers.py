@@ -166,6 +166,8 @@ class CollectiveBuffers(FlatBuffers):
         self._wait()
 
     def _wait(self) -> None:
+        if not self._works:
+            return
         with communication():
             for work in self._works:
                 work.wait()  # type: ignore[union-attr]  # None outside a group only

@@ -86,14 +86,22 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         return add_nodes(zip(nodes, received, strict=True), self._total, out)
 
     def _add_replicas(self, out: torch.Tensor) -> None:
-        """Add the sums of all replicas, each of which has those of its own leaves, into `out` [n]; a collective."""
+        """Add the sums of all replicas, each of which has those of its own leaves, into `out` [n]; a collective.
+
+        Each adds a piece of `out`, so that a rank sends at most twice `out` however many replicas there are.
+        """
         length = self._total // self._replicas
         nodes = [plan_segment(first, first + length, self._total).nodes for first in range(0, self._total, length)]
-        own = out.new_zeros(max(map(len, nodes)), len(out))
+        piece = -(-len(out) // self._replicas)
+        own = out.new_zeros(max(map(len, nodes)), self._replicas * piece)
         for row, (_, values) in zip(own, self._sums, strict=False):
-            row.copy_(values)
-        every = out.new_empty(self._replicas, *own.shape)
+            row[: len(out)].copy_(values)
+        own = own.view(len(own), self._replicas, piece).transpose(0, 1).contiguous()
+        received, total, whole = torch.empty_like(own), out.new_empty(piece), out.new_empty(self._replicas * piece)
         with communication():
-            dist.all_gather_into_tensor(every.view(-1), own.view(-1), group=self._among_replicas)
-        pairs = [zip(of_replica, rows, strict=False) for of_replica, rows in zip(nodes, every, strict=True)]
-        add_nodes(chain.from_iterable(pairs), self._total, out)
+            dist.all_to_all_single(received.view(-1), own.view(-1), group=self._among_replicas)
+        pairs = [zip(of_replica, rows, strict=False) for of_replica, rows in zip(nodes, received, strict=True)]
+        add_nodes(chain.from_iterable(pairs), self._total, total)
+        with communication():
+            dist.all_gather_into_tensor(whole, total, group=self._among_replicas)
+        out.copy_(whole[: len(out)])

@@ -14,9 +14,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from zerovision.training.engines.activation_checkpointing import repeated_blocks
 from zerovision.training.engines.buckets import (
     BackwardOrder,
+    Bucket,
     Placed,
     Shared,
     count_blocks,
@@ -97,11 +100,29 @@ class Zero1(Distribution):
         if setup.compiles:
             compile_network(self._network, setup)
         self._compute = record(self._network, setup) if records(setup) else self._network
+        # What is compiled or recorded begins with all weights, and what reads memory of all ranks waits for none.
+        is_whole = setup.compiles or self._compute is not self._network or pipeline.size > 1
+        self._waits_in_forward = not is_whole and not any(bucket.buffers.are_shared for bucket in self._buckets)
+        if self._waits_in_forward:
+            self._await_by_block(repeated_blocks(self._module))
+
+    def _await_by_block(self, blocks: list[nn.Module]) -> None:
+        """Let each block's forward wait for the weights in it, the module's for those in no block: they come first."""
+        block_of = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
+        needed = {
+            id(bucket): {block_of.get(id(parameter), -1) for parameter in bucket.parameters.values()}
+            for bucket in self._buckets
+        }
+        self._buckets.sort(key=lambda bucket: min(needed[id(bucket)]))
+        for number, module in enumerate([self._module, *blocks], -1):
+            buckets = [bucket for bucket in self._buckets if number in needed[id(bucket)]]
+            module.register_forward_pre_hook(lambda *_, buckets=buckets: _wait_for_weights(buckets))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self._compute(images)
 
     def begin_backward(self, leaf: int, stage: int = 0) -> None:
+        _wait_for_weights(self._buckets)  # of blocks that were skipped
         self._orders[stage].begin(sums_over_ranks=leaf == self._accumulation_steps - 1)
 
     def end_backward(self, stage: int = 0) -> None:
@@ -127,16 +148,24 @@ class Zero1(Distribution):
     def share_weights(self) -> None:
         for bucket in self._buckets:
             bucket.buffers.start_gather()
-        for bucket in self._buckets:
-            bucket.buffers.finish_gather()
+        if not self._waits_in_forward:
+            _wait_for_weights(self._buckets)
 
     def settle(self) -> None:
+        _wait_for_weights(self._buckets)
         if any(bucket.buffers.are_shared for bucket in self._buckets):
             barrier(self._world)  # no rank computes any more with weights that all share
 
     def shards(self) -> list[ParameterShard]:
+        _wait_for_weights(self._buckets)
         shards = frozen_shards(self._module, self._world)
         return shards + [shard for bucket in self._buckets for shard in bucket.shards(self._optimizer)]
+
+
+def _wait_for_weights(buckets: Sequence[Bucket]) -> None:
+    """Wait until the weights in these buckets are complete; free if they are."""
+    for bucket in buckets:
+        bucket.buffers.finish_gather()
 
 
 def _own_blocks(shared: Sequence[Shared], placed: Sequence[Placed], rank: int, split: TensorSplit) -> torch.Tensor:
