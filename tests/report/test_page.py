@@ -20,6 +20,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from zerovision.delivery.report.page import write_report
 from zerovision.extras.audit.audit import audit
+from zerovision.extras.settings import AuditSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "שלום \u202e עולם", "🐈‍⬛" * 5, "n" * 300]
@@ -77,7 +78,7 @@ def audited(tmp_path_factory):
         (part := folder / "photos" / ("ant", "bee")[number % 2]).mkdir(parents=True, exist_ok=True)
         Image.fromarray(draws.integers(0, 256, (32, 32, 3), np.uint8)).save(part / f"{number}.png")
     shutil.copy(part / f"{number}.png", folder / "photos" / "ant")
-    audit(str(folder / "photos"), output=str(folder / "audit"))
+    audit(AuditSettings(data=str(folder / "photos"), output=str(folder / "audit")))
     return folder / "audit" / "audit.html"
 
 

@@ -20,6 +20,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from zerovision.delivery.predict import predict
 from zerovision.extras import serve
+from zerovision.extras.settings import ServeSettings
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
@@ -47,7 +48,7 @@ def photo(data, tmp_path_factory):
 
 @contextmanager
 def serving(run, host: str) -> Iterator[serve.Server]:
-    with serve.make_server(run, host, 0, top_k=3, device="cpu") as server:
+    with serve.make_server(ServeSettings(model=str(run), host=host, port=0, top_k=3, device="cpu")) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
@@ -149,7 +150,7 @@ def test_a_name_of_the_machine_is_an_address_to_listen_on(run):
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.7", "", "a" * 70, "::g"])
 def test_an_address_of_no_machine_is_one_line(run, host):
     with pytest.raises(UserError, match=r"^cannot listen on .* \(.*\): give another --host or --port\.$"):
-        serve.make_server(run, host, 0)
+        serve.make_server(ServeSettings(model=str(run), host=host, port=0))
 
 
 def test_a_network_without_a_map_has_labels(data, photo, tmp_path):
@@ -171,7 +172,7 @@ def test_silent_connections_take_no_more_threads_than_there_are_for_all(server):
 
 def test_a_port_in_use_is_one_line(server, run):
     with pytest.raises(UserError, match=r"cannot listen on 127.0.0.1:\d+ .*in use.*: give another --host or --port"):
-        serve.make_server(run, "127.0.0.1", server.server_address[1])
+        serve.make_server(ServeSettings(model=str(run), port=server.server_address[1]))
 
 
 @pytest.mark.parametrize(("width", "theme"), [(360, "dark"), (1280, "light")])

@@ -20,9 +20,8 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zerovision.commands.replay import parse, replay
+from zerovision.commands import run_command
 from zerovision.training.checkpoint.manifest import ShardFacts, read_manifest, shard_name, write_manifest
-from zerovision.training.config.command_line import run_script
 
 # Dropout, BatchNorm and augmentation; the update of a step is its gradient times the rate.
 FLAGS = ("--data", "fake", "--image-size", "8", "--augmentation", "shift_flip", "--threads-per-rank", "1")
@@ -36,7 +35,7 @@ def replay_here(*words: str) -> subprocess.CompletedProcess[str]:
     output, errors = io.StringIO(), io.StringIO()
     told = mock.patch.object(sys, "argv", ["replay.py", *words])
     with told, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        exit_code = run_script("replay", parse, replay)
+        exit_code = run_command("replay")
     return subprocess.CompletedProcess(words, exit_code, output.getvalue(), errors.getvalue())
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from zerovision.commands.export import export, parse
+from zerovision.commands import run_command
 from zerovision.models.build import build_model
 from zerovision.training.checkpoint.weights import save_weights
-from zerovision.training.config.command_line import run_script
 from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_export(monkeypatch, *words) -> int:
     """Run scripts/export.py in this process and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["export.py", *map(str, words)])
-    return run_script("export", parse, export)
+    return run_command("export")
 
 
 def train_on_digits(epochs: int = 3):

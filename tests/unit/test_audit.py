@@ -22,6 +22,7 @@ from zerovision.extras.audit.catalogue import embeddings
 from zerovision.extras.audit.copies import REPORTED, SIDE, Copy, find_copies
 from zerovision.extras.audit.findings import Fix, copy_findings, copy_fixes, groups_of, scene_groups
 from zerovision.extras.audit.labels import doubt_labels, outliers, wrong_label_probabilities
+from zerovision.extras.settings import AuditSettings
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, fake, load_data
@@ -131,7 +132,7 @@ def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkey
     terminal.isatty = lambda: True
     monkeypatch.setenv("TERM", "xterm-color")
     monkeypatch.setattr("sys.stderr", terminal)
-    audit(str(photos), output=str(output))
+    audit(AuditSettings(data=str(photos), output=str(output)))
     assert all(f"reading {part}" in terminal.getvalue() for part in ("train", "val"))
     facts = json.loads((output / "audit.json").read_text())
     found = {(one["kind"], one["image"].rpartition("/")[2]) for one in facts["findings"]}
@@ -152,10 +153,10 @@ def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkey
 
 def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path, capsys):
     output = tmp_path / "audit"
-    audit(str(photos), output=str(output))
+    audit(AuditSettings(data=str(photos), output=str(output)))
     fixes = tmp_path / "fixes.csv"
     fixes.write_text(f"path,action,new\n{photos}/train/bee/05.png,relabel,ant\n{photos}/val/ant/03.png,move,train\n")
-    audit(str(photos), fixes=str(fixes), output=str(output))
+    audit(AuditSettings(data=str(photos), fixes=str(fixes), output=str(output)))
     rows = {row["path"]: row for row in csv.DictReader((output / "fixed.csv").open(newline=""))}
     assert rows[f"{photos}/train/bee/05.png"]["label"] == "ant"
     assert rows[f"{photos}/val/ant/03.png"]["split"] == "train"
@@ -165,7 +166,7 @@ def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path, capsys):
     ):
         fixes.write_text(f"path,action,new\n{line}\n")
         with pytest.raises(UserError, match=said):
-            audit(str(photos), fixes=str(fixes), output=str(output))
+            audit(AuditSettings(data=str(photos), fixes=str(fixes), output=str(output)))
 
 
 def test_weights_of_a_table_stay(photos, tmp_path):
@@ -177,14 +178,14 @@ def test_weights_of_a_table_stay(photos, tmp_path):
         *(f"{photos}/train/bee/{number:02}.png,bee,val,1" for number in (5, 9, 13)),
     ]
     table.write_text("\n".join(["path,label,split,weight", *rows]))
-    audit(str(table), output=str(tmp_path / "audit"))
+    audit(AuditSettings(data=str(table), output=str(tmp_path / "audit")))
     before, after = (load_data(DataOptions(data=str(file))) for file in (table, tmp_path / "audit" / "fixed.csv"))
     for one, other in zip(before.parts.values(), after.parts.values(), strict=True):
         assert one.source.name(0) == other.source.name(0)
     assert before.train.source.loss_weights.tolist() == pytest.approx(after.train.source.loss_weights.tolist())
     (tmp_path / "fixes.csv").write_text("path,action,new\n")
     with pytest.raises(UserError, match="several lines are of one file"):
-        audit(str(table), fixes=str(tmp_path / "fixes.csv"), output=str(tmp_path / "audit"))
+        audit(AuditSettings(data=str(table), fixes=str(tmp_path / "fixes.csv"), output=str(tmp_path / "audit")))
 
 
 def test_groups_stay_and_scenes_get_one_if_wanted(photos, tmp_path, capsys):
@@ -203,7 +204,7 @@ def test_groups_stay_and_scenes_get_one_if_wanted(photos, tmp_path, capsys):
         load_data(DataOptions(data=str(output / "fixed.csv")))
         return {row["path"].rpartition("/")[2]: (row["split"], row["group"]) for row in every}
 
-    audit(str(table), output=str(output))
+    audit(AuditSettings(data=str(table), output=str(output)))
     before = fixed()
     assert {name: before[name][1] for name in groups if name in before} == {
         name: group for name, group in groups.items() if name in before
@@ -212,7 +213,7 @@ def test_groups_stay_and_scenes_get_one_if_wanted(photos, tmp_path, capsys):
     assert "2 images are of a scene that others show" in capsys.readouterr().out
     fixes = output / "fixes.csv"
     fixes.write_text(fixes.read_text() + f"{photos}/val/ant/03.png,move,train,,\n")
-    audit(str(table), fixes=str(fixes), output=str(output))
+    audit(AuditSettings(data=str(table), fixes=str(fixes), output=str(output)))
     after = fixed()
     assert after["shot.png"] == after["02.png"] == ("train", f"scene of {photos}/train/ant/02.png")
     assert after["03.png"] == after["07.png"] == ("train", "hill")  # the whole group moves
@@ -222,7 +223,7 @@ def test_a_folder_of_something_else_is_not_replaced(photos, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(UserError, match="holds no audit"):
-        audit(str(photos), output=str(tmp_path / "full"))
+        audit(AuditSettings(data=str(photos), output=str(tmp_path / "full")))
     assert (tmp_path / "full" / "thesis.tex").exists()
 
 
@@ -290,20 +291,20 @@ def test_the_group_of_a_scene_is_its_own_unless_a_table_has_one(parts, groups, e
 def test_clean_generated_images_raise_no_alarm_and_have_no_table(tmp_path, monkeypatch):
     monkeypatch.setattr(fake, "TRAIN_IMAGES", 160)
     output = tmp_path / "audit"
-    facts = audit("fake", output=str(output))
+    facts = audit(AuditSettings(data="fake", output=str(output)))
     assert json.loads((output / "audit.json").read_text())["findings"] == []
     assert "predicts" in facts["notes"][-2]
     assert not (output / "fixed.csv").exists()
     (tmp_path / "fixes.csv").write_text("path,action,new\n")
     with pytest.raises(UserError, match="no files"):
-        audit("fake", fixes=str(tmp_path / "fixes.csv"), output=str(output))
+        audit(AuditSettings(data="fake", fixes=str(tmp_path / "fixes.csv"), output=str(output)))
 
 
 def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path, trained, monkeypatch):
     built, data = trained
     run = save_run(tmp_path / "run", built, data)
     monkeypatch.setattr("zerovision.extras.audit.audit.find_copies", lambda pictures: [])  # slow, and not asked here
-    facts = audit("digits", run=str(run), output=str(tmp_path / "audit"))
+    facts = audit(AuditSettings(data="digits", run=str(run), output=str(tmp_path / "audit")))
     accuracy = float(re.search(r"what the model sees predicts ([\d.]+)%", facts["notes"][-2])[1])
     score = float(re.search(r"nearest training images predict ([\d.]+)% of the other labels", facts["notes"][-1])[1])
     assert min(accuracy, score) > 95
@@ -321,11 +322,11 @@ def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path,
     batch = Batch(torch.empty(0), labels, torch.ones(len(labels)), torch.arange(len(labels)))
     history.add(batch, 30.0 * torch.nn.functional.one_hot(said, 10), 0)
     history.write(0)
-    audit("digits", run=str(run), output=str(tmp_path / "audit"))
+    audit(AuditSettings(data="digits", run=str(run), output=str(tmp_path / "audit")))
     wrong = {f"train {data.train.source.name(index)}" for index in chosen.tolist()}
     assert set() < suspected() - before <= wrong  # not all, as classifiers that did not see them are sure
     with pytest.raises(UserError, match="is neither a file"):
-        audit("digits", run=str(tmp_path / "none"), output=str(tmp_path / "audit"))
+        audit(AuditSettings(data="digits", run=str(tmp_path / "none"), output=str(tmp_path / "audit")))
 
 
 @pytest.mark.parametrize(("rate", "least"), [(0.0, 0.0), (0.05, 0.8)])
@@ -393,11 +394,11 @@ def test_a_published_network_judges_before_anything_is_trained(photos, tmp_path,
 
     monkeypatch.setattr("zerovision.extras.audit.audit.build_model", unpublished)
     monkeypatch.setattr("zerovision.extras.audit.audit.embeddings", look)
-    facts = audit(str(photos), run="timm:test_resnet", output=str(tmp_path / "audit"))
+    facts = audit(AuditSettings(data=str(photos), run="timm:test_resnet", output=str(tmp_path / "audit")))
     assert "a classifier by what the model sees predicts" in facts["notes"][-2]
     published = timm.get_pretrained_cfg("test_resnet")
     (preprocessing,) = seen
     assert (preprocessing.image_size, preprocessing.resize_size) == (160, round(160 / published.crop_pct))
     assert (preprocessing.mean, preprocessing.std) == (tuple(published.mean), tuple(published.std))
     with pytest.raises(UserError, match="unknown model 'timm:resnet19'"):
-        audit(str(photos), run="timm:resnet19", output=str(tmp_path / "audit"))
+        audit(AuditSettings(data=str(photos), run="timm:resnet19", output=str(tmp_path / "audit")))

@@ -12,13 +12,12 @@ import torch
 from scipy.optimize import minimize_scalar
 from test_evaluate_predict import call, data, digit_folder, logits, run
 
-from zerovision.commands import evaluate, predict
 from zerovision.delivery.calibration import HIGHEST_TEMPERATURE, calibration_file, read_calibration
-from zerovision.delivery.export.export_job import ExportSettings
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.fit_calibration import _fit_temperature, read_reject, threshold_of
 from zerovision.delivery.report.run_facts import key_figures
 from zerovision.delivery.report.run_files import read_run
+from zerovision.delivery.settings import ExportSettings
 from zerovision.training.base.errors import UserError
 from zerovision.training.observe.scores import SampleScores
 from zerovision.training.world.world import World
@@ -68,7 +67,7 @@ def test_what_is_no_accuracy_is_refused(given):
 
 def test_the_temperature_is_scipys_and_predictions_are_calibrated(call, own_run, data, logits, digit_folder):
     labels = data.val.source.labels
-    code, out, err = call(evaluate, own_run, "--reject", "0.3")
+    code, out, err = call("evaluate", own_run, "--reject", "0.3")
     assert (code, err) == (0, "")
     scores = json.loads((own_run / "evaluation" / "scores.json").read_text())
     found = read_calibration(own_run / "model.safetensors")
@@ -88,7 +87,7 @@ def test_the_temperature_is_scipys_and_predictions_are_calibrated(call, own_run,
     assert facts["accuracy"] == float((predictions == labels)[kept].double().mean()) >= 0.3
     assert f"threshold {found.threshold:.4f}" in out
 
-    code, out, _ = call(predict, own_run, digit_folder, "--format", "csv", "--top-k", 2)
+    code, out, _ = call("predict", own_run, digit_folder, "--format", "csv", "--top-k", 2)
     assert code == 0
     rows = list(csv.DictReader(io.StringIO(out)))
     for row in rows:
@@ -97,19 +96,19 @@ def test_the_temperature_is_scipys_and_predictions_are_calibrated(call, own_run,
         assert row["nearest"] == str(int(predictions[index]))
         assert row["label"] == (row["nearest"] if kept[index] else "none of these")
     assert {row["label"] == "none of these" for row in rows} == {True, False}
-    lines = [json.loads(line) for line in call(predict, own_run, digit_folder, "--format", "json")[1].splitlines()]
+    lines = [json.loads(line) for line in call("predict", own_run, digit_folder, "--format", "json")[1].splitlines()]
     assert [line["label"] for line in lines] == [row["label"] for row in rows]
-    assert "none of these" in call(predict, own_run, digit_folder)[1]
+    assert "none of these" in call("predict", own_run, digit_folder)[1]
 
 
 def test_a_calibration_belongs_to_its_weights_and_views(call, own_run, digit_folder):
-    assert call(evaluate, own_run, "--reject", "below:0.5")[0] == 0
+    assert call("evaluate", own_run, "--reject", "below:0.5")[0] == 0
     weights = own_run / "model.safetensors"
     fitted = json.loads((own_run / "evaluation" / "scores.json").read_text())
-    assert call(evaluate, own_run)[0] == 0, "a plain evaluation uses it"
+    assert call("evaluate", own_run)[0] == 0, "a plain evaluation uses it"
     used = json.loads((own_run / "evaluation" / "scores.json").read_text())["rejection"]
     assert used == fitted["rejection"]
-    code, _, err = call(predict, own_run, digit_folder, "--flip")
+    code, _, err = call("predict", own_run, digit_folder, "--flip")
     assert (code, err.count("\n")) == (2, 1)
     assert "calibrated for plain, not for plain and mirrored images" in err
     known = read_calibration(weights)
@@ -118,9 +117,9 @@ def test_a_calibration_belongs_to_its_weights_and_views(call, own_run, digit_fol
     assert any(fact.name == "calibration error, calibrated" for fact in key_figures(read_run(own_run)))
     file = calibration_file(weights)
     file.write_text(json.dumps(known.facts | {"temperature": 0}))
-    assert call(predict, own_run, digit_folder)[0] == 2
+    assert call("predict", own_run, digit_folder)[0] == 2
     file.write_text(json.dumps(known.facts | {"weights_sha256": "0"}))
-    code, out, err = call(predict, own_run, digit_folder)
+    code, out, err = call("predict", own_run, digit_folder)
     assert code == 0
     assert "of other weights" in err
     assert "none of these" not in out
@@ -131,7 +130,7 @@ def test_a_table_names_its_columns(call, run, digit_folder, tmp_path):
     files = sorted(digit_folder.rglob("*.png"))
     table = tmp_path / "list.csv"
     table.write_text("picture,digit\n" + "".join(f"{path},{path.parent.name}\n" for path in files))
-    words = (evaluate, run, "--data", table, "--output", tmp_path / "e")
+    words = ("evaluate", run, "--data", table, "--output", tmp_path / "e")
     assert "there is no column" in call(*words)[2]
     assert call(*words, "--path-column", "picture", "--label-column", "digit")[0] == 0
     assert json.loads((tmp_path / "e" / "scores.json").read_text())["samples"] == len(files)

@@ -10,7 +10,7 @@ import pytest
 from made_data import save_animation
 from PIL import Image
 
-from zerovision.commands import doctor
+from zerovision.commands import run_command
 from zerovision.planning.data_check import check_data
 from zerovision.training.data import DataOptions
 
@@ -57,7 +57,7 @@ def test_images_in_memory():
 
 def test_doctor_reports_a_good_data_set(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor.py", "--check-data", "digits"])
-    assert doctor.main() == 0
+    assert run_command("doctor") == 0
     printed, errors = capsys.readouterr()
     assert errors == ""
     assert "labels 0 to 9" in printed
@@ -69,7 +69,7 @@ def test_doctor_names_what_is_unreadable(folder, monkeypatch, capsys):
     os.mkfifo(folder / "a" / "pipe.jpg")
     save_animation(folder / "a" / "0.png", (9, 9))
     monkeypatch.setattr(sys, "argv", ["doctor.py", "--check-data", str(folder)])
-    assert doctor.main() == 1
+    assert run_command("doctor") == 1
     printed, errors = capsys.readouterr()
     assert errors == ""
     assert f"unreadable: '{folder}/a/text.jpg': not an image" in printed

@@ -11,16 +11,14 @@ import io
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from zerovision.commands import COMMANDS
 from zerovision.launch.arguments import SETTINGS
 from zerovision.launch.slurm import training_arguments
 from zerovision.training.base.errors import UserError
@@ -60,10 +58,6 @@ PROGRAMS_OF_OTHERS = (
         "trtexec",
     ),
 )
-VERBS = (
-    *("evaluate", "predict", "report", "export", "plan", "serve", "sweep", "bisect_runs", "replay", "publish"),
-    *("pack", "audit_data"),
-)
 # With how many words they take.
 LAUNCHER_FLAGS = {"--master_port": 2} | {flag: 1 if field.default is False else 2 for flag, field in SETTINGS.items()}
 FLAGS_LEFT_OUT = {"--config": 2, **LAUNCHER_FLAGS}  # not judged: the first names a file of the reader's
@@ -71,23 +65,12 @@ ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--deepspeed", "
 
 
 @cache
-def doctor_flags() -> set[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--help"]
-    return set(FLAG.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-
-
-def script_module(name: str) -> ModuleType | None:
-    """Return the script of a finished model's verb, None for another file."""
-    return importlib.import_module(f"zerovision.commands.{name}") if name in VERBS else None
-
-
-@cache
 def verb_flags() -> set[str]:
     help_text = io.StringIO()
     with contextlib.redirect_stdout(help_text):
-        for name in VERBS:
+        for command in COMMANDS.values():
             with contextlib.suppress(SystemExit):
-                script_module(name).parse(["--help"])
+                command.parse(["--help"])
     return set(FLAG.findall(help_text.getvalue()))
 
 
@@ -146,7 +129,7 @@ def path_problems(text: str) -> Iterator[str]:
 
 
 def flag_problems(text: str) -> Iterator[str]:
-    known = ENTRY_FLAGS | LAUNCHER_FLAGS.keys() | doctor_flags() | verb_flags()
+    known = ENTRY_FLAGS | LAUNCHER_FLAGS.keys() | verb_flags()
     for span in inline_code(text):
         if span.split()[0] in PROGRAMS_OF_OTHERS:
             continue
@@ -175,8 +158,6 @@ def command_problems(text: str) -> Iterator[str]:
         shown = shlex.join(words)
         if words[0] == "make" and not make_targets() >= {word for word in words[1:] if "=" not in word}:
             yield f"command {shown}: no such target"
-        if "scripts/doctor.py" in words and not doctor_flags() >= set(FLAG.findall(shown)):
-            yield f"command {shown}: no such flag"
         yield from verb_problems(words)
         arguments = entry_arguments(words)
         if arguments is None or any("<" in word for word in words) or "--help" in words:
@@ -194,13 +175,13 @@ def command_problems(text: str) -> Iterator[str]:
 def verb_problems(words: list[str]) -> Iterator[str]:
     """Parse what a command hands to evaluate.py and its like."""
     for place, word in enumerate(words):
-        module = script_module(Path(word).stem) if word.startswith("scripts/") else None
-        if module is not None:
+        command = COMMANDS.get(Path(word).stem) if word.startswith("scripts/") else None
+        if command is not None:
             # What the shell itself reads is not the script's.
             given = words[place + 1 :]
             ends = [number for number, one in enumerate(given) if one in ("<", "|")]
             try:
-                module.parse(given[: ends[0]] if ends else given)
+                command.parse(given[: ends[0]] if ends else given)
             except UserError as error:
                 yield f"command {shlex.join(words)}: {error}"
 

@@ -25,7 +25,7 @@ import torch
 
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.launching import environment
-from zerovision.commands import audit_data, doctor, evaluate, export, plan, predict, report
+from zerovision.commands import COMMANDS, run_command
 from zerovision.commands.train_distributed import train
 from zerovision.launch import launch, slurm
 from zerovision.launch.arguments import LAUNCHERS
@@ -37,7 +37,7 @@ from zerovision.training.data import DataOptions, load_data
 REFERENCE = Path(__file__).resolve().parents[1] / "references" / "errors.txt"
 ASSIGNMENT = re.compile(r"([\w.]+)=(.*)", re.DOTALL)
 NOTES = ("no GPU found", "No CUDA runtime is found")  # ours, and one of PyTorch's, on machines without a GPU
-DELIVERIES = {script.__name__.rpartition(".")[2]: script for script in (evaluate, predict, export, report, audit_data)}
+NOT_ASKED = {"bisect_runs", "pack", "publish", "replay", "serve", "sweep"}  # whose own tests have their mistakes
 
 
 def make_folder(folder: Path) -> None:
@@ -50,11 +50,8 @@ def make_folder(folder: Path) -> None:
 def run_words(script: str, words: list[str]) -> int:
     """Run a script in this process, as its file does; return the exit code."""
     with mock.patch.object(sys, "argv", [script, *words]):
-        if script in DELIVERIES:
-            module = DELIVERIES[script]
-            return run_script(script, module.parse, getattr(module, script))
-        if script in ("plan", "doctor"):
-            return {"plan": plan, "doctor": doctor}[script].main()
+        if script in COMMANDS:
+            return run_command(script)
         if script == "train_distributed":
             return run_script("error", list, train)
         main = slurm.main if script == "slurm_distributed.sh" else launch.main
@@ -115,9 +112,8 @@ def lines_now(reference: list[str]) -> Iterator[str]:
 def test_every_mistake_gets_the_line_of_the_reference() -> None:
     expected = REFERENCE.read_text(encoding="utf-8").splitlines()
     found = list(lines_now(expected))
-    assert {*DELIVERIES, *LAUNCHERS, "plan", "doctor", "train_distributed"} == {script_of(line) for line in found} - {
-        None
-    }
+    asked = {script_of(line) for line in found} - {None}
+    assert asked == {*COMMANDS, *LAUNCHERS, "train_distributed"} - NOT_ASKED
     assert found == expected
 
 

@@ -21,11 +21,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.rounding import ROUNDING, assert_same_but_rounding
-from zerovision.commands import evaluate, predict
+from zerovision.commands import run_command
 from zerovision.delivery.predict import Prediction, load_predictor
 from zerovision.delivery.prediction_output import FORMATS, write_predictions
+from zerovision.delivery.settings import PredictSettings
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.extras.serve import make_server
+from zerovision.extras.settings import ServeSettings
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.models.build import build_model
 from zerovision.training.base.atomic_write import write_json
@@ -33,7 +35,6 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, save_weights
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
-from zerovision.training.config.command_line import run_script
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.world.launchers import launched_world
 from zerovision.training.world.network_interfaces import free_port
@@ -96,15 +97,13 @@ def pictures(data, tmp_path_factory) -> Path:
 def call(monkeypatch, capsys):
     """Run a script on words, in this process; return (exit code, standard output, standard error)."""
 
-    def run_words(script, *words: object, stdin: bytes = b"") -> tuple[int, str, str]:
+    def run_words(command, *words: object, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
-            monkeypatch.delenv(name, raising=False)
+        for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+            monkeypatch.delenv(variable, raising=False)
         assert launched_world()[3] == 1
-        name = script.__name__.rpartition(".")[2]
-        code = run_script(name, script.parse, getattr(script, name))
-        return code, *capsys.readouterr()
+        return run_command(command), *capsys.readouterr()
 
     return run_words
 
@@ -114,7 +113,7 @@ def read_json(path: Path) -> dict:
 
 
 def test_evaluate_judges_a_run_on_what_it_held_out(call, run, data, logits):
-    code, out, err = call(evaluate, run)
+    code, out, err = call("evaluate", run)
     assert (code, err) == (0, "")
     facts = read_json(run / "evaluation" / "scores.json")
     labels = data.val.source.labels
@@ -140,12 +139,12 @@ def test_an_evaluation_computes_in_channels_last(call, run, tmp_path):
                 layouts.add((tensor.is_contiguous(memory_format=torch.channels_last), tensor.is_contiguous()))
 
     with register_module_forward_pre_hook(note):
-        assert call(evaluate, run, "--output", tmp_path)[0] == 0
+        assert call("evaluate", run, "--output", tmp_path)[0] == 0
     assert layouts == {(True, False)}
 
 
 def test_several_ranks_give_the_same_bytes(call, run, tmp_path):
-    assert call(evaluate, run, "--output", tmp_path / "one", "--reject", "0.3")[0] == 0
+    assert call("evaluate", run, "--output", tmp_path / "one", "--reject", "0.3")[0] == 0
     calibration = run / "model.calibration.json"
     fitted = calibration.read_bytes()
     command = local_ranks_command("auto", has_gpus=False)
@@ -165,14 +164,14 @@ def test_an_evaluation_goes_where_a_link_leads(call, run, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to("target")
     for _ in range(2):
-        assert call(evaluate, run, "--output", tmp_path / "link")[0] == 0
+        assert call("evaluate", run, "--output", tmp_path / "link")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target" / "scores.json").is_file()
 
 
 def test_a_folder_that_the_run_was_not_trained_on_is_judged_whole(call, run, pictures, logits):
-    code, _, err = call(evaluate, run / "model.safetensors", "--data", pictures)
+    code, _, err = call("evaluate", run / "model.safetensors", "--data", pictures)
     assert code == 2
     assert err.count("\n") == 1
     assert "3 class(es) that the model does not know: 'class 0', 'class 1', 'class 2'" in err
@@ -194,14 +193,14 @@ def test_every_image_of_a_new_folder_counts(call, run, digit_folder, data, logit
     files = sorted(digit_folder.rglob("*.png"))
     indices = [int(path.stem) for path in files]
     expected = (logits[indices].argmax(1) == data.val.source.labels[indices]).double().mean()
-    assert call(evaluate, run, "--data", digit_folder, "--batch-size", 7)[0] == 0
+    assert call("evaluate", run, "--data", digit_folder, "--batch-size", 7)[0] == 0
     facts = read_json(run / f"evaluation-{digit_folder.name}-all" / "scores.json")
     assert (facts["samples"], facts["split"], facts["top1"]) == (len(files), "all", float(expected))
     assert {Path(one["name"]) for one in facts["worst"]} <= set(files)
     other = tmp_path / digit_folder.name
     shutil.copytree(digit_folder, other)
     for folder in (other, digit_folder, other):
-        assert call(evaluate, run, "--data", folder)[0] == 0
+        assert call("evaluate", run, "--data", folder)[0] == 0
     found = [read_json(path)["data"] for path in sorted(run.glob(f"evaluation-{other.name}-all*/scores.json"))]
     assert found == [str(digit_folder), str(other)]
 
@@ -223,16 +222,16 @@ def test_the_folder_of_a_run_is_known_by_its_files(call, run, digit_folder, tmp_
         (elsewhere, "'photos' here is not the folder of that name which the run was trained on, or has changed"),
     ):
         monkeypatch.chdir(folder)
-        code, _, err = call(evaluate, own)
+        code, _, err = call("evaluate", own)
         assert (code, err.count("\n")) == (2, 1)
         assert problem in err
-    assert call(evaluate, own, "--data", here / "photos")[0] == 0
+    assert call("evaluate", own, "--data", here / "photos")[0] == 0
     held_out = read_json(own / "evaluation" / "scores.json")["samples"]
     assert held_out < len(files) - 1
-    assert call(evaluate, own, "--data", "photos")[0] == 0  # elsewhere
+    assert call("evaluate", own, "--data", "photos")[0] == 0  # elsewhere
     monkeypatch.chdir(here)
-    assert call(evaluate, own, "--split", "all")[0] == 0
-    assert call(evaluate, own)[0] == 0
+    assert call("evaluate", own, "--split", "all")[0] == 0
+    assert call("evaluate", own)[0] == 0
     for name, samples in (("", held_out), ("-photos-all", len(files) - 1), ("-photos-all-2", len(files))):
         assert read_json(own / f"evaluation{name}" / "scores.json")["samples"] == samples
 
@@ -250,7 +249,7 @@ def test_a_folder_with_one_image_of_each_class_is_evaluated(call, run, digit_fol
         (tmp_path / "single" / folder.name).mkdir(parents=True)
         shutil.copy(next(folder.iterdir()), tmp_path / "single" / folder.name)
     for name in ("single", "./single", tmp_path / "single"):
-        assert call(evaluate, own, "--data", name)[0] == 0
+        assert call("evaluate", own, "--data", name)[0] == 0
     assert [path.name for path in own.glob("evaluation-single*")] == ["evaluation-single-all"]
 
 
@@ -265,11 +264,11 @@ def test_a_test_part_alone_is_evaluated_whole(call, run, digit_folder, tmp_path,
         data = tmp_path / "list.csv"
         data.write_text("".join(["path,label,Split\n", *rows]))
     words = [word for word in (split,) if word]
-    assert call(evaluate, run, "--data", data, *words, "--output", tmp_path / "out")[0] == 0
-    assert call(evaluate, run, "--data", digit_folder, "--output", tmp_path / "whole")[0] == 0
+    assert call("evaluate", run, "--data", data, *words, "--output", tmp_path / "out")[0] == 0
+    assert call("evaluate", run, "--data", digit_folder, "--output", tmp_path / "whole")[0] == 0
     found, whole = (read_json(tmp_path / name / "scores.json") for name in ("out", "whole"))
     assert (found["split"], found["samples"], found["top1"]) == ("test", len(files), whole["top1"])
-    code, _, err = call(evaluate, run, "--data", data, "--split", "val")
+    code, _, err = call("evaluate", run, "--data", data, "--split", "val")
     assert (code, err.count("\n")) == (2, 1)
     assert "has no val part: give test" in err
 
@@ -280,11 +279,11 @@ def test_missing_classes_are_refused_unless_allowed(call, run, digit_folder, dat
         (few / label).mkdir(parents=True)
         for path in (digit_folder / label).iterdir():
             (few / label / path.name).write_bytes(path.read_bytes())
-    code, _, err = call(evaluate, run, "--data", few)
+    code, _, err = call("evaluate", run, "--data", few)
     assert (code, err.count("\n")) == (2, 1)
     assert "lacks 8 of the model's 10 classes: '0', '1', '2', '4', '5', ..." in err
     words = ("--data", few, "--allow-missing-classes", "--output", tmp_path / "out")
-    assert call(evaluate, run, *words)[0] == 0
+    assert call("evaluate", run, *words)[0] == 0
     facts = read_json(tmp_path / "out" / "scores.json")
     indices = [int(path.stem) for path in few.rglob("*.png")]
     hits = logits[indices].argmax(1) == data.val.source.labels[indices]
@@ -298,7 +297,7 @@ def answers(out: str) -> dict[str, dict]:
 
 
 def test_predict_gives_the_probabilities_of_plain_pytorch(call, run, pictures, logits):
-    code, out, err = call(predict, run, pictures, "--format", "json", "--top-k", 10, "--batch-size", 5)
+    code, out, err = call("predict", run, pictures, "--format", "json", "--top-k", 10, "--batch-size", 5)
     assert (code, err) == (0, "")
     found = answers(out)
     assert list(found) == [str(path) for path in sorted(pictures.rglob("*.png"))], "in the order of their names"
@@ -332,7 +331,7 @@ def mean_of_views(model: torch.nn.Module, images: torch.Tensor, flip: bool, shif
 @VIEWS
 def test_predictions_average_the_views(call, run, pictures, data, flip, shift):
     words = ("--format", "json", "--top-k", 1, *flags_of(flip, shift))
-    _, out, _ = call(predict, run, pictures / "class 0" / "00.png", *words)
+    _, out, _ = call("predict", run, pictures / "class 0" / "00.png", *words)
     model, _ = load_model(run / "model.safetensors")
     mean = mean_of_views(model, data.val[0, 0][0][None], flip, shift)
     assert json.loads(out)["probability"] == pytest.approx(mean.max(), rel=ROUNDING)
@@ -343,9 +342,9 @@ def test_predictions_average_the_views(call, run, pictures, data, flip, shift):
 )
 def test_an_evaluation_reports_views_beside_the_plain_scores(call, run, data, digit_folder, tmp_path, flip, shift):
     words = ("--data", digit_folder, "--output")
-    code, out, err = call(evaluate, run, *words, tmp_path / "views", *flags_of(flip, shift))
+    code, out, err = call("evaluate", run, *words, tmp_path / "views", *flags_of(flip, shift))
     assert (code, err) == (0, "")
-    assert call(evaluate, run, *words, tmp_path / "plain")[0] == 0
+    assert call("evaluate", run, *words, tmp_path / "plain")[0] == 0
     facts, plain = (read_json(tmp_path / name / "scores.json") for name in ("views", "plain"))
     found = facts.pop("views")
     assert facts == plain
@@ -362,7 +361,7 @@ def test_an_evaluation_reports_views_beside_the_plain_scores(call, run, data, di
 
 
 def test_images_are_shifted_within_themselves(call, run):
-    for script, words in ((evaluate, ()), (predict, ("photo.png",))):
+    for script, words in (("evaluate", ()), ("predict", ("photo.png",))):
         code, _, err = call(script, run, *words, "--shift-pixels", SIZE)
         assert (code, err.count("\n")) == (2, 1)
         assert f"--shift-pixels {SIZE}: images of {SIZE} pixels can be shifted by 0 to {SIZE - 1}." in err
@@ -377,7 +376,7 @@ def test_predict_decodes_as_the_run_did(call, run, tmp_path, decode):
     Image.fromarray(pixels).save(tmp_path / "large.jpg")
 
     def probabilities(*words: str) -> str:
-        code, output, _ = call(predict, folder, tmp_path / "large.jpg", "--format", "json", *words)
+        code, output, _ = call("predict", folder, tmp_path / "large.jpg", "--format", "json", *words)
         assert code == 0
         return output
 
@@ -396,22 +395,26 @@ def test_the_largest_image_is_the_runs_unless_the_flag_says_another(call, run, p
     large = classes / "0" / "large.jpg"
     Image.new("L", (1500, 1000)).save(large, quality=20)
     refusal = "1,500,000 pixels, more than the 1 megapixels of --max-megapixels"
-    evaluated = (evaluate, folder, "--data", classes, "--split", "all", "--output", tmp_path / "scores")
-    for words, refused in (((predict, folder, large), 1), (evaluated, 2)):
+    evaluated = ("evaluate", folder, "--data", classes, "--split", "all", "--output", tmp_path / "scores")
+    for words, refused in ((("predict", folder, large), 1), (evaluated, 2)):
         code, _, errors = call(*words)
         assert code == refused
         assert refusal in errors
         assert call(*words, "--max-megapixels", "2")[0] == 0
-    assert load_predictor(folder / "model.safetensors").reader.max_pixels == 10**6
-    assert load_predictor(shutil.copy(folder / "model.safetensors", tmp_path)).reader.max_pixels == 179 * 10**6
-    with make_server(folder, "127.0.0.1", 0, max_megapixels=3) as server:
+
+    def asked(model) -> PredictSettings:
+        return PredictSettings(model=str(model), images=())
+
+    assert load_predictor(asked(folder / "model.safetensors")).reader.max_pixels == 10**6
+    assert load_predictor(asked(shutil.copy(folder / "model.safetensors", tmp_path))).reader.max_pixels == 179 * 10**6
+    with make_server(ServeSettings(model=str(folder), port=0, max_megapixels=3)) as server:
         assert server.predictor.reader.max_pixels == 3 * 10**6
 
 
 def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_path):
     good = pictures / "class 0" / "00.png"
     (tmp_path / "broken.png").write_bytes(good.read_bytes()[:80])
-    code, out, err = call(predict, run, tmp_path / "broken.png", good, tmp_path / "gone.jpg", "--format", "csv")
+    code, out, err = call("predict", run, tmp_path / "broken.png", good, tmp_path / "gone.jpg", "--format", "csv")
     assert code == 1
     header, row = csv.reader(io.StringIO(out))
     assert header[:3] == ["image", "label", "probability"]
@@ -428,7 +431,7 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     (tmp_path / "endless.jpg").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe.jpg")
-    code, out, err = call(predict, run, tmp_path, "--format", "json")
+    code, out, err = call("predict", run, tmp_path, "--format", "json")
     assert code == 1
     assert list(answers(out)) == [str(tmp_path / "a.gif")]
     refused = "not a regular file, but a device, a FIFO or a socket"
@@ -443,7 +446,7 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
 def test_standard_input_without_an_end_is_refused(call, run, monkeypatch):
     for module in ("zerovision.training.data.reading.images", "zerovision.delivery.predict"):
         monkeypatch.setattr(f"{module}.MAX_FILE_BYTES", 1000)
-    code, out, err = call(predict, run, "-", stdin=bytes(2000))
+    code, out, err = call("predict", run, "-", stdin=bytes(2000))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "standard input holds more than 0.001 MB" in err
 
@@ -451,9 +454,9 @@ def test_standard_input_without_an_end_is_refused(call, run, monkeypatch):
 def test_standard_input_holds_paths_or_an_image(call, run, pictures):
     files = sorted(pictures.rglob("*.png"))
     lines = "".join(f"{path}\n" for path in files).encode()
-    named = answers(call(predict, run, "-", "--format", "json", stdin=lines)[1])
+    named = answers(call("predict", run, "-", "--format", "json", stdin=lines)[1])
     assert list(named) == [str(path) for path in files]
-    code, out, _ = call(predict, run, "-", "--format", "json", stdin=files[4].read_bytes())
+    code, out, _ = call("predict", run, "-", "--format", "json", stdin=files[4].read_bytes())
     assert code == 0
     (one,) = answers(out).values()
     assert one["image"] == "standard input"
@@ -467,7 +470,7 @@ def test_paths_on_standard_input_end_with_the_line_alone(call, run, pictures, tm
     for path in files:
         shutil.copy(pictures / "class 0" / "00.png", path)
     lines = "".join(f"{path}\r\n" for path in files).encode()
-    code, out, err = call(predict, run, "-", "--format", "json", stdin=lines)
+    code, out, err = call("predict", run, "-", "--format", "json", stdin=lines)
     assert (code, err) == (0, "")
     assert list(answers(out)) == list(map(str, files))
 
@@ -476,13 +479,13 @@ def test_a_large_jpeg_on_standard_input_is_shrunk_as_its_file_is(call, run, tmp_
     path = tmp_path / "large.jpg"
     noise = np.random.default_rng(0).integers(0, 255, (400, 300, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
-    (named,) = answers(call(predict, run, path, "--format", "json")[1]).values()
-    (read,) = answers(call(predict, run, "-", "--format", "json", stdin=path.read_bytes())[1]).values()
+    (named,) = answers(call("predict", run, path, "--format", "json")[1]).values()
+    (read,) = answers(call("predict", run, "-", "--format", "json", stdin=path.read_bytes())[1]).values()
     assert read["top"] == named["top"]
 
 
 def test_a_table_for_people(call, run, pictures):
-    code, out, _ = call(predict, run, pictures / "class 1")
+    code, out, _ = call("predict", run, pictures / "class 1")
     assert code == 0
     assert out.split("\n")[0].split() == ["image", "label", "probability", "then"]
     assert sum("%" in line for line in out.splitlines()) == IMAGES // 3
@@ -495,7 +498,7 @@ def test_an_output_that_is_a_link_or_no_file_stays(call, run, pictures, tmp_path
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     for output in (link, pipe):
-        assert call(predict, run, pictures, "--format", "json", "--output", output)[0] == 0
+        assert call("predict", run, pictures, "--format", "json", "--output", output)[0] == 0
     assert os.read(reader, 65536).decode() == target.read_text() != "old"
     os.close(reader)
     assert (link.is_symlink(), pipe.is_fifo()) == (True, True)
@@ -503,13 +506,13 @@ def test_an_output_that_is_a_link_or_no_file_stays(call, run, pictures, tmp_path
 
 def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, tmp_path):
     target = tmp_path / "labels.jsonl"
-    assert call(predict, run, pictures, "--format", "json", "--output", target)[:2] == (0, "")
+    assert call("predict", run, pictures, "--format", "json", "--output", target)[:2] == (0, "")
     assert len(target.read_text().splitlines()) == IMAGES
     full = small_disk / "labels.jsonl"
     full.write_text("old\n")
     (small_disk / "filler").write_bytes(bytes(64 * 1024 - 4096 * 2))
     many = "".join(f"{path}\n" for path in sorted(pictures.rglob("*.png")) * 20).encode()
-    code, out, err = call(predict, run, "-", "--format", "json", "--output", full, stdin=many)
+    code, out, err = call("predict", run, "-", "--format", "json", "--output", full, stdin=many)
     assert (code, out) == (2, "")
     assert err == f"predict: --output {full}: cannot be written (No space left on device).\n"
     assert full.read_text() == "old\n"
@@ -555,7 +558,7 @@ def test_a_script_whose_output_nobody_reads_does_its_work(run, tmp_path):
     assert [*output.iterdir()]
 
 
-@pytest.mark.parametrize("script", [evaluate, predict])
+@pytest.mark.parametrize("script", ["evaluate", "predict"])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -569,10 +572,9 @@ def test_a_damaged_configuration_of_a_run_is_named(call, run, tmp_path, script, 
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     (folder / "config.json").write_text(content)
-    code, out, err = call(script, folder, *([] if script is evaluate else ["photo.png"]))
+    code, out, err = call(script, folder, *([] if script == "evaluate" else ["photo.png"]))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    label = "evaluate" if script is evaluate else "predict"
-    assert err.startswith(f"{label}: '{folder / 'config.json'}'")
+    assert err.startswith(f"{script}: '{folder / 'config.json'}'")
     assert message in err
 
 
@@ -584,7 +586,7 @@ def test_a_run_is_read_with_values_that_no_new_one_may_have_together(tmp_path):
         check_config(config, FLAG_OF)
 
 
-@pytest.mark.parametrize("script", [evaluate, predict])
+@pytest.mark.parametrize("script", ["evaluate", "predict"])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -599,7 +601,7 @@ def test_only_safetensors_are_read(call, tmp_path, script, content, message):
     path = tmp_path / "model.pt"
     if content is not None:
         path.write_bytes(content)
-    code, out, err = call(script, path, *([] if script is evaluate else ["photo.png"]))
+    code, out, err = call(script, path, *([] if script == "evaluate" else ["photo.png"]))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert str(path) in err
@@ -608,9 +610,9 @@ def test_only_safetensors_are_read(call, tmp_path, script, content, message):
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        (evaluate, ["{run}", "--output", "{run}"], "exists and holds no evaluation"),
-        (predict, ["{run}", "-"], "standard input is empty"),
-        (evaluate, ["{run}", "--output", "{empty}"], "is the current folder, which an evaluation would replace"),
+        ("evaluate", ["{run}", "--output", "{run}"], "exists and holds no evaluation"),
+        ("predict", ["{run}", "-"], "standard input is empty"),
+        ("evaluate", ["{run}", "--output", "{empty}"], "is the current folder, which an evaluation would replace"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_the_run_alone(call, run, tmp_path, monkeypatch, script, words, message):
@@ -624,7 +626,7 @@ def test_mistakes_are_one_line_and_leave_the_run_alone(call, run, tmp_path, monk
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-@pytest.mark.parametrize(("script", "words"), [(evaluate, []), (predict, ["a.png"])])
+@pytest.mark.parametrize(("script", "words"), [("evaluate", []), ("predict", ["a.png"])])
 def test_weights_that_are_not_finite_are_refused(call, run, tmp_path, script, words):
     path, (model, metadata) = tmp_path / "model.safetensors", load_model(run / "model.safetensors")
     state = model.state_dict()
@@ -667,14 +669,14 @@ class Terminal(io.StringIO):
 
 def test_names_from_outside_are_exact_in_files_and_harmless_to_look_at(call, hostile_run, pictures, tmp_path):
     image = next(pictures.rglob("*.png"))
-    code, out, _ = call(predict, hostile_run, image, "--format", "json", "--top-k", 10)
+    code, out, _ = call("predict", hostile_run, image, "--format", "json", "--top-k", 10)
     assert code == 0
     assert {top["label"] for top in json.loads(out)["top"]} == set(HOSTILE)
     target = tmp_path / "labels.csv"
-    assert call(predict, hostile_run, image, "--format", "csv", "--top-k", 10, "--output", target)[0] == 0
+    assert call("predict", hostile_run, image, "--format", "csv", "--top-k", 10, "--output", target)[0] == 0
     with target.open(newline="", encoding="utf-8") as stream:
         assert set(list(csv.reader(stream))[1][1::2]) == set(INERT)
-    code, out, _ = call(predict, hostile_run, image, "--top-k", 10)
+    code, out, _ = call("predict", hostile_run, image, "--top-k", 10)
     assert out.replace("\n", "").isprintable()
 
 
@@ -720,7 +722,7 @@ def test_an_evaluation_shows_any_name(call, hostile_run, digit_folder, tmp_path)
         (images / name).mkdir(parents=True)
         for path in (digit_folder / str(label)).iterdir():
             (images / name / os.fsdecode(b"\xe9" + os.fsencode(path.name))).write_bytes(path.read_bytes())
-    code, out, err = call(evaluate, hostile_run, "--data", images, "--output", tmp_path / "out")
+    code, out, err = call("evaluate", hostile_run, "--data", images, "--output", tmp_path / "out")
     assert (code, err) == (0, "")
     assert out.replace("\n", "").isprintable()
     assert all(name in out for name in SHOWN)
@@ -735,20 +737,20 @@ def test_an_evaluation_shows_any_name(call, hostile_run, digit_folder, tmp_path)
 def test_weights_outside_a_run_need_their_data(call, run, tmp_path):
     alone = tmp_path / "weights.safetensors"
     alone.write_bytes((run / "model.safetensors").read_bytes())
-    code, _, err = call(evaluate, alone)
+    code, _, err = call("evaluate", alone)
     assert (code, err) == (2, "evaluate: these weights lie outside a run, so their data is not known: give --data.\n")
-    assert call(evaluate, alone, "--data", "digits")[0] == 0
+    assert call("evaluate", alone, "--data", "digits")[0] == 0
     assert read_json(tmp_path / "weights-evaluation" / "scores.json")["samples"] == 360
 
 
 def test_predict_explains(call, run, pictures, tmp_path):
     """Pictures of all images in order; a folder that holds something else is refused before anything is read."""
-    code, out, _ = call(predict, run, pictures, "--format", "csv", "--explain", tmp_path / "why")
+    code, out, _ = call("predict", run, pictures, "--format", "csv", "--explain", tmp_path / "why")
     images = [Path(row["image"]).stem for row in csv.DictReader(io.StringIO(out))]
     assert code == 0
     assert sorted(path.name for path in (tmp_path / "why").iterdir()) == [
         f"{number:05}-{name}.png" for number, name in enumerate(images, 1)
     ]
     assert Image.open(tmp_path / "why" / "00001-00.png").size == (SIZE, SIZE)
-    code, _, error = call(predict, run, pictures, "--explain", tmp_path)
+    code, _, error = call("predict", run, pictures, "--explain", tmp_path)
     assert (code, error) == (2, f"predict: --explain {tmp_path}: give a new folder, or an empty one.\n")

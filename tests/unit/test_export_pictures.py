@@ -16,13 +16,14 @@ from PIL import Image
 from torch import nn
 
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
-from zerovision.delivery.calibration import Calibration, calibration_file
+from zerovision.delivery.calibration import PLAIN, Calibration, calibration_file
 from zerovision.delivery.export import ExportRefused
 from zerovision.delivery.export.comparison import compare_pictures
-from zerovision.delivery.export.export_job import CheckImages, ExportJob, ExportSettings
+from zerovision.delivery.export.export_job import CheckImages, ExportJob
 from zerovision.delivery.export.onnx_format import export_graph
 from zerovision.delivery.export.pictures import FromPictures
 from zerovision.delivery.predict import predict
+from zerovision.delivery.settings import ExportSettings
 from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
@@ -92,7 +93,7 @@ def test_a_wrong_pixel_and_a_wrong_answer_are_refused():
 
 def test_onnxruntime_takes_pictures_of_any_size():
     """The graph alone: shapes that its example did not have, and a class that is none."""
-    calibration = Calibration(0.7, 0.3, False, 0, {})
+    calibration = Calibration(0.7, 0.3, PLAIN, {})
     module = from_pictures("crop", "bicubic", calibration)
     metadata = {"preprocessing": module.preprocessing, "class_names": list("abcde"), "extra": {}}
     job = ExportJob(ExportSettings(model="", format="onnx", with_preprocessing=True), module, metadata, {}, None, None)

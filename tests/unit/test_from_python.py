@@ -228,7 +228,7 @@ def test_without_an_output_nothing_is_written(folder, digits):
         (lambda: run(TrainConfig(epochs="1")), "--epochs '1': expected a whole number"),
         (lambda: run(TrainConfig(precision="fp8")), "--precision 'fp8': expected auto | bf16 | fp16 | fp32"),
         (lambda: run(TrainConfig(model_type="mobilnet")), "Did you mean 'mobilenet'?"),
-        (lambda: evaluate("logs/runs/digits", split="tset"), "unknown split 'tset'"),
+        (lambda: evaluate("logs/runs/digits", split="tset"), "--split 'tset': expected auto | val"),
         (lambda: evaluate("logs/runs/digits", precision="fp8"), "--precision 'fp8': expected auto | bf16"),
         (lambda: evaluate("logs/runs/digits", "digitz"), "Did you mean 'digits'?"),
         (lambda: predict("logs/runs/digits", ["a.png"], top_k=0), "--top-k 0: expected a whole number from 1 to 1000"),

@@ -18,12 +18,12 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
 from test_evaluate_predict import ROOT, call
 
-from zerovision.commands import evaluate, predict
-from zerovision.delivery.export.export_job import ExportSettings
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.report.page import write_report
+from zerovision.delivery.settings import ExportSettings
 from zerovision.extras.audit.audit import audit
+from zerovision.extras.settings import AuditSettings
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, read_metadata
@@ -245,13 +245,13 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
     f1 = f1_score(targets, probabilities >= thresholds, average=None)
     assert [one["f1"] for one in scores["classes"]] == pytest.approx(f1.tolist())
 
-    code, out, err = call(evaluate, run)
+    code, out, err = call("evaluate", run)
     assert (code, err) == (0, "")
     assert "mAP" in out
     again = json.loads((run / "evaluation" / "scores.json").read_text())
     assert again["classes"] == scores["classes"]
     words = ["--data", str(tables["colours"]), "--label-column", "colours", "--split", "val", "--output"]
-    assert call(evaluate, weights, *words, tmp_path / "one")[0] == 0
+    assert call("evaluate", weights, *words, tmp_path / "one")[0] == 0
     one = json.loads((tmp_path / "one" / "scores.json").read_text())
     assert one["map"] == pytest.approx(scores["map"])
     command = local_ranks_command("auto", has_gpus=False)
@@ -260,19 +260,19 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
     for name in ("scores.json", "per_class.csv"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
     for flag in (["--reject", "0.9"], ["--flip"]):
-        code, _, err = call(evaluate, run, *flag)
+        code, _, err = call("evaluate", run, *flag)
         assert (code, err.count("\n")) == (2, 1)
 
     paths = [data.val.source.root / data.val.source.path(index) for index in range(len(data.val))]
-    code, out, _ = call(predict, run, *paths, "--format", "csv", "--top-k", 1)
+    code, out, _ = call("predict", run, *paths, "--format", "csv", "--top-k", 1)
     rows = list(csv.DictReader(io.StringIO(out)))
     for row, own in zip(rows, probabilities, strict=True):
         expected = [name for name, share, least in zip(COLOURS, own, thresholds, strict=True) if share >= least]
         assert row["label"] == ";".join(expected)
         assert row["nearest"] == COLOURS[int(own.argmax())]
-    lines = [json.loads(line) for line in call(predict, run, *paths, "--format", "json")[1].splitlines()]
+    lines = [json.loads(line) for line in call("predict", run, *paths, "--format", "json")[1].splitlines()]
     assert [";".join(line["labels"]) for line in lines] == [row["label"] for row in rows]
-    call(predict, run, *paths, "--format", "csv", "--output", tmp_path / "given_back.csv")
+    call("predict", run, *paths, "--format", "csv", "--output", tmp_path / "given_back.csv")
     back = load_data(options(tmp_path / "given_back.csv", "label"))
     assert sorted(back.class_names) == sorted({name for line in lines for name in line["labels"]})
 
@@ -298,7 +298,7 @@ def test_an_audit_of_a_run_has_all_labels_of_each_image(run, tables, tmp_path, c
         shutil.copy(tmp_path / first[0], tmp_path / name)
     table = tmp_path / "list.csv"
     table.write_text("".join(f"{','.join(row)}\n" for row in [*rows, other, same]))
-    audit(str(table), run=str(run), output=str(tmp_path / "audit"))
+    audit(AuditSettings(data=str(table), run=str(run), output=str(tmp_path / "audit")))
     findings = json.loads((tmp_path / "audit" / "audit.json").read_text())["findings"]
     conflicts = [{Path(one[key]).name for key in ("image", "copy_of")} for one in findings if one["kind"] == "conflict"]
     assert {other[0], first[0]} in conflicts or {other[0], same[0]} in conflicts

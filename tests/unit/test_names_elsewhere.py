@@ -10,7 +10,7 @@ import pytest
 import timm
 
 from zerovision.delivery.export import FORMATS, PRECISIONS
-from zerovision.delivery.flags import evaluate_parser, export_parser, predict_parser
+from zerovision.delivery.settings import EvaluateSettings, ExportSettings, PredictSettings
 from zerovision.models import MODELS, check_model_name
 from zerovision.training.base.errors import UserError, names_elsewhere, nearest
 from zerovision.training.config import FIELDS, FLAG_OF
@@ -34,7 +34,7 @@ def told(words: list[str], parse=parse_args) -> str:
 
 def test_every_answer_names_what_there_is():
     flags = {"--num-gpus", "RUN_OR_WEIGHTS", "IMAGE", "RUN"}
-    for parser in (training_parser(), evaluate_parser(None), predict_parser(None), export_parser(None)):
+    for parser in (training_parser(), EvaluateSettings.parser(), PredictSettings.parser(), ExportSettings.parser()):
         flags |= {*parser._option_string_actions}
     assert {answer.split()[0].strip(",") for answer in FLAGS if not answer.endswith(".")} <= flags
     tables = {"strategy": STRATEGIES, "optimizer": ALLOWED, "schedule": SCHEDULES, "augmentation": AUGMENTATIONS}

@@ -17,12 +17,11 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
-from zerovision.commands.publish import parse, publish
+from zerovision.commands import run_command
 from zerovision.models.build import build_model
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
-from zerovision.training.config.command_line import run_script
 
 TOKEN = "hf_secretsecretsecret"
 
@@ -56,7 +55,7 @@ def published(*words: object) -> tuple[int, str, str, mock.Mock]:
         redirect_stdout(output),
         redirect_stderr(errors),
     ):
-        return run_script("publish", parse, publish), output.getvalue(), errors.getvalue(), hub
+        return run_command("publish"), output.getvalue(), errors.getvalue(), hub
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,70 @@
-"""The entries that a person types, as scripts of a checkout and as verbs of `zerovision`."""
+"""The table of the commands that a person types: scripts of a checkout, or `python -m zerovision.commands NAME`."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import sys
+from typing import Any, NamedTuple
+
+from zerovision.training.config.command_line import run_script
+
+
+class Command(NamedTuple):
+    """One line of `COMMANDS`; what it names is imported when it is used.
+
+    Attributes:
+        read: from the words of the command line to the settings.
+        act: from the settings to the exit code.
+        writes_product: as of `run_script`.
+        may_have_ranks: whether a launcher may start it once per rank.
+    """
+
+    read: str
+    act: str
+    writes_product: bool = False
+    may_have_ranks: bool = False
+
+    def parse(self, words: list[str]) -> Any:
+        """Return the settings of a command line."""
+        return pkgutil.resolve_name(self.read)(words)
+
+    def run(self, settings: Any) -> int:
+        """Do what the command is for; return the exit code."""
+        if hasattr(settings, "look"):
+            settings.look()  # before the slow imports
+        return pkgutil.resolve_name(self.act)(settings)
+
+
+USE, BESIDE, PLANNING = "zerovision.delivery", "zerovision.extras", "zerovision.planning"
+COMMANDS = {
+    "audit_data": Command(f"{BESIDE}.settings:AuditSettings.read", f"{BESIDE}.audit.audit:run"),
+    "bisect_runs": Command(f"{BESIDE}.settings:BisectSettings.read", f"{BESIDE}.bisect_runs:run"),
+    "doctor": Command("zerovision.commands.doctor:parse", f"{PLANNING}.doctor.doctor_command:run"),
+    "evaluate": Command(f"{USE}.settings:EvaluateSettings.read", f"{USE}.evaluate:run", may_have_ranks=True),
+    "export": Command(f"{USE}.settings:ExportSettings.read", f"{USE}.export.export_model:run"),
+    "pack": Command(f"{USE}.settings:PackSettings.read", f"{USE}.pack:run"),
+    "plan": Command("zerovision.commands.plan:parse", f"{PLANNING}.plan_command:run"),
+    "predict": Command(f"{USE}.settings:PredictSettings.read", f"{USE}.prediction_output:run", writes_product=True),
+    "publish": Command(f"{USE}.settings:PublishSettings.read", f"{USE}.publish:run"),
+    "replay": Command(f"{BESIDE}.settings:ReplaySettings.read", f"{BESIDE}.replay:run"),
+    "report": Command(f"{USE}.settings:ReportSettings.read", f"{USE}.report.page:run"),
+    "serve": Command(f"{BESIDE}.settings:ServeSettings.read", f"{BESIDE}.serve:run"),
+    "sweep": Command("zerovision.commands.sweep:parse", "zerovision.commands.sweep:sweep"),
+}
+
+
+def run_command(name: str) -> int:
+    """Run the command line as a command, and return the exit code."""
+    command = COMMANDS[name]
+    return run_script(name, command.parse, command.run, writes_product=command.writes_product)
+
+
+def main(name: str) -> int:
+    """Run the command line as a command; one that may have ranks leaves with its exit code."""
+    exit_code = run_command(name)
+    if COMMANDS[name].may_have_ranks:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)  # see train_distributed.py: taking the interpreter down under gloo's threads may abort
+    return exit_code

@@ -12,16 +12,11 @@ Inside a Slurm job it examines the job's machines. Arguments after -- are the tr
 
 from __future__ import annotations
 
-import sys
+import argparse
 
-from zerovision.planning.doctor.doctor_command import parse, run
-from zerovision.training.config.command_line import run_script
-
-
-def main() -> int:
-    """Run the command line and return the exit code."""
-    return run_script("doctor", lambda arguments: parse(arguments, __doc__), run)
+from zerovision.planning.doctor import doctor_command
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    return doctor_command.parse(words, __doc__)

@@ -7,34 +7,9 @@ python scripts/plan.py --model-type efficientnet --data digits --num-gpus 2 --me
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING
-
-from zerovision.training.config.command_line import run_script
-
-if TYPE_CHECKING:
-    from zerovision.planning.plan_command import PlanRequest
+from zerovision.planning import plan_command
 
 
-# Imported late: outside the environment `run_script` says in one line what is missing.
-def parse(words: list[str]) -> PlanRequest:
+def parse(words: list[str]) -> plan_command.PlanRequest:
     """Read the command line."""
-    from zerovision.planning.plan_command import parse
-
-    return parse(words, __doc__)
-
-
-def plan(request: PlanRequest) -> int:
-    """Print what was asked for; return the exit code."""
-    from zerovision.planning.plan_command import run
-
-    return run(request)
-
-
-def main() -> int:
-    """Run the command line and return the exit code."""
-    return run_script("plan", parse, plan)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return plan_command.parse(words, __doc__)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import show_score
 from zerovision.training.base.run_folder import shown_path
 from zerovision.training.base.units import plural
-from zerovision.training.config.command_line import OneLineParser, run_script
+from zerovision.training.config.command_line import OneLineParser
 
 LAUNCHED = "--"
 
@@ -103,12 +102,3 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError("--jobs with --hostfile: the slots say how many trials at a time: leave --jobs out.")
     given.words = words
     return given
-
-
-def main() -> int:
-    """Run the command line and return the exit code."""
-    return run_script("sweep", parse, sweep)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

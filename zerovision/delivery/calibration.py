@@ -1,4 +1,4 @@
-"""The file of a calibration beside the weights that it is of; imports no torch, for pages."""
+"""Which views of an image are averaged, and the file of a calibration beside its weights; without torch, for pages."""
 
 from __future__ import annotations
 
@@ -14,21 +14,46 @@ NONE_OF_THESE = "none of these"
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.05, 20.0
 
 
+class Views(NamedTuple):
+    """Which views of each image are averaged.
+
+    Attributes:
+        flip: whether each view is mirrored too, and both count half.
+        shift_pixels: 0, or how far two more views are moved, one up and to the left, one down and to the right, with
+            reflected edges; each counts a quarter, the image itself half (Jordan 2024,
+            https://arxiv.org/abs/2404.00498, section 3.5).
+    """
+
+    flip: bool = False
+    shift_pixels: int = 0
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than the image itself."""
+        return self.flip or self.shift_pixels > 0
+
+    def __str__(self) -> str:
+        mirrored = ["mirrored images (--flip)"] if self.flip else []
+        shifted = [f"images shifted by {self.shift_pixels} (--shift-pixels)"] if self.shift_pixels else []
+        return " and ".join(["plain", *shifted, *mirrored])
+
+
+PLAIN = Views()
+
+
 class Calibration(NamedTuple):
     """How a model's logits become probabilities, and from which one on they count.
 
     Attributes:
         temperature: by which logits are divided.
         threshold: images whose highest probability is below it are of none of the classes.
-        flip: as `shift_pixels`.
-        shift_pixels: of the views whose probabilities were averaged, see `zerovision.delivery.views`.
+        views: whose probabilities were averaged.
         facts: all that the file says: what it is of, and what `rejection_scores` found there.
     """
 
     temperature: float
     threshold: float
-    flip: bool
-    shift_pixels: int
+    views: Views
     facts: dict[str, Any]
 
 
@@ -54,5 +79,5 @@ def read_calibration(weights: Path) -> Calibration | None:
         temperature = threshold = math.nan
     if not (LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE and 0 <= threshold <= 1):
         raise UserError(f"'{file}' is damaged: write it again with scripts/evaluate.py --reject, or remove it.")
-    found = Calibration(temperature, threshold, flip, shift_pixels, facts)
+    found = Calibration(temperature, threshold, Views(flip, shift_pixels), facts)
     return found if digest == sha256_of(weights) else None

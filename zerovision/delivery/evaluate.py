@@ -6,25 +6,25 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from zerovision.delivery.activation_map import Explain, explainer
-from zerovision.delivery.calibration import read_calibration
-from zerovision.delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data, run_data
+from zerovision.delivery.activation_map import explainer
+from zerovision.delivery.calibration import PLAIN, Views, read_calibration
+from zerovision.delivery.evaluation_data import EvaluationData, load_evaluation_data, run_data
 from zerovision.delivery.evaluation_files import write_evaluation
 from zerovision.delivery.fit_calibration import Calibrator, read_reject
-from zerovision.delivery.flags import evaluate_parser
+from zerovision.delivery.settings import EvaluateSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model, slug
-from zerovision.delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
+from zerovision.delivery.views import checked_views, mean_log_probabilities
 from zerovision.training.base.atomic_write import errors_of_writing
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.points import show_score
@@ -53,25 +53,7 @@ OWN_FOLDERS = {"val": EVALUATION, "test": TEST_EVALUATION}
 SCORES_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
 
 
-def evaluate(
-    model: str | Path,
-    data: str | Path = "",
-    *,
-    split: str = "auto",
-    data_root: str = "",
-    bad_images: str = "",
-    allow_missing_classes: bool = False,
-    flip: bool = False,
-    shift_pixels: int = 0,
-    reject: str = "",
-    path_column: str = "",
-    label_column: str = "",
-    max_megapixels: int = 0,
-    batch_size: int = 64,
-    precision: str = "auto",
-    output: str | Path | None = "",
-    verbose: bool = False,
-) -> dict[str, Any]:
+def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False, **options: Any) -> dict[str, Any]:
     """Evaluate a trained model, write the files of the evaluation, and return what scores.json contains.
 
     Started by a launcher this is a collective, whose result every rank returns. Otherwise one process evaluates, and
@@ -80,21 +62,8 @@ def evaluate(
     Args:
         model: a run's name or folder, or a safetensors file.
         data: images to evaluate on, as `--data` of the training; default: the run's own.
-        split: "val", "train", "all", or "auto": what the run held out, or all of a folder that it was not trained on.
-        data_root: folder of torchvision's data sets; default: the run's own.
-        bad_images: "error", "skip" or "skip:SHARE", as in training; default: the run's own.
-        allow_missing_classes: whether the data may lack some of the model's classes.
-        flip: whether to score the mean probabilities of each image and its mirror image, too.
-        shift_pixels: how far to shift each image for more views of it, whose mean probabilities are scored, too.
-        reject: an accuracy, such as "0.95", or a threshold, such as "below:0.7": calibrates the model for `predict`,
-            see `zerovision.delivery.fit_calibration`, on images that it was not trained on.
-        path_column: as in training; default: the run's own.
-        label_column: as `path_column`.
-        max_megapixels: of the largest image file, as in training; 0: the run's own.
-        batch_size: images per rank and forward pass.
-        precision: "auto", "bf16", "fp16" or "fp32", as in training.
-        output: folder of the files; default: in the run's folder; None: no files are written.
         verbose: whether to print scores and progress.
+        options: the other fields of `EvaluateSettings`; `output=None`: no files are written.
 
     Returns:
         The keys of `evaluation.describe_scores`, and epoch, data, split and precision; with `flip`
@@ -104,72 +73,109 @@ def evaluate(
     Raises:
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
     """
-    evaluate_parser(None).check(shift_pixels=shift_pixels, batch_size=batch_size, precision=precision)
-    places = (path_column, label_column, max_megapixels)
-    choice = EvaluationChoice(str(data), split, data_root, bad_images, allow_missing_classes, *places)
-    if reject:
-        read_reject(reject)
+    settings = EvaluateSettings(model=str(model), data=str(data), **options)
+    if settings.reject:
+        read_reject(settings.reject)
     found = find_model(model)
-    module, metadata = load_model(found.weights)
-    views = checked_views(flip, shift_pixels, metadata)
+    network = load_model(found.weights)
+    views = checked_views(settings.flip, settings.shift_pixels, network[1])
     with preserved_process():
         world = start_world()
         try:
-            config, known = agreed(lambda: (found.config(), run_data(found)), world)
-            evaluated = agreed(lambda: load_evaluation_data(metadata, config, choice, known), world)
-            used_precision = agreed(lambda: resolve_precision(precision, world.device), world)
-            folder = agreed(lambda: _output_folder(output, found, config, evaluated), world)
-            if folder is not None:
-                agreed(lambda: check_replaceable(folder), world)
-            if found.run is not None and world.is_main:
-                remove_leftovers_of_run(found.run)
-            module.to(world.device).to(memory_format=torch.channels_last)  # as the images are
-            network = under_autocast(module, used_precision, world.device)
-            num_classes = len(metadata["class_names"])
-            best_by, images = config.best_by if config else "top1", len(evaluated.datasets.val)
-            keeps = keeps_probabilities(best_by, images, num_classes, batch_size, world.size)
-            thresholds = thresholds_of(metadata)
-            if reject and thresholds is not None:
-                raise UserError("--reject is for one label: the model has a threshold for each of its classes.")
-            known_calibration = None if reject else agreed(lambda: read_calibration(found.weights), world)
-            calibrator = None
-            if reject or (
-                known_calibration is not None and Views(known_calibration.flip, known_calibration.shift_pixels) == views
-            ):
-                calibrator = Calibrator(found.weights, reject, views, known_calibration)
-            result = score(
-                network,
-                evaluated,
-                world,
-                num_classes,
-                batch_size,
-                views,
-                calibrator=calibrator,
-                thresholds=thresholds,
-                keeps_probabilities=keeps,
-                verbose=verbose,
-            )
-            scores = {"epoch": metadata["extra"].get("epoch"), "data": evaluated.data, "split": evaluated.split}
-            scores |= {"precision": used_precision}
-            scores |= describe_scores(result.plain, metadata["class_names"], evaluated.datasets.val.source.name)
-            if result.views is not None:
-                scores["views"] = views._asdict() | {key: getattr(result.views, key) for key in SCORES_SHOWN}
-            if result.trained_on is not None:
-                scores["trained_on"] = {key: getattr(result.trained_on, key) for key in ("samples", *SCORES_SHOWN)}
-            if calibrator is not None:
-                before, told = result.views or result.plain, (evaluated.data, evaluated.split)
-                scores["rejection"] = calibrator.finish(before, *told, num_classes, world)
-            if folder is not None:
-                explain = explainer(module, metadata["preprocessing"])
-                agreed(lambda: _write(folder, scores, evaluated, explain) if world.is_main else None, world)
+            evaluation = _prepare(settings, found, network, views, world)
+            scores = _judge(evaluation, verbose=verbose)
+            if evaluation.folder is not None:
+                agreed(lambda: _write(evaluation, scores), world)
         finally:
             stop_world()
-    if world.is_main and reject and found.run is not None and (found.run / CARD).exists():
+    if world.is_main and settings.reject and found.run is not None and (found.run / CARD).exists():
         from zerovision.delivery.model_card import write_model_card  # imported late: it imports the hub's library
 
         write_model_card(found.run)
     if verbose and world.is_main:
-        _show(scores, folder, evaluated.notes)
+        _show(scores, evaluation.folder, evaluation.data.notes)
+    return scores
+
+
+def run(settings: EvaluateSettings) -> int:
+    """Evaluate as the command line says, on as many ranks as were started; every rank calls this."""
+    evaluate(verbose=True, **vars(settings))
+    return 0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated, the same on every rank.
+
+    Attributes:
+        module: the network, on the rank's device, in evaluation mode.
+        metadata: of its weights.
+        data: the images and the model's number of each of their classes.
+        world: the ranks, which share the images.
+        batch_size: images of one forward pass of one rank.
+        precision: of the forward passes.
+        views: what to average of each image, too.
+        keeps_probabilities: as `SampleRecorder`.
+        calibrator: gets the logits of the images that the model was not trained on; None for none.
+        folder: of the files; None for none.
+    """
+
+    module: nn.Module
+    metadata: dict[str, Any]
+    data: EvaluationData
+    world: World
+    batch_size: int
+    precision: str
+    views: Views = PLAIN
+    keeps_probabilities: bool = False
+    calibrator: Calibrator | None = None
+    folder: Path | None = None
+
+
+def _prepare(
+    settings: EvaluateSettings,
+    model: TrainedModel,
+    network: tuple[nn.Module, dict[str, Any]],
+    views: Views,
+    world: World,
+) -> Evaluation:
+    """Load the images, and find out what is to be done with them; a collective."""
+    module, metadata = network
+    config, known = agreed(lambda: (model.config(), run_data(model)), world)
+    data = agreed(lambda: load_evaluation_data(metadata, config, settings, known), world)
+    precision = agreed(lambda: resolve_precision(settings.precision, world.device), world)
+    folder = agreed(lambda: _output_folder(settings.output, model, config, data), world)
+    if folder is not None:
+        agreed(lambda: check_replaceable(folder), world)
+    if model.run is not None and world.is_main:
+        remove_leftovers_of_run(model.run)
+    if settings.reject and thresholds_of(metadata) is not None:
+        raise UserError("--reject is for one label: the model has a threshold for each of its classes.")
+    calibration = None if settings.reject else agreed(lambda: read_calibration(model.weights), world)
+    calibrator = None
+    if settings.reject or (calibration is not None and views == calibration.views):
+        calibrator = Calibrator(model.weights, settings.reject, views, calibration)
+    best_by, images = config.best_by if config else "top1", len(data.datasets.val)
+    keeps = keeps_probabilities(best_by, images, len(metadata["class_names"]), settings.batch_size, world.size)
+    module.to(world.device).to(memory_format=torch.channels_last)  # as the images are
+    asked = (settings.batch_size, precision, views, keeps, calibrator, folder)
+    return Evaluation(module, metadata, data, world, *asked)
+
+
+def _judge(evaluation: Evaluation, *, verbose: bool) -> dict[str, Any]:
+    """Return the content of scores.json; a collective."""
+    metadata, data = evaluation.metadata, evaluation.data
+    result = score(evaluation, verbose=verbose)
+    scores = {"epoch": metadata["extra"].get("epoch"), "data": data.data, "split": data.split}
+    scores |= {"precision": evaluation.precision}
+    scores |= describe_scores(result.plain, metadata["class_names"], data.datasets.val.source.name)
+    if result.views is not None:
+        scores["views"] = evaluation.views._asdict() | {key: getattr(result.views, key) for key in SCORES_SHOWN}
+    if result.trained_on is not None:
+        scores["trained_on"] = {key: getattr(result.trained_on, key) for key in ("samples", *SCORES_SHOWN)}
+    if evaluation.calibrator is not None:
+        before, classes = result.views or result.plain, len(metadata["class_names"])
+        scores["rejection"] = evaluation.calibrator.finish(before, data.data, data.split, classes, evaluation.world)
     return scores
 
 
@@ -187,45 +193,32 @@ class Result(NamedTuple):
     trained_on: Scores | None = None
 
 
-def score(
-    network: nn.Module,
-    data: EvaluationData,
-    world: World,
-    num_classes: int,
-    batch_size: int,
-    views: Views = PLAIN,
-    *,
-    calibrator: Calibrator | None = None,
-    thresholds: np.ndarray | None = None,
-    keeps_probabilities: bool = False,
-    verbose: bool = False,
-) -> Result:
+def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
     """Return the exact scores of every image, each counted once, apart for those that were trained on; a collective.
 
     Args:
-        network: images float32 [B, C, S, S] to logits [B, classes], in evaluation mode, on the rank's device.
-        data: the images and the model's number of each of their classes.
-        world: the ranks, which share the images.
-        num_classes: classes of the model.
-        batch_size: images of one forward pass of one rank.
-        views: what to average of each image, too.
-        calibrator: gets the logits of the images that the model was not trained on; None for none.
-        thresholds: as `SampleRecorder`.
-        keeps_probabilities: as `SampleRecorder`.
+        evaluation: what is evaluated.
         verbose: whether to show a progress bar on a terminal.
 
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read, or more of them than may be skipped.
     """
-    dataset = data.datasets.val
-    plan = EvaluationPlan(len(dataset), batch_size, world.size)
+    data, world, views = evaluation.data, evaluation.world, evaluation.views
+    dataset, device = data.datasets.val, world.device
+    plan = EvaluationPlan(len(dataset), evaluation.batch_size, world.size)
     workers = automatic_workers(dataset, plan.batches_per_rank, world)
-    loader = Loader(dataset, plan, world.rank, workers=workers, device=world.device)
+    loader = Loader(dataset, plan, world.rank, workers=workers, device=device)
     loader.watch(is_on=data.trained_images is not None)
-    label_map = data.label_map.to(world.device)
-    label_sets = None if data.label_sets is None else data.label_sets.to(world.device)
-    recorder = partial(SampleRecorder, num_classes, label_sets=label_sets, thresholds=thresholds)
-    plain, of_views, trained_on = recorder(keeps_probabilities=keeps_probabilities), recorder(), recorder()
+    network = under_autocast(evaluation.module, evaluation.precision, device)
+    label_map = data.label_map.to(device)
+    label_sets = None if data.label_sets is None else data.label_sets.to(device)
+    classes, thresholds = len(evaluation.metadata["class_names"]), thresholds_of(evaluation.metadata)
+    recorder = partial(SampleRecorder, classes, label_sets=label_sets, thresholds=thresholds)
+    plain, of_views, trained_on = (
+        recorder(keeps_probabilities=evaluation.keeps_probabilities),
+        recorder(),
+        recorder(),
+    )
     console = open_console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 
@@ -233,7 +226,7 @@ def score(
         with torch.inference_mode():
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
                 logits, labels = network(batch.images), label_map[batch.labels]
-                known = _trained_on(data, batch).to(world.device)
+                known = _trained_on(data, batch).to(device)
                 losses, fresh = sample_losses(logits, labels, label_sets), batch.weights * ~known
                 plain.add(losses, logits, labels, fresh, batch.indices)
                 trained_on.add(losses, logits, labels, batch.weights * known, batch.indices)
@@ -241,8 +234,8 @@ def score(
                 if views.are_several:
                     mean = mean_log_probabilities(network, batch.images, logits, views)
                     of_views.add(sample_losses(mean, labels), mean, labels, fresh, batch.indices)
-                if calibrator is not None:
-                    calibrator.add(mean, labels, fresh, batch.indices)
+                if evaluation.calibrator is not None:
+                    evaluation.calibrator.add(mean, labels, fresh, batch.indices)
 
     try:
         agreed(all_batches, world)
@@ -302,9 +295,13 @@ def _is_of_other_data(folder: Path, data: str) -> bool:
     return False
 
 
-def _write(folder: Path, scores: dict[str, Any], data: EvaluationData, explain: Explain | None) -> None:
-    with errors_of_writing(folder):
-        write_evaluation(folder, scores, data.datasets.val.source.read, explain)
+def _write(evaluation: Evaluation, scores: dict[str, Any]) -> None:
+    """Write the files; rank 0 alone does."""
+    folder = evaluation.folder
+    if folder is not None and evaluation.world.is_main:
+        explain = explainer(evaluation.module, evaluation.metadata["preprocessing"])
+        with errors_of_writing(folder):
+            write_evaluation(folder, scores, evaluation.data.datasets.val.source.read, explain)
 
 
 def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from zerovision.delivery.settings import EvaluateSettings, ExportSettings, ImageSettings
 from zerovision.delivery.trained_model import TrainedModel, read_json
 from zerovision.models.weights_metadata import Preprocessing
-from zerovision.training.base.errors import UserError, unknown_name
+from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import ENVIRONMENT, IMAGES
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
@@ -25,7 +26,6 @@ from zerovision.training.data.image_list import ListedImage, TrainedImages, desc
 from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.observe.multilabel import thresholds_of
 
-SPLITS = ("auto", "val", "test", "train", "all")
 NAMES_IN_MESSAGE = 5
 LOOKED_AT_PIXELS = 64  # of files that are audited: larger ones are decoded at about that size
 
@@ -53,29 +53,6 @@ class EvaluationData:
     trained_images: TrainedImages | None = None
     notes: tuple[str, ...] = ()
     label_sets: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class EvaluationChoice:
-    """The images that a user chooses; empty values mean those of the run.
-
-    Attributes:
-        data: a name of `DATASETS` or a folder.
-        split: a name of `SPLITS`.
-        data_root: as `DataOptions.data_root`.
-        bad_images: as `DataOptions.bad_images`.
-        allow_missing_classes: whether the data may lack classes that the model knows.
-        path_column, label_column, max_megapixels: as of `DataOptions`.
-    """
-
-    data: str = ""
-    split: str = "auto"
-    data_root: str = ""
-    bad_images: str = ""
-    allow_missing_classes: bool = False
-    path_column: str = ""
-    label_column: str = ""
-    max_megapixels: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +87,7 @@ def run_data(model: TrainedModel) -> RunData:
 
 
 def load_evaluation_data(
-    metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice, known: RunData
+    metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluateSettings | ExportSettings, known: RunData
 ) -> EvaluationData:
     """Load the images that the user, or else the run, names.
 
@@ -123,8 +100,6 @@ def load_evaluation_data(
     Raises:
         UserError: if there is no such data, its classes are not the model's, or the run's path leads elsewhere now.
     """
-    if choice.split not in SPLITS:
-        raise unknown_name("split", choice.split, SPLITS)
     if not choice.data and config is None:
         raise UserError("these weights lie outside a run, so their data is not known: give --data.")
     trained_on = config.data if config else ""
@@ -215,9 +190,7 @@ def _resolve_split(split: str, options: DataOptions, layout: Layout | None, *, i
     return "all" if is_undivided else "test" if layout.test else "val"
 
 
-def _data_options(
-    preprocessing: Preprocessing, config: TrainConfig, choice: EvaluationChoice, data: str
-) -> DataOptions:
+def _data_options(preprocessing: Preprocessing, config: TrainConfig, choice: ImageSettings, data: str) -> DataOptions:
     of_split = ("label_separator", "val_fraction", "split_seed", "folds", "fold", "val_part", "seed")
     of_run = (*of_split, "order", "remote_cache_gb")
     of_user = ("path_column", "label_column", "bad_images", "data_root", "max_megapixels")
@@ -237,7 +210,7 @@ def _data_options(
     )
 
 
-def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: Preprocessing | None) -> DataOptions:
+def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preprocessing | None) -> DataOptions:
     """Return the options of data that is looked at as a whole, divided as a run divides it.
 
     Args:

@@ -18,9 +18,9 @@ from zerovision.delivery.calibration import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
     Calibration,
+    Views,
     calibration_file,
 )
-from zerovision.delivery.views import Views
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.small_files import sha256_of

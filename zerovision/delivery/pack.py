@@ -15,9 +15,12 @@ import numpy as np
 from rich.progress import track
 from torchvision.transforms.v2.functional import to_pil_image
 
+from zerovision.delivery.settings import PackSettings
 from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder
 from zerovision.training.base.errors import UserError
-from zerovision.training.data import DataOptions, archives, load_data
+from zerovision.training.base.units import format_bytes
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.data import DataOptions, archives, data_options, load_data
 from zerovision.training.data.archives import CLASS_NAMES, Entry, identity_of, index_of, write_index
 from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.datasets import ImageDataset
@@ -38,6 +41,15 @@ class Packed(NamedTuple):
     images: int
     shards: int
     bytes: int
+
+
+def run(settings: PackSettings) -> int:
+    """Pack as the command line says."""
+    config, _ = parse_args([*settings.training_words, f"--data={settings.data}"])
+    output = Path(os.path.expanduser(settings.output))
+    done = pack(data_options(config), output, settings.shard_mb * 10**6)
+    print(f"packed {done.images} images, {format_bytes(done.bytes)} in {done.shards} tar file(s), into {output}")
+    return 0
 
 
 def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:

@@ -19,10 +19,10 @@ from PIL import Image, UnidentifiedImageError
 from torch import nn
 
 from zerovision.delivery.activation_map import activation_maps, picture_of
-from zerovision.delivery.calibration import NONE_OF_THESE, Calibration, calibration_file, read_calibration
-from zerovision.delivery.flags import predict_parser
+from zerovision.delivery.calibration import NONE_OF_THESE, Calibration, Views, calibration_file, read_calibration
+from zerovision.delivery.settings import PredictSettings
 from zerovision.delivery.trained_model import find_model
-from zerovision.delivery.views import Views, checked_views, probabilities_of
+from zerovision.delivery.views import checked_views, probabilities_of
 from zerovision.training.base.control_groups import limit_threads, usable_cores
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model
@@ -34,7 +34,7 @@ from zerovision.training.data.reading.image_notes import collected_notes
 from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.data.reading.retry import entries_of, is_folder, patiently
-from zerovision.training.data.settings import MAX_MEGAPIXELS, NUMBERS
+from zerovision.training.data.settings import NUMBERS
 from zerovision.training.observe.multilabel import thresholds_of
 from zerovision.training.world.preserved_process import preserved_torch_settings
 from zerovision.training.world.world import use_exact_fp32
@@ -87,22 +87,20 @@ class Predictor:
     Attributes:
         module: the network, on its device, in evaluation mode.
         metadata: of its weights.
-        top_k: classes of each prediction.
+        settings: what it is asked for.
         views: of each image, whose probabilities are averaged.
-        batch_size: images of one forward pass.
         reader: of the images.
-        explain: whether predictions have a picture.
         calibration: what turns logits into probabilities, and rejects images; None for softmax alone.
+        explains: whether predictions have a picture.
     """
 
     module: nn.Module
     metadata: dict[str, Any]
-    top_k: int
+    settings: PredictSettings
     views: Views
-    batch_size: int
     reader: ModelInput
-    explain: bool
     calibration: Calibration | None = None
+    explains: bool = False
 
     @property
     def is_of_arrays(self) -> bool:
@@ -110,19 +108,7 @@ class Predictor:
         return self.metadata["preprocessing"].takes_numbers
 
 
-def predict(
-    model: str | Path,
-    images: str | Path | Iterable[str | Path],
-    *,
-    top_k: int = 3,
-    flip: bool = False,
-    shift_pixels: int = 0,
-    batch_size: int = 64,
-    device: str = "",
-    decode: str = "",
-    max_megapixels: int = 0,
-    explain: bool = False,
-) -> Iterator[Prediction]:
+def predict(model: str | Path, images: str | Path | Iterable[str | Path], **options: Any) -> Iterator[Prediction]:
     """Load a trained model, and return an iterator over the predictions of all images, in order.
 
     Args:
@@ -130,64 +116,31 @@ def predict(
         images: one or several files, folders (searched to any depth, in order of their names; hidden files and those of
             systems are left out), or "-" for standard input: one image, or paths, one a line. A .npy file contains one
             image, [H, W] or [H, W, C].
-        top_k: how many classes each prediction names, at most as many as there are.
-        flip: whether to predict the mirrored image too, and to average both probabilities.
-        shift_pixels: how far to shift each image for two more views of it, averaged with it.
-        batch_size: images of one forward pass.
-        device: "cpu" or "cuda"; default: a GPU if there is one.
-        decode: "cpu" or "exact", as in training; default: as the run, "cpu" if it is not known.
-        max_megapixels: of the largest image file, as in training; 0: as the run.
-        explain: whether each prediction has a picture of what spoke for its first label.
+        options: the other fields of `PredictSettings`; with `explain=True` predictions have a picture.
 
     Raises:
         UserError: for a mistake in the arguments, and weights that cannot be used. While iterating: a folder contains
             no image, or standard input is empty or has more than `MAX_FILE_BYTES`.
     """
-    predictor = load_predictor(
-        model,
-        top_k=top_k,
-        flip=flip,
-        shift_pixels=shift_pixels,
-        batch_size=batch_size,
-        device=device,
-        decode=decode,
-        max_megapixels=max_megapixels,
-        explain=explain,
-    )
-    extensions = (
-        (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)
-        if predictor.is_of_arrays or predictor.reader.decode == NUMBERS
-        else IMAGE_EXTENSIONS
-    )
-    return predictions_of(predictor, _list_images(images, extensions))
+    listed = [images] if isinstance(images, str | Path) else images
+    predictor = load_predictor(PredictSettings(model=str(model), images=listed, **options))
+    takes_arrays = predictor.is_of_arrays or predictor.reader.decode == NUMBERS
+    return predictions_of(predictor, _list_images(listed, (*IMAGE_EXTENSIONS, *[ARRAY_EXTENSION] * takes_arrays)))
 
 
-def load_predictor(
-    model: str | Path,
-    *,
-    top_k: int = 3,
-    flip: bool = False,
-    shift_pixels: int = 0,
-    batch_size: int = 64,
-    device: str = "",
-    decode: str = "",
-    max_megapixels: int = 0,
-    explain: bool = False,
-) -> Predictor:
-    """Load a trained model; arguments and errors are those of `predict`."""
-    parser = predict_parser(None)
-    parser.check(top_k=top_k, shift_pixels=shift_pixels, batch_size=batch_size)
-    parser.check(device=device or "cpu", decode=decode or "cpu", max_megapixels=max_megapixels or MAX_MEGAPIXELS)
+def load_predictor(settings: PredictSettings) -> Predictor:
+    """Load a trained model; errors are those of `predict`."""
     has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
+    if settings.device == "cuda" and not has_gpu:
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
-    trained = find_model(model)
+    trained = find_model(settings.model)
     run = trained.config() or TrainConfig()
     module, metadata = load_model(trained.weights)
-    decode = decode or metadata["preprocessing"].decode or run.decode
-    reader = ModelInput(metadata["preprocessing"], decode, (max_megapixels or run.max_megapixels) * 10**6)
-    module.to(device or ("cuda" if has_gpu else "cpu"))
-    views = checked_views(flip, shift_pixels, metadata)
+    decode = settings.decode or metadata["preprocessing"].decode or run.decode
+    megapixels = settings.max_megapixels or run.max_megapixels
+    reader = ModelInput(metadata["preprocessing"], decode, megapixels * 10**6)
+    module.to(settings.device or ("cuda" if has_gpu else "cpu"))
+    views = checked_views(settings.flip, settings.shift_pixels, metadata)
     calibration = read_calibration(trained.weights)
     if calibration is None and calibration_file(trained.weights).exists():
         print(
@@ -195,14 +148,13 @@ def load_predictor(
             "with scripts/evaluate.py --reject",
             file=sys.stderr,
         )
-    calibrated = views if calibration is None else Views(calibration.flip, calibration.shift_pixels)
-    if calibrated != views:
+    if calibration is not None and calibration.views != views:
         raise UserError(
-            f"the model is calibrated for {calibrated}, not for {views}: give the same, or calibrate it so with "
+            f"the model is calibrated for {calibration.views}, not for {views}: give the same, or calibrate it so with "
             "scripts/evaluate.py --reject."
         )
-    predictor = Predictor(module, metadata, top_k, views, batch_size, reader, explain, calibration)
-    if explain and predictor.is_of_arrays:
+    predictor = Predictor(module, metadata, settings, views, reader, calibration, bool(settings.explain))
+    if predictor.explains and predictor.is_of_arrays:
         raise UserError("--explain: the model was trained on arrays, which have no picture: leave it out.")
     return predictor
 
@@ -220,7 +172,7 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
         return image, notes.get(entry[0], "")
 
     with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
-        while batch := list(islice(entries, predictor.batch_size)):
+        while batch := list(islice(entries, predictor.settings.batch_size)):
             images = list(pool.map(read, batch))
             readable = [image[0] for image in images if not isinstance(image, ImageError)]
             best = iter(_top_classes(predictor, torch.stack(readable)) if readable else [])
@@ -254,8 +206,8 @@ def _top_classes(
         is_multilabel = thresholds_of(predictor.metadata) is not None
         asked = (predictor.views, predictor.calibration)
         probabilities = probabilities_of(module, images, *asked, is_multilabel=is_multilabel)
-        best = probabilities.topk(min(predictor.top_k, probabilities.shape[1]), dim=1)
-        if predictor.explain:
+        best = probabilities.topk(min(predictor.settings.top_k, probabilities.shape[1]), dim=1)
+        if predictor.explains:
             maps = activation_maps(module, images, best.indices[:, 0])
             preprocessing = predictor.metadata["preprocessing"]
             pictures = [picture_of(image, one, preprocessing) for image, one in zip(images, maps, strict=True)]
@@ -263,8 +215,8 @@ def _top_classes(
     return list(zip(best.values.tolist(), best.indices.tolist(), pictures, every, strict=True))
 
 
-def _list_images(given: str | Path | Iterable[str | Path], extensions: Sequence[str]) -> Iterator[Entry]:
-    for word in map(str, [given] if isinstance(given, str | Path) else given):
+def _list_images(given: Iterable[str | Path], extensions: Sequence[str]) -> Iterator[Entry]:
+    for word in map(str, given):
         if word == STDIN:
             yield from _from_stdin(sys.stdin.buffer.read(MAX_FILE_BYTES + 1))
         elif is_folder(word):

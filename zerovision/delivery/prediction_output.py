@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zerovision.delivery.calibration import NONE_OF_THESE
-from zerovision.delivery.predict import Prediction
+from zerovision.delivery.predict import Prediction, predict
+from zerovision.delivery.settings import PredictSettings
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.small_files import csv_line
@@ -23,12 +24,20 @@ OF_ENDING = {".csv": "csv", ".json": "json", ".jsonl": "json"}
 LONGEST_NAME = 100  # letters of an image's name in that of its picture
 
 
-def write_predictions(predictions: Iterator[Prediction], kind: str | None, path: str, top_k: int) -> int:
+def run(settings: PredictSettings) -> int:
+    """Predict as the command line says; the predictions go to standard output or a file."""
+    predictions = predict(**vars(settings))
+    if settings.explain:
+        predictions = saving_pictures(predictions, str(settings.explain))
+    return 1 if write_predictions(predictions, settings.format, settings.output, settings.top_k) else 0
+
+
+def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, top_k: int) -> int:
     """Write predictions, name unreadable images on standard error, and return how many there are.
 
     Args:
         predictions: of `zerovision.delivery.predict.predict`.
-        kind: "table", "csv" or "json"; None for what the file's name ends with.
+        kind: "table", "csv" or "json"; empty for what the file's name ends with.
         path: the file, written beside its name and renamed at the end; empty for standard output.
         top_k: classes of each prediction, at most.
 

@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 from timm.models._hub import save_config_for_hf
 
 from zerovision.delivery.model_card import TO_FILL
+from zerovision.delivery.settings import PublishSettings
 from zerovision.delivery.trained_model import find_model
 from zerovision.models.sides import sides
 from zerovision.models.timm_models import timm_size
@@ -31,22 +32,24 @@ from zerovision.training.data.values import BYTES
 TIMM_CONFIG = "config.json"
 
 
-def publish(model: str, repository: str, *, is_public: bool = False, dry_run: bool = False) -> Iterator[str]:
+def run(settings: PublishSettings) -> int:
+    """Publish as the command line says."""
+    for line in publish(settings):
+        print(line)
+    return 0
+
+
+def publish(settings: PublishSettings) -> Iterator[str]:
     """Send a model to the hub in one commit, and yield what to print.
 
     The hub's own client finds the token, in HF_TOKEN or where `hf auth login` has left it.
 
-    Args:
-        model: a run's name or folder, or its safetensors file.
-        repository: ORG/NAME on the hub, which is made if there is none.
-        is_public: whether a new one is public.
-        dry_run: whether to say only what would be sent, without a network.
-
     Raises:
         UserError: for a wrong name, a run without a model card, and whatever the hub refuses.
     """
+    repository, dry_run = settings.repository, settings.dry_run
     check_repository(repository)
-    weights = find_model(model).weights
+    weights = find_model(settings.model).weights
     card, metadata = weights.with_name(CARD), read_metadata(weights)
     if not card.is_file():
         raise UserError(f"'{weights.parent}' has no {CARD}, the model card, which a run writes when it finishes.")
@@ -68,7 +71,7 @@ def publish(model: str, repository: str, *, is_public: bool = False, dry_run: bo
     operations = [CommitOperationAdd(name, file) for name, file in files.items()]
     try:
         hub = HfApi()
-        hub.create_repo(repository, private=not is_public, exist_ok=True)
+        hub.create_repo(repository, private=not settings.public, exist_ok=True)
         hub.create_commit(repository, operations, commit_message=f"{weights.parent.name}, trained with zerovision")
     except Exception as error:  # the hub's client raises a dozen types with no common base
         said = one_line(error).replace(huggingface_hub.get_token() or "\0", "***").rstrip(".")

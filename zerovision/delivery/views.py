@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from zerovision.delivery.calibration import Calibration
+from zerovision.delivery.calibration import Calibration, Views
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
 from zerovision.training.observe.multilabel import thresholds_of
-
-
-class Views(NamedTuple):
-    """Which views of each image are averaged.
-
-    Attributes:
-        flip: whether each view is mirrored too, and both count half.
-        shift_pixels: 0, or how far two more views are moved, one up and to the left, one down and to the right, with
-            reflected edges; each counts a quarter, the image itself half (Jordan 2024,
-            https://arxiv.org/abs/2404.00498, section 3.5).
-    """
-
-    flip: bool = False
-    shift_pixels: int = 0
-
-    @property
-    def are_several(self) -> bool:
-        """Whether there is more than the image itself."""
-        return self.flip or self.shift_pixels > 0
-
-    def __str__(self) -> str:
-        mirrored = ["mirrored images (--flip)"] if self.flip else []
-        shifted = [f"images shifted by {self.shift_pixels} (--shift-pixels)"] if self.shift_pixels else []
-        return " and ".join(["plain", *shifted, *mirrored])
-
-
-PLAIN = Views()
 
 
 def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Views:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerovision.delivery.trained_model import read_json
+from zerovision.delivery.trained_model import find_run, read_json
+from zerovision.extras.settings import BisectSettings
 from zerovision.training.base.errors import UserError, one_line, shown
 from zerovision.training.base.run_folder import CONFIG, ENVIRONMENT, IMAGES, METRICS
 from zerovision.training.config import FLAG_OF
@@ -20,6 +21,14 @@ OF_NO_ACCOUNT = (
     *("log_hashes", "audit"),
     "command",
 )
+
+
+def run(settings: BisectSettings) -> int:
+    """Print what was found."""
+    found = compare(find_run(settings.first), find_run(settings.second))
+    for line in lines_of(found):
+        print(line)
+    return 1 if found.step else 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import signal
 import tempfile
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 
 from zerovision.delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, contact_sheet, thumbnail
-from zerovision.delivery.trained_model import read_json, read_run_config
+from zerovision.delivery.trained_model import find_run, read_json, read_run_config
 from zerovision.extras.bisect_runs import differing_leaves, read_hashes
+from zerovision.extras.settings import ReplaySettings
 from zerovision.training.base.atomic_write import replacing_folder, write_json
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS
@@ -99,6 +101,23 @@ class WatchedStep:
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this moment by name."""
         return hashed_parameters(self.context.state.engine, self.context.world)
+
+
+def run(settings: ReplaySettings) -> int:
+    """Replay the step that the command line names."""
+    folder = find_run(settings.run)
+    output = Path(os.path.expanduser(settings.output)) if settings.output else folder / f"replay-{settings.step}"
+    if output.exists():
+        raise UserError(f"'{output}' exists: move it away, or give another folder with --output.")
+    watched = replay(folder, settings.step)
+    differing = differences(watched, folder)
+    try:
+        for line in write_step(watched, differing, output):
+            print(line)
+    except OSError as error:
+        raise UserError(f"cannot write '{output}': {error.strerror or error}.") from None
+    print(f"output       {output}")
+    return 1 if differing else 0
 
 
 @preserved_process()

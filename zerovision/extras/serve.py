@@ -24,6 +24,8 @@ import torch
 from zerovision.delivery.activation_map import activation_maps
 from zerovision.delivery.calibration import NONE_OF_THESE
 from zerovision.delivery.predict import Predictor, load_predictor, predictions_of
+from zerovision.delivery.settings import PredictSettings
+from zerovision.extras.settings import ServeSettings
 from zerovision.training.base.errors import UserError, one_line
 
 PAGE = Path(__file__).with_name("serve.html")
@@ -205,28 +207,27 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def make_server(
-    model: str | Path, host: str, port: int, *, top_k: int = 5, device: str = "", max_megapixels: int = 0
-) -> Server:
+def make_server(settings: ServeSettings) -> Server:
     """Load a trained model and listen; `serve_forever` answers.
 
-    Args:
-        model: a run's name or folder, or a safetensors file.
-        host: address to listen on.
-        port: to listen on; 0 for a free one.
-        top_k: labels for each image.
-        device: as `zerovision.delivery.predict.predict` takes it.
-        max_megapixels: as `device`.
-
     Raises:
-        UserError: for a mistake in the arguments, weights that cannot be used, a model of arrays, and an address that
-            cannot be listened on.
+        UserError: for weights that cannot be used, a model of arrays, and an address that cannot be listened on.
     """
-    asked: dict[str, Any] = {"top_k": top_k, "device": device, "max_megapixels": max_megapixels}
-    predictor = load_predictor(model, **asked, batch_size=1)
+    asked: dict[str, Any] = {name: getattr(settings, name) for name in ("model", "top_k", "device", "max_megapixels")}
+    predictor = load_predictor(PredictSettings(**asked, images=(), batch_size=1))
     if predictor.is_of_arrays:
         raise UserError("the model was trained on arrays, which no page shows: use scripts/predict.py.")
-    return Server(dataclasses.replace(predictor, explain=_can_explain(predictor)), host, port)
+    return Server(dataclasses.replace(predictor, explains=_can_explain(predictor)), settings.host, settings.port)
+
+
+def run(settings: ServeSettings) -> int:
+    """Answer until Ctrl-C."""
+    with make_server(settings) as server:
+        if not server.is_local:
+            print("note: whoever reaches this address can use the page: there is no password", file=sys.stderr)
+        print(f"page         {server.address}", flush=True)
+        server.serve_forever()
+    return 0
 
 
 def _can_explain(predictor: Predictor) -> bool:

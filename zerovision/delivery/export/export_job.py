@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerovision.delivery.evaluation_data import EvaluationChoice, EvaluationData
+from zerovision.delivery.evaluation_data import EvaluationData
 from zerovision.delivery.export.output_folder import describe_use
 from zerovision.delivery.export.pictures import EXAMPLE, FromPictures
+from zerovision.delivery.settings import ExportSettings
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.datasets import ImageDataset
@@ -25,36 +26,6 @@ from zerovision.training.data.reading.images import ImageError
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 MAX_BYTES = 2 * 10**9  # of the images that are kept in memory, float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportSettings(EvaluationChoice):
-    """What a user asks for, see the flags of scripts/export.py, and the images that the file is compared on.
-
-    Attributes:
-        model: a run's name or folder, or a safetensors file.
-        format: a name of `FORMATS`.
-        precision: a name of `PRECISIONS`.
-        output: folder of the files, empty for the default.
-        check_images: at most so many, 0 for as many as fit into memory.
-        calibration_images: of the training split, for int8.
-        batch_size: images of one forward pass.
-        max_accuracy_loss: points of top-1, 0 to 100, that the file may lose.
-        threads: of onnxruntime.
-        with_preprocessing: whether the file takes pictures and gives probabilities.
-    """
-
-    model: str
-    format: str
-    precision: str = "fp32"
-    output: str = ""
-    split: str = "val"
-    check_images: int = 0
-    calibration_images: int = 256
-    batch_size: int = 64
-    max_accuracy_loss: float = 1.0
-    threads: int = 1
-    with_preprocessing: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from zerovision.delivery.calibration import read_calibration
 from zerovision.delivery.evaluation_data import load_evaluation_data, run_data
-from zerovision.delivery.export import check_choice
+from zerovision.delivery.export import ExportRefused, check_choice
 from zerovision.delivery.export.comparison import (
     Agreement,
     check_agreement,
@@ -23,9 +24,10 @@ from zerovision.delivery.export.comparison import (
     compare_pictures,
     milliseconds_per_image,
 )
-from zerovision.delivery.export.export_job import ExportJob, ExportSettings, load_calibration_images, load_check_images
+from zerovision.delivery.export.export_job import ExportJob, load_calibration_images, load_check_images
 from zerovision.delivery.export.output_folder import PREPROCESSING, check_output, files_about, unfinished_files
 from zerovision.delivery.export.pictures import FromPictures
+from zerovision.delivery.settings import ExportSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model, slug
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.control_groups import limit_threads
@@ -57,6 +59,17 @@ class Exported:
     images: str
     sizes: dict[str, int]
     latencies: dict[tuple[str, int], float]
+
+
+def run(settings: ExportSettings) -> int:
+    """Export as the command line says."""
+    try:
+        exported = export_model(settings)
+    except ExportRefused as refusal:
+        print(f"export: {refusal}", file=sys.stderr)
+        return 1
+    _show(exported, settings)
+    return 0
 
 
 def export_model(settings: ExportSettings) -> Exported:
@@ -110,7 +123,7 @@ def export_model(settings: ExportSettings) -> Exported:
     return Exported(files[::-1], agreement, job.check.name, sizes, latencies)
 
 
-def show_export(exported: Exported, settings: ExportSettings) -> None:
+def _show(exported: Exported, settings: ExportSettings) -> None:
     """Print the comparison with PyTorch, that with fp32 if there is one, and the files."""
     found = exported.agreement
     sizes = ", ".join(map(str, found.batch_sizes))

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torchvision.transforms import InterpolationMode
 
-from zerovision.delivery.calibration import NONE_OF_THESE, Calibration
+from zerovision.delivery.calibration import NONE_OF_THESE, PLAIN, Calibration
 from zerovision.delivery.export.output_folder import SHRINK_TO
-from zerovision.delivery.views import Views, probabilities_of
+from zerovision.delivery.views import probabilities_of
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.thin_images import FILTERS, resize_weights
@@ -53,7 +53,7 @@ class FromPictures(nn.Module):
                 f"{BYTES}, resized by {' or '.join(mode.value for mode in FILTERS)}: leave it out."
             )
         self.is_multilabel = thresholds_of(metadata) is not None
-        self.views = Views(calibration.flip, calibration.shift_pixels) if calibration else Views()
+        self.views = calibration.views if calibration else PLAIN
         for name in ("mean", "std"):  # vectors, which stay as they are where matrices are stored in 16 bits
             self.register_buffer(name, torch.tensor(getattr(self.preprocessing, name)), persistent=False)
         bars = (255 * torch.tensor(self.preprocessing.mean, dtype=torch.float64)).round().clamp(0, 255).float()

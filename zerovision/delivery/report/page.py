@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,20 @@ from zerovision.delivery.report.incidents import find_incidents
 from zerovision.delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, sample_images
 from zerovision.delivery.report.run_files import names_of, read_run
 from zerovision.delivery.report.training_curves import STYLES, overlaid_charts, rate_search_chart, single_run_charts
+from zerovision.delivery.settings import ReportSettings
+from zerovision.delivery.trained_model import find_run
 from zerovision.training.base.atomic_write import replacing
-from zerovision.training.base.errors import UserError
-from zerovision.training.base.run_folder import ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, TYPICAL, WORST
+from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.run_folder import (
+    ENVIRONMENT,
+    EVALUATION,
+    LEARNING_RATE,
+    METRICS,
+    REPORT,
+    SCORES,
+    TYPICAL,
+    WORST,
+)
 
 TEMPLATE = Path(__file__).resolve().parent / "template"
 RELOAD_SECONDS = 4
@@ -33,6 +45,21 @@ LARGEST_SHARE_OF_TIME = 0.1  # for writing: the training needs the processor too
 # A run writes its evaluation after its last line, so the page is written until nothing has changed for a while.
 POLLS_AFTER_THE_END = 3
 POLLS_WITHOUT_CHANGE = 30  # after which the page is written again: the run may count as crashed now
+
+
+def run(settings: ReportSettings) -> int:
+    """Write the page as the command line says, and with --watch keep it up to date."""
+    folders = [*dict.fromkeys(map(find_run, settings.runs))]
+    default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
+    output = Path(os.path.expanduser(settings.output)) if settings.output else default
+    if settings.watch:
+        watch(folders, output, print)
+    else:
+        write_report(folders, output)
+    for sentence in compare(folders):
+        print(printable(sentence))
+    print(f"report       {output}")
+    return 0
 
 
 def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = False) -> bool:

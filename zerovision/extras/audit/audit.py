@@ -14,7 +14,8 @@ import timm
 import torch
 from torch import nn
 
-from zerovision.delivery.evaluation_data import EvaluationChoice, audit_options
+from zerovision.delivery.evaluation_data import audit_options
+from zerovision.delivery.settings import ImageSettings
 from zerovision.delivery.trained_model import find_model, slug
 from zerovision.extras.audit.catalogue import Catalogue, embeddings, groups_of_table, picture_features
 from zerovision.extras.audit.copies import find_copies
@@ -33,6 +34,8 @@ from zerovision.extras.audit.findings import (
 )
 from zerovision.extras.audit.labels import doubt_labels, outliers
 from zerovision.extras.audit.output import FIXED, FIXES, PAGE, check_output, read_fixes, write_audit, write_fixed
+from zerovision.extras.settings import AuditSettings
+from zerovision.models import TIMM_PREFIX
 from zerovision.models.build import build_model
 from zerovision.models.timm_models import check_timm_name
 from zerovision.training.base.atomic_write import errors_of_writing, replacing
@@ -49,36 +52,33 @@ from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabi
 
 SMALL_CLASS = 10  # training images
 LEAST_ACCURACY = 0.8  # of a classifier that may doubt labels
-TIMM, QUERIES_AT_ONCE = "timm:", 256
+QUERIES_AT_ONCE = 256
 
 
-def audit(
-    data: str, *, run: str = "", data_root: str = "", max_megapixels: int = 0, fixes: str = "", output: str = ""
-) -> dict[str, Any]:
+def run(settings: AuditSettings) -> int:
+    """Audit as the command line says."""
+    audit(settings)
+    return 0
+
+
+def audit(settings: AuditSettings) -> dict[str, Any]:
     """Audit a data set, write the files, print a summary; return what audit.json contains beside the findings.
-
-    Args:
-        data: as `--data` of a training.
-        run: a run's name or folder, which says how the data is divided, and whose model judges; `timm:NAME`, a network
-            with its published weights that judges; empty: as by default, and by the pictures alone.
-        data_root: folder of torchvision's data sets; default: the run's own.
-        max_megapixels: of the largest image file, as in training; 0: the run's own.
-        fixes: a list of fixes to make instead of looking for some; empty without.
-        output: the folder; default: logs/audits/DATA.
 
     Raises:
         UserError: for a mistake in the arguments, data that cannot be loaded, and files that cannot be written.
     """
+    data, run = settings.data, settings.run
     place = os.path.basename(os.path.abspath(os.path.expanduser(data)))
     default = log_folder() / "audits" / (slug(place) or "data")
-    folder = Path(os.path.expanduser(output)) if output else default
+    folder = Path(os.path.expanduser(settings.output)) if settings.output else default
     check_output(folder)
-    is_published = run.startswith(TIMM)
+    is_published = run.startswith(TIMM_PREFIX)
     model = find_model(run) if run and not is_published else None
     config = (model.config() if model else None) or TrainConfig()
     trained = load_model(model.weights) if model else None
     seen_as = trained[1]["preprocessing"] if trained else None
-    options = audit_options(config, EvaluationChoice(data, data_root=data_root, max_megapixels=max_megapixels), seen_as)
+    images = ImageSettings(data=data, data_root=settings.data_root, max_megapixels=settings.max_megapixels)
+    options = audit_options(config, images, seen_as)
     datasets = load_data(options)
     if is_published:
         trained = _published(run, datasets)
@@ -87,10 +87,10 @@ def audit(
     if trained and wanted != values:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {values}: convert it.")
     catalogue = Catalogue(datasets, groups_of_table(options))
-    if fixes and not catalogue.are_files:
+    if settings.fixes and not catalogue.are_files:
         raise UserError("--fixes: these images are no files, so no table can name them: change the arrays instead.")
-    if fixes:
-        return _fix(folder, read_fixes(Path(os.path.expanduser(fixes)), catalogue), catalogue)
+    if settings.fixes:
+        return _fix(folder, read_fixes(Path(os.path.expanduser(settings.fixes)), catalogue), catalogue)
     findings, found_fixes, notes = _examine(catalogue, trained, model.run if model else None)
     order = list(KINDS)
     findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
@@ -107,8 +107,8 @@ def audit(
 
 def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]:
     """Return a network of timm's with its published weights, and how its images are prepared."""
-    check_timm_name(name.removeprefix(TIMM))
-    facts: Any = timm.get_pretrained_cfg(name.removeprefix(TIMM))
+    check_timm_name(name.removeprefix(TIMM_PREFIX))
+    facts: Any = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     size = facts.input_size[-1]
     network = build_model(
         name,

@@ -79,6 +79,8 @@ class OneLineParser(argparse.ArgumentParser):
         """
 
         def convert(word: str) -> Any:
+            if word == options.get("default"):  # which argparse converts, too
+                return word
             try:
                 return read(word)
             except ValueError:

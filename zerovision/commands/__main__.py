@@ -1,0 +1,15 @@
+"""`python -m zerovision.commands NAME ...`: a command without a checkout."""
+
+from __future__ import annotations
+
+import sys
+
+from zerovision.commands import COMMANDS, main
+from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
+
+name = sys.argv[1] if len(sys.argv) > 1 else ""
+if name not in COMMANDS:
+    print(f"expected a command: {', '.join(COMMANDS)}", file=sys.stderr)
+    sys.exit(USER_ERROR_EXIT_CODE)
+del sys.argv[1]
+sys.exit(main(name))

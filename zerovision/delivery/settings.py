@@ -1,0 +1,237 @@
+"""The settings of the commands that use a trained model, or pack a data set: their flags, and their help."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+
+from zerovision.delivery.export import FORMATS, PRECISIONS, check_choice
+from zerovision.delivery.trained_model import find_model, find_run
+from zerovision.models import LARGEST_IMAGE_SIZE
+from zerovision.training.base.settings import LARGEST_BATCH
+from zerovision.training.config.command_line import OneLineParser
+from zerovision.training.config.command_settings import (
+    CommandSettings,
+    choice,
+    number,
+    switch,
+    text,
+    word,
+    words_behind,
+)
+from zerovision.training.data import BAD_IMAGES_USAGE, DATASETS
+from zerovision.training.data.settings import MOST_MEGAPIXELS
+
+LARGEST_TOP_K = 1000
+MOST_IMAGES, MOST_THREADS, LARGEST_SHARD_MB = 10**6, 256, 100_000
+USAGES = ", ".join(entry.usage for entry in DATASETS.values())
+SPLITS = ("auto", "val", "test", "train", "all")
+DEVICES = ("cpu", "cuda")
+OF_DATASETS = "Folder of torchvision data sets; default: the run's own."
+OF_DEVICE = "Default: a GPU if there is one."
+OF_MEGAPIXELS = "Largest image that is read; default: the run's."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings(CommandSettings):
+    """What names a model."""
+
+    model: str = word("RUN_OR_WEIGHTS", "A run's name or folder, or a safetensors file.")
+
+    def look(self) -> None:
+        """See `CommandSettings.look`."""
+        find_model(self.model)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSettings(CommandSettings):
+    """What names the images to look at; empty values mean those of the run."""
+
+    data: str = text(f"Images to use: {USAGES}; default: the run's own.")
+    data_root: str = text(OF_DATASETS)
+    path_column: str = text("Column of a table with the paths; default: the run's.")
+    label_column: str = text("Column of a table with the classes; default: the run's.")
+    bad_images: str = text(f"{BAD_IMAGES_USAGE}, as in training; default: the run's.", metavar="MODE")
+    max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
+    allow_missing_classes: bool = switch("Use data that lacks some of the model's classes.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViewSettings(CommandSettings):
+    """Which views of an image are averaged, see `zerovision.delivery.views`."""
+
+    flip: bool = switch("Average the probabilities of each image and its mirror image.")
+    shift_pixels: int = number(
+        0, 0, LARGEST_IMAGE_SIZE, "Average those of each image and it shifted along its diagonal, both ways; 0: none."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateSettings(ViewSettings, ImageSettings, ModelSettings):
+    """Evaluates a trained model: exact scores, and the images on which it errs.
+
+    python scripts/evaluate.py digits                                   # a run's name, on what it held out
+    python scripts/evaluate.py logs/runs/digits --data ~/more-photos    # other images: one folder per class
+    python scripts/evaluate.py model.safetensors --data digits
+    torchrun --nproc_per_node=2 scripts/evaluate.py digits              # the same numbers, faster
+
+    Writes scores.json, per_class.csv, confusion.csv, confusion.png, worst.csv and worst.png. What is averaged is scored
+    beside the plain images. Only safetensors are read.
+    """
+
+    NAME: ClassVar = "evaluate"
+
+    split: str = choice(
+        "auto", SPLITS, "Part of the data; auto: what the run held out, or all of a folder that it was not trained on."
+    )
+    reject: str = text(
+        "Calibrate the model on these images, so that predict.py says 'none of these' below the lowest threshold "
+        "above which so many are right, such as 0.95; below:0.7 gives the threshold itself.",
+        metavar="ACCURACY",
+    )
+    batch_size: int = number(64, 1, LARGEST_BATCH, "Images per rank and forward pass.")
+    precision: str = choice("auto", ("auto", "bf16", "fp16", "fp32"), "As in training.")
+    output: str | None = text("Folder of the files; default: in the run's folder.")
+
+    @classmethod
+    def parser(cls) -> OneLineParser:
+        """Return the parser, which also takes what launchers add."""
+        parser = super().parser()
+        parser.add_local_rank()
+        return parser
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictSettings(ViewSettings, ModelSettings):
+    """Predicts the classes of images with a trained model.
+
+    python scripts/predict.py digits photo.png other.jpg
+    python scripts/predict.py logs/runs/digits ~/photos --output labels.csv
+    find ~/photos -newer last | python scripts/predict.py digits - --format json
+    python scripts/predict.py digits photo.png --explain why          # why/00001-photo.png: what spoke for the label
+    curl -s https://example.org/cat.jpg | python scripts/predict.py digits -
+
+    Exit code: 0 all images were labelled, 1 some could not be read (named on standard error), 2 the arguments are
+    wrong. Only safetensors are read.
+    """
+
+    NAME: ClassVar = "predict"
+
+    images: Iterable[str | Path] = word(
+        "IMAGE", "Files, folders, or -: one image, or paths, on standard input.", nargs="+"
+    )
+    top_k: int = number(3, 1, LARGEST_TOP_K, "Classes named for each image.")
+    format: str = choice(
+        "",
+        ("table", "csv", "json"),
+        "json: one object a line. Default: as --output ends, .csv or .json; else table.",
+    )
+    output: str = text("File to write in place of standard output.")
+    explain: str | bool = text("Write what spoke for the first label, a picture of each image.", metavar="FOLDER")
+    batch_size: int = number(64, 1, LARGEST_BATCH, "Images of one forward pass.")
+    device: str = choice("", DEVICES, OF_DEVICE)
+    decode: str = choice(
+        "", ("cpu", "exact"), "JPEG files shrunk, or in full. Default: as the run; cpu if it is not known."
+    )
+    max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportSettings(ImageSettings, ModelSettings):
+    """Exports a trained model to a file that other programs run, and checks that it computes what the model computes.
+
+    python scripts/export.py digits --format onnx                      # a run's name; for onnxruntime
+    python scripts/export.py digits --format onnx --precision int8     # quantized; prints what that costs and gains
+    python scripts/export.py digits --format onnx --with-preprocessing  # takes pictures, gives probabilities
+    python scripts/export.py logs/runs/digits --format torch-export    # for PyTorch without zerovision
+    python scripts/export.py model.safetensors --format safetensors --precision bf16 --data digits --output ~/models
+
+    Every file is opened again and compared with PyTorch on real images before it gets its name.
+    Exit code: 0 exported, 1 refused because the file differs by too much, 2 the arguments are wrong.
+    """
+
+    NAME: ClassVar = "export"
+
+    format: str = choice(None, [*FORMATS], "; ".join(f"{name}: {one.summary}" for name, one in FORMATS.items()) + ".")
+    precision: str = choice(
+        "fp32", [*PRECISIONS], "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items()) + " (onnx only)."
+    )
+    with_preprocessing: bool = switch(
+        "onnx, torch-export: take pictures of any size, uint8 [N, H, W, C], and give probabilities and classes."
+    )
+    output: str = text("Folder of the files; default: export/ in the run's folder, or beside the weights.")
+    check_images: int = number(0, 1, MOST_IMAGES, "Most validation images to check on; default: all that fit 2 GB.")
+    calibration_images: int = number(256, 1, MOST_IMAGES, "int8: training images that show the activations' ranges.")
+    max_accuracy_loss: float = number(
+        1.0, 0.0, 100.0, "Points of top-1 that the file may lose.", kind="points of top-1"
+    )
+    batch_size: int = number(64, 1, LARGEST_BATCH, "Images of one run, at most.")
+    threads: int = number(1, 1, MOST_THREADS, "Threads of onnxruntime.")
+    split: ClassVar = "val"
+
+    def look(self) -> None:
+        """See `CommandSettings.look`."""
+        check_choice(self.format, self.precision, with_preprocessing=self.with_preprocessing)
+        super().look()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportSettings(CommandSettings):
+    """Write the report of a run, or of several side by side: a single HTML file that needs no network.
+
+    python scripts/report.py digits                                # writes logs/runs/digits/report.html
+    python scripts/report.py digits --watch                        # again whenever the run has logged, until it ends
+    python scripts/report.py digits digits-again --output both.html
+
+    RUN is a run's name in logs/runs, or its folder.
+    """
+
+    NAME: ClassVar = "report"
+
+    runs: Iterable[str] = word("RUN", "A run's name or folder; several are compared.", nargs="+")
+    output: str = text("File to write; default: report.html in the run's folder, or here for several.")
+    watch: bool = switch("Write it again while the run trains, until it ends.")
+
+    def look(self) -> None:
+        """See `CommandSettings.look`."""
+        for run in self.runs:
+            find_run(run)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublishSettings(ModelSettings):
+    """Sends a finished run's model to the Hugging Face hub: weights, model card, class names, timm's config.json.
+
+    python scripts/publish.py digits my-team/digits --dry-run   # lists what would be sent, without a network
+    python scripts/publish.py digits my-team/digits             # private, unless --public
+
+    The token is HF_TOKEN's, or that of `hf auth login`.
+    """
+
+    NAME: ClassVar = "publish"
+
+    repository: str = word("ORG/NAME", "On the hub; made if there is none.")
+    public: bool = switch("A new one is public, not private.")
+    dry_run: bool = switch("Say what would be sent, without a network.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackSettings(CommandSettings):
+    """Packs a data set into tar files of WebDataset's layout, with an index each, and checks what it wrote.
+
+    python scripts/pack.py ~/photos ~/packed                              # then --data ~/packed trains on them
+    python scripts/pack.py list.csv packed --shard-mb 100 -- --val-fraction 0.1
+    python scripts/pack.py torchvision:CIFAR10 cifar10
+
+    DATA is what --data of a training takes; arguments after -- are the training's own, such as --split-seed. Images
+    keep their bytes, names and parts; training images are shuffled. Exit code: 0 all is packed, 2 it could not be.
+    """
+
+    NAME: ClassVar = "pack"
+
+    data: str = word("DATA", "What --data of a training takes.")
+    output: str = word("OUT", "Folder of the tar files, a new one.")
+    shard_mb: int = number(256, 1, LARGEST_SHARD_MB, "Megabytes of one tar file, about.")
+    training_words: tuple[str, ...] = words_behind()

@@ -1,0 +1,105 @@
+"""The settings of the commands beside training and use: their flags, and their help."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from zerovision.delivery.settings import DEVICES, LARGEST_TOP_K, OF_DATASETS, OF_DEVICE, OF_MEGAPIXELS, ModelSettings
+from zerovision.delivery.trained_model import find_model, find_run
+from zerovision.models import TIMM_PREFIX
+from zerovision.training.config.command_settings import CommandSettings, choice, number, text, word
+from zerovision.training.data.settings import MOST_MEGAPIXELS
+
+MOST_STEPS, LARGEST_PORT = 10**9, 65535
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditSettings(CommandSettings):
+    """Look for mistakes in a data set: the same scene in two parts, or under two labels, copies that were changed.
+
+    python scripts/audit_data.py ~/photos                                  # writes logs/audits/photos
+    python scripts/audit_data.py ~/photos --output ~/photos-audit
+    python scripts/audit_data.py ~/photos --run photos                     # divided as that run divides it
+    python scripts/audit_data.py ~/photos --fixes logs/audits/photos/fixes.csv   # make those that are left in the file
+
+    Writes audit.html, audit.json, fixes.csv and, of files, fixed.csv: the data with the fixes, as a table of its
+    images. Exit code: 0 done, whatever was found, 2 the arguments are wrong.
+    """
+
+    NAME: ClassVar = "audit_data"
+
+    data: str = word("DATA", "As --data of a training.")
+    run: str = text(
+        "A run's name or folder: the data is divided as in its training; or timm:NAME with published weights."
+    )
+    data_root: str = text(OF_DATASETS)
+    max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
+    fixes: str = text("A fixes.csv, changed or not: write the table of it, and no more.")
+    output: str = text("Folder of the files; default: logs/audits/DATA.")
+
+    def look(self) -> None:
+        """See `CommandSettings.look`."""
+        if self.run and not self.run.startswith(TIMM_PREFIX):
+            find_model(self.run)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings(ModelSettings):
+    """Serve one model as a page on this machine: drop an image, see its labels and what spoke for the first.
+
+    python scripts/serve.py digits                       # prints the address; Ctrl-C ends it
+    python scripts/serve.py model.safetensors --port 0   # a free port
+
+    It listens on 127.0.0.1 alone unless --host says otherwise; there is no password.
+    """
+
+    NAME: ClassVar = "serve"
+
+    host: str = text("Address or name to listen on; default: this machine alone.", default="127.0.0.1")
+    port: int = number(8000, 0, LARGEST_PORT, "Port to listen on; 0: a free one.")
+    top_k: int = number(5, 1, LARGEST_TOP_K, "Labels for each image.")
+    device: str = choice("", DEVICES, OF_DEVICE)
+    max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplaySettings(CommandSettings):
+    """Train one step of a run again, from the checkpoint before it, and show what it was given and what it did.
+
+    python scripts/replay.py digits --step 100      # writes logs/runs/digits/replay-100: batch.png, step.json
+
+    Exit code: 0 its bytes are those of the run, or the run has no hashes (--log-hashes), 1 they differ, 2 a mistake.
+    """
+
+    NAME: ClassVar = "replay"
+
+    run: str = word("RUN", "A run's name or folder, in which nothing is changed.")
+    step: int = number(None, 1, MOST_STEPS, "Optimizer step of the run, from 1.")
+    output: str = text("New folder of the files; default: replay-STEP in the run's.")
+
+    def look(self) -> None:
+        """See `CommandSettings.look`."""
+        find_run(self.run)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BisectSettings(CommandSettings):
+    """Find the first step at which two runs differ that should be equal, and what else is different about them.
+
+    bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --run-name a --log-hashes 10
+    bash scripts/launch_distributed.sh mobilenet ddp 1 16 2 --run-name b --log-hashes 10 --gradient-accumulation-steps 2
+    python scripts/bisect_runs.py a b
+
+    Exit code: 0 equal wherever both have hashes, 1 they differ, 2 a mistake.
+    """
+
+    NAME: ClassVar = "bisect_runs"
+
+    first: str = word("RUN", "A run's name or folder.")
+    second: str = word("OTHER_RUN", "That of the run to compare.")
+
+    def look(self) -> None:
+        """See `CommandSettings.look`."""
+        for run in (self.first, self.second):
+            find_run(run)
