@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks.peers.job import mean_cross_entropy
 from zerovision.models.build import BuiltModel
+from zerovision.models.weights_metadata import Description
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
@@ -70,7 +71,7 @@ def make_engine(
         tensor_parallel=world.tensor.size,
         pipeline_parallel=world.pipeline.size,
     )
-    model = BuiltModel(module.to(world.device), {})
+    model = BuiltModel(module.to(world.device), Description("basic_cnn", None, 2, 8))
     setup, name = set_up_engine(config, model, read_strategy_json(strategy), precision, world, compiles=compiles)
     images = {"records_graphs": graphs_of is not None, "image_shape": graphs_of or image_shape}
     built = build_engine(dataclasses.replace(setup, **images), name)

@@ -6,9 +6,9 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from zerovision.models.image_size import as_names, create_for_image_size, set_st
 from zerovision.models.sides import ImageSize
 from zerovision.models.timm_models import adapt_weights, check_drop_path, check_dropout, create
 from zerovision.models.weights_file import StateDict, load_weights_file
+from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError, one_line
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
@@ -31,10 +32,8 @@ class BuiltModel:
 
     module: nn.Module
     """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings, see `ProjectionHead`."""
-    description: dict[str, Any]
-    """JSON-able, enough for `rebuild_model`: model_type, timm_name, num_classes, image_size (pixels), members
-    (model names of an ensemble), stem_stride_changed {convolution: [old, new]}; image_channels unless 3; embedding, the
-    width of a projection, if one is in the place of the classifier."""
+    description: Description
+    """Enough for `rebuild_model`."""
     notes: list[str] = field(default_factory=list)
     """One-line messages for the log."""
     head_parameter_names: frozenset[str] = frozenset()
@@ -81,9 +80,10 @@ def build_model(
     """
     if pretrained and weights:
         raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
-    description = describe_model(model_type, num_classes, image_size, members, image_channels)
-    if embedding:  # left out otherwise: files of classifiers are as they were
-        description["embedding"] = embedding
+    members = _checked_members(model_type, members)
+    timm_name = model_spec(model_type).timm_name
+    description = Description(model_type, timm_name, num_classes, image_size, members, {}, image_channels, embedding)
+    strides: dict[str, list[int]] = {}
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
@@ -93,9 +93,9 @@ def build_model(
         make = partial(_create, part, rates=rates)
         # Before anything is downloaded for it: the size may not work.
         module, changes = create_for_image_size(
-            make, part["model_type"], image_size, batch_size, image_channels=image_channels, keep_stem=keep_stem
+            make, part.model_type, image_size, batch_size, image_channels=image_channels, keep_stem=keep_stem
         )
-        always = model_spec(part["model_type"]).always_pretrained and pretrained is not None
+        always = model_spec(part.model_type).always_pretrained and pretrained is not None
         if not weights and (pretrained or always):
             fresh, module = module, _create_pretrained(part, make, notes)
             set_strides(module, {name: new for name, (_, new) in changes.items()})
@@ -103,10 +103,10 @@ def build_model(
         modules.append(module)
         heads += [prefix + name for name in as_names(getattr(module, "default_cfg", {}).get("classifier"))]
         for name, (old, new) in changes.items():
-            description["stem_stride_changed"][prefix + name] = [old, new]
-            notes.append(
-                f"{part['model_type']}: stem stride {old} -> {new}, so that {image_size}-pixel images keep detail"
-            )
+            strides[prefix + name] = [old, new]
+            why = f"so that {image_size}-pixel images keep detail"
+            notes.append(f"{part.model_type}: stem stride {old} -> {new}, {why}")
+    description = replace(description, stem_stride_changed=strides)
     module = _assemble(description, modules)
     if weights:
         adapt = partial(_adapt_weights, description)
@@ -117,7 +117,7 @@ def build_model(
     return BuiltModel(module, description, notes, frozenset(head_names))
 
 
-def rebuild_model(description: dict[str, Any]) -> nn.Module:
+def rebuild_model(description: Description) -> nn.Module:
     """Build the network of a `BuiltModel.description` again: random weights, no network connection.
 
     Raises:
@@ -125,11 +125,11 @@ def rebuild_model(description: dict[str, Any]) -> nn.Module:
     """
     with _one_line_for_a_wrong_description():
         module = _assemble(description, [_create(part) for part in _parts(description).values()])
-        set_strides(module, {name: int(new) for name, (_, new) in description["stem_stride_changed"].items()})
+        set_strides(module, {name: new for name, (_, new) in description.stem_stride_changed.items()})
     return module
 
 
-def tensor_mismatch(description: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> str | None:
+def tensor_mismatch(description: Description, shapes: Mapping[str, Sequence[int]]) -> str | None:
     """Return how a description differs from the tensors that are to fill its network, or None; nothing is allocated.
 
     The network is made of tensors that have shapes but no data, so that a file cannot ask for more memory than its own
@@ -171,13 +171,11 @@ def _one_line_for_a_wrong_description() -> Iterator[None]:
         raise UserError(f"this is no description of a model: {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
-def describe_model(
-    model_type: str, num_classes: int, image_size: ImageSize, members: Sequence[str], image_channels: int = 3
-) -> dict[str, Any]:
-    """Return the description of a network before it is built; raise a UserError for names that do not fit."""
-    spec = model_spec(model_type)
-    members = list(members) if spec.takes_members else []
-    if spec.takes_members and len(members) < 2:
+def _checked_members(model_type: str, members: Sequence[str]) -> tuple[str, ...]:
+    """Return the members of an ensemble, () of another model; raise a UserError for names that do not fit."""
+    if not model_spec(model_type).takes_members:
+        return ()
+    if len(members) < 2:
         raise UserError(f"an ensemble needs at least two members, not {len(members)}: --ensemble-members mobilenet,vgg")
     if len(members) > MOST_MEMBERS:
         raise UserError(f"an ensemble has at most {MOST_MEMBERS} members, not {len(members)}: leave some out")
@@ -185,82 +183,65 @@ def describe_model(
         if model_spec(member).takes_members:
             allowed = ", ".join(name for name, spec in MODELS.items() if not spec.takes_members)
             raise UserError(f"'{member}' cannot be a member of an ensemble. Allowed: {allowed}.")
-    # Left out if it is 3: files from before there were others are read, and written, as they were.
-    other_channels = {} if image_channels == 3 else {"image_channels": image_channels}
-    return {
-        "model_type": model_type,
-        "timm_name": spec.timm_name,
-        "num_classes": num_classes,
-        "image_size": image_size,
-        "members": members,
-        "stem_stride_changed": {},
-        **other_channels,
-    }
+    return tuple(members)
 
 
-def channels_of(description: Mapping[str, Any]) -> int:
-    """Return the channels of the images that a described network takes."""
-    return description.get("image_channels", 3)
-
-
-def _parts(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _parts(description: Description) -> dict[str, Description]:
     """Return the description of each member by the prefix of its parameters' names; by '' if there are no members."""
-    if not description["members"]:
+    if not description.members:
         return {"": description}
-    shared: dict[str, Any] = {
-        key: description[key] for key in ("num_classes", "image_size", "image_channels") if key in description
-    }
+    alone = replace(description, members=(), stem_stride_changed={}, embedding=0)
     return {
-        f"members.{i}.": {**shared, "model_type": name, "timm_name": model_spec(name).timm_name}
-        for i, name in enumerate(description["members"])
+        f"members.{i}.": replace(alone, model_type=name, timm_name=model_spec(name).timm_name)
+        for i, name in enumerate(description.members)
     }
 
 
-def _assemble(description: dict[str, Any], parts: list[nn.Module]) -> nn.Module:
-    return Ensemble(parts) if description["members"] else parts[0]
+def _assemble(description: Description, parts: list[nn.Module]) -> nn.Module:
+    return Ensemble(parts) if description.members else parts[0]
 
 
 def _create(
-    part: dict[str, Any],
+    part: Description,
     image_size: ImageSize | None = None,
     *,
     pretrained: bool = False,
     rates: Mapping[str, float] = {},
 ) -> nn.Module:
     """Create a part for the image size of its description, or for another one."""
-    size, given = image_size or part["image_size"], {"pretrained": pretrained, "rates": rates}
-    module = create(_registered(part), part["num_classes"], size, channels_of(part), **given)
-    return put_projection(module, part["model_type"], part["embedding"]) if "embedding" in part else module
+    name, size = _registered(part), image_size or part.image_size
+    module = create(name, part.num_classes, size, part.image_channels, pretrained=pretrained, rates=rates)
+    return put_projection(module, part.model_type, part.embedding) if part.embedding else module
 
 
-def _registered(part: dict[str, Any]) -> str:
+def _registered(part: Description) -> str:
     """Return the name of a part's network in timm's registry, to which one of ours is added."""
-    if module := model_spec(part["model_type"]).module:
+    if module := model_spec(part.model_type).module:
         importlib.import_module(module)
-    return part["timm_name"] or part["model_type"]
+    return part.timm_name or part.model_type
 
 
-def _check_rates(part: dict[str, Any], rates: Mapping[str, float]) -> None:
-    name, model_type = _registered(part), part["model_type"]
+def _check_rates(part: Description, rates: Mapping[str, float]) -> None:
+    name, model_type = _registered(part), part.model_type
     if rates.get("drop_rate"):
         check_dropout(name, model_type, rates["drop_rate"])
     if rates.get("drop_path_rate"):
         check_drop_path(name, model_type, rates["drop_path_rate"])
 
 
-def _adapt_weights(description: dict[str, Any], tensors: StateDict) -> StateDict:
+def _adapt_weights(description: Description, tensors: StateDict) -> StateDict:
     """Return the tensors of the described network for its images, from those for others; or them, if that fails."""
     adapted: StateDict = {}
     for prefix, part in _parts(description).items():
         own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        own = adapt_weights(_registered(part), part["image_size"], channels_of(part), own)
+        own = adapt_weights(_registered(part), part.image_size, part.image_channels, own)
         adapted |= {prefix + key: tensor for key, tensor in own.items()}
     return adapted
 
 
-def _create_pretrained(part: dict[str, Any], make: Callable[..., nn.Module], notes: list[str]) -> nn.Module:
+def _create_pretrained(part: Description, make: Callable[..., nn.Module], notes: list[str]) -> nn.Module:
     """Create a part with the hub's weights, and note what became of its head."""
-    name, timm_name = part["model_type"], part["timm_name"]
+    name, timm_name = part.model_type, part.timm_name
     if timm_name is None:
         raise UserError(f"model '{name}' has no pretrained weights: leave out --pretrained, or give --weights FILE")
     try:
@@ -274,16 +255,16 @@ def _create_pretrained(part: dict[str, Any], make: Callable[..., nn.Module], not
     notes.append(f"{name}: pretrained weights of timm's {timm_name} loaded")
     published = getattr(module, "default_cfg", {})
     hub_classes = published.get("num_classes")
-    if hub_classes not in (None, part["num_classes"]):
-        notes.append(f"{name}: head replaced: {hub_classes} -> {part['num_classes']} classes")
-    if published.get("fixed_input_size") and published["input_size"][-1] != part["image_size"]:
-        notes.append(f"{name}: adapted from images of {published['input_size'][-1]} pixels to {part['image_size']}")
-    if channels_of(part) != 3:
-        notes.append(f"{name}: first layer adapted: 3 -> {channels_of(part)} channels")
+    if hub_classes not in (None, part.num_classes):
+        notes.append(f"{name}: head replaced: {hub_classes} -> {part.num_classes} classes")
+    if published.get("fixed_input_size") and published["input_size"][-1] != part.image_size:
+        notes.append(f"{name}: adapted from images of {published['input_size'][-1]} pixels to {part.image_size}")
+    if part.image_channels != 3:
+        notes.append(f"{name}: first layer adapted: 3 -> {part.image_channels} channels")
     return module
 
 
-def _order_head(part: dict[str, Any], module: nn.Module, fresh: nn.Module, class_names: Sequence[str]) -> Iterator[str]:
+def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_names: Sequence[str]) -> Iterator[str]:
     """Put a published classifier with as many classes as the data in their order, and yield notes about it.
 
     Args:
@@ -293,7 +274,7 @@ def _order_head(part: dict[str, Any], module: nn.Module, fresh: nn.Module, class
         class_names: of the data.
     """
     published = getattr(module, "default_cfg", {})
-    if not class_names or "embedding" in part or published.get("num_classes") != len(class_names):
+    if not class_names or part.embedding or published.get("num_classes") != len(class_names):
         return
     prefixes = tuple(f"{name}." for name in as_names(published.get("classifier")))
     head, random = (
@@ -302,7 +283,7 @@ def _order_head(part: dict[str, Any], module: nn.Module, fresh: nn.Module, class
     )
     head, notes = head_by_name(head, random, class_names, published_classes(published))
     module.load_state_dict(head, strict=False)
-    yield from (f"{part['model_type']}: {note}" for note in notes)
+    yield from (f"{part.model_type}: {note}" for note in notes)
 
 
 class ProjectionHead(nn.Sequential):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zerovision.models.class_order import classes_beside, head_by_name
-from zerovision.models.weights_metadata import WrongMetadata, open_weights, read_facts
+from zerovision.models.weights_metadata import Description, WrongMetadata, open_weights, read_facts
 from zerovision.training.base.errors import UserError, shown
 
 
@@ -24,7 +24,7 @@ def load_weights_file(
     module: nn.Module,
     path: str,
     *,
-    description: Mapping[str, Any],
+    description: Description,
     heads: Iterable[str],
     adapt: Callable[[StateDict], StateDict],
     class_names: Sequence[str] = (),
@@ -53,7 +53,8 @@ def load_weights_file(
     head_keys = {key for key in expected if key.startswith(prefixes)}
     counts = {(len(expected[key]), len(tensors[key])) for key in head_keys & tensors.keys() if tensors[key].ndim}
     found_keys = {key for key in tensors if key.startswith(prefixes)}
-    has_projection = "embedding" in description or "embedding" in facts.get("description", {})
+    theirs: Description | None = facts.get("description")
+    has_projection = bool(description.embedding or (theirs and theirs.embedding))
     is_other_head = has_projection and found_keys != head_keys
     has_none = bool(head_keys) and not found_keys  # as timm publishes features
     if is_other_head or has_none:
@@ -74,10 +75,10 @@ def load_weights_file(
     resized = _other_shapes(expected, tensors, left_out)
     if resized and tensors.keys() == expected.keys():
         tensors = adapt(tensors)
-    _check_same_network(path, description, facts.get("description"), expected, tensors, left_out)
+    _check_same_network(path, description, theirs, expected, tensors, left_out)
     check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
-    notes = [f"weights loaded from {path}", *read_notes, *_other_strides(facts.get("description"), description)]
+    notes = [f"weights loaded from {path}", *read_notes, *_other_strides(theirs or description, description)]
     notes += head_notes
     if has_none:
         notes.append("head added: the file has none, it starts from random weights")
@@ -179,14 +180,14 @@ def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> No
 
 def _check_same_network(
     path: str,
-    ours: Mapping[str, Any],
-    theirs: Mapping[str, Any] | None,
+    ours: Description,
+    theirs: Description | None,
     expected: StateDict,
     tensors: StateDict,
     left_out: set[str],
 ) -> None:
     """Refuse tensors that do not fit; `ours` describes the network, `theirs` that of the file if it is of a run."""
-    model_type = ours["model_type"]
+    model_type = ours.model_type
     missing = [key for key in expected if key not in tensors]
     unexpected = [key for key in tensors if key not in expected]
     if missing or unexpected:
@@ -197,18 +198,18 @@ def _check_same_network(
         )
     for key, shape in _other_shapes(expected, tensors, left_out).items():
         differs = f"{key!r} is {shape} there, {list(expected[key].shape)} here"
-        if theirs and all(theirs[what] == ours[what] for what in ("model_type", "members")):
-            size, channels = theirs["image_size"], theirs.get("image_channels", 3)
-            cure = f"--image-size {size}" if size != ours["image_size"] else f"--image-channels {channels}"
+        if theirs and (theirs.model_type, theirs.members) == (model_type, ours.members):
+            is_size = theirs.image_size != ours.image_size
+            cure = f"--image-size {theirs.image_size}" if is_size else f"--image-channels {theirs.image_channels}"
             raise UserError(f"weights file '{path}' cannot be adapted to such images: {differs}; give {cure}")
         raise UserError(f"weights file '{path}' is of another model than '{model_type}', or another size: {differs}")
 
 
-def _other_strides(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> list[str]:
+def _other_strides(theirs: Description, ours: Description) -> list[str]:
     """Return a note for each layer of the stem whose stride is not that with which one of our files was trained."""
-    there, here = (described["stem_stride_changed"] for described in (theirs or ours, ours))
+    there, here = theirs.stem_stride_changed, ours.stem_stride_changed
     notes = []
-    for name, (usual, _) in (there | here).items():
+    for name, (usual, _) in {**there, **here}.items():
         old, new = (changed.get(name, (usual, usual))[1] for changed in (there, here))
         if old != new:
             notes.append(

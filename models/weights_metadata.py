@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 from safetensors import safe_open
 
@@ -22,7 +22,7 @@ from zerovision.training.base.errors import shown
 # shall write equal files.
 METADATA_KEY = "zerovision"
 METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
-DESCRIPTION_KEYS = ("model_type", "timm_name", "num_classes", "image_size", "members", "stem_stride_changed")
+LEFT_OUT = ("image_channels", "embedding", "fit", "values", "decode")  # files had none of these at first
 
 LARGEST_HEADER = 16 * 2**20  # bytes; the names of the 21,841 classes of the whole ImageNet take half a million
 LONGEST_NAME = 1000  # characters
@@ -41,8 +41,73 @@ class WrongMetadata(ValueError):
     """Metadata that cannot be used; the message continues "weights file '...'"."""
 
 
+class _Section:
+    """A part of the metadata, which checks itself; what `LEFT_OUT` names stands in a file only if it is unusual."""
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Self:
+        """Return what `to_dict` returned, from JSON; other keys are passed over.
+
+        Raises:
+            WrongMetadata: if a value is missing, has the wrong type, or is out of bounds.
+        """
+        _check(isinstance(value, dict), cls.__name__.lower(), value, "an object")
+        names = [each.name for each in fields(cls) if each.name in value or each.name not in LEFT_OUT]  # type: ignore[arg-type]
+        found = _entries(value, names)
+        return cls(**{name: tuple(one) if isinstance(one, list) else one for name, one in found.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        usual = {name: getattr(type(self), name, None) for name in LEFT_OUT}
+        values = {name: [*one] if isinstance(one, tuple) else one for name, one in vars(self).items()}
+        return {name: one for name, one in values.items() if name not in usual or one != usual[name]}
+
+
 @dataclass(frozen=True)
-class Preprocessing:
+class Description(_Section):
+    """What a network is: enough for `zerovision.models.build.rebuild_model`.
+
+    Attributes:
+        model_type: A name of `MODELS`, or `timm:<name>`.
+        timm_name: The network's name in timm; None of ours, and of an ensemble.
+        num_classes: Width of the head.
+        image_size: Of the images, in pixels.
+        members: Model names of an ensemble's.
+        stem_stride_changed: [old, new] by the name of the convolution.
+        image_channels: Of the images.
+        embedding: Width of a projection in the place of the classifier; 0 for a classifier.
+    """
+
+    model_type: str
+    timm_name: str | None
+    num_classes: int
+    image_size: ImageSize
+    members: tuple[str, ...] = ()
+    stem_stride_changed: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    image_channels: int = 3
+    embedding: int = 0
+
+    def __post_init__(self) -> None:
+        strides = self.stem_stride_changed
+        _check(type(self.num_classes) is int, "num_classes", self.num_classes, "a whole number")
+        _check(isinstance(self.members, tuple), "members", self.members, "a list of names")
+        _check(len(self.members) <= MOST_MEMBERS, "members", self.members, f"at most {MOST_MEMBERS} names")
+        _check(isinstance(strides, dict), "stem_stride_changed", strides, "an object")
+        _check_names("members", self.members)
+        _check_names("stem_stride_changed", strides)
+        _check_names("model_type", [self.model_type])
+        _check_names("timm_name", [] if self.timm_name is None else [self.timm_name])
+        _check_size("image_size", self.image_size, LARGEST_IMAGE_SIZE)
+        for pair in strides.values():
+            _check(isinstance(pair, list) and len(pair) == 2, "stem_stride_changed", pair, "[old, new]")
+            for stride in pair:
+                _check_whole("stem_stride_changed", stride, LARGEST_STRIDE)
+        _check_whole("image_channels", self.image_channels, MOST_IMAGE_CHANNELS)
+        _check_whole("embedding", self.embedding, LARGEST_EMBEDDING, least=0)
+
+
+@dataclass(frozen=True)
+class Preprocessing(_Section):
     """How an image becomes the input of a network: decoded, resized, cropped or padded, and normalised.
 
     Attributes:
@@ -55,9 +120,6 @@ class Preprocessing:
         fit: "pad" if the image keeps its shape between bars of the mean's colour, else "".
         values: Type of the numbers, one of `VALUE_TYPES`; whole ones are scaled as torchvision's `ToDtype` does it.
         decode: "exact" or "numbers" if files are not shrunk while they are decoded, else "".
-
-    Raises:
-        WrongMetadata: if a value has the wrong type, or is out of bounds.
     """
 
     image_size: ImageSize
@@ -83,23 +145,6 @@ class Preprocessing:
         _check_choice("fit", self.fit, ("", "pad"))
         _check_choice("values", self.values, VALUE_TYPES)
         _check_choice("decode", self.decode, ("", "exact", "numbers"))
-
-    @classmethod
-    def from_dict(cls, value: Any) -> Preprocessing:
-        """Return what `to_dict` returned, from JSON; other keys are left out."""
-        _check(isinstance(value, dict), "preprocessing", value, "an object")
-        _entries(value, ("image_size", "resize_size", "mean", "std", "interpolation"))
-        names = [field.name for field in fields(cls) if field.name in value]
-        given: dict[str, Any] = {
-            name: tuple(value[name]) if isinstance(value[name], list) else value[name] for name in names
-        }
-        return cls(**given)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON; what files had no key for at first is left out where it is as then."""
-        values = {name: [*one] if isinstance(one, tuple) else one for name, one in vars(self).items()}
-        usual = {"fit": "", "values": BYTES, "decode": ""}
-        return {name: value for name, value in values.items() if name not in usual or value != usual[name]}
 
     @property
     def channels(self) -> int:
@@ -160,9 +205,12 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     class_names = facts["class_names"]
     _check(isinstance(class_names, list) and len(class_names) > 0, "class_names", class_names, "a list of names")
     _check_names("class_names", class_names)
-    facts["description"] = _checked_description(facts["description"], len(class_names))
-    channels = facts["description"].get("image_channels", 3)
+    facts["description"] = description = Description.from_dict(facts["description"])
+    if description.num_classes != len(class_names):
+        classes = shown(description.num_classes)
+        raise WrongMetadata(f"contradicts itself: {len(class_names)} class names, but {classes} classes")
     facts["preprocessing"] = preprocessing = Preprocessing.from_dict(facts["preprocessing"])
+    channels = description.image_channels
     _check(preprocessing.channels == channels, "mean", [*preprocessing.mean], f"{channels} number(s)")
     _check_extra(facts["extra"])
     return facts
@@ -173,34 +221,6 @@ def _entries(section: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
         if key not in section:
             raise WrongMetadata(f"lacks the metadata '{key}': it is not the model.safetensors of a run")
     return {key: section[key] for key in keys}
-
-
-def _checked_description(value: Any, named: int) -> dict[str, Any]:
-    """Return a `BuiltModel.description` of a model with as many classes as are named."""
-    _check(isinstance(value, dict), "description", value, "an object")
-    found = _entries(value, DESCRIPTION_KEYS)
-    classes, members, strides = found["num_classes"], found["members"], found["stem_stride_changed"]
-    _check(type(classes) is int, "num_classes", classes, "a whole number")
-    if classes != named:
-        raise WrongMetadata(f"contradicts itself: {named} class names, but {shown(classes)} classes")
-    _check(
-        isinstance(members, list) and len(members) <= MOST_MEMBERS, "members", members, f"at most {MOST_MEMBERS} names"
-    )
-    _check(isinstance(strides, dict), "stem_stride_changed", strides, "an object")
-    _check_names("members", members)
-    _check_names("stem_stride_changed", strides)
-    _check_names("model_type", [found["model_type"]])
-    _check_names("timm_name", [] if found["timm_name"] is None else [found["timm_name"]])
-    _check_size("image_size", found["image_size"], LARGEST_IMAGE_SIZE)
-    for pair in strides.values():
-        _check(isinstance(pair, list) and len(pair) == 2, "stem_stride_changed", pair, "[old, new]")
-        for stride in pair:
-            _check_whole("stem_stride_changed", stride, LARGEST_STRIDE)
-    for name, largest in (("image_channels", MOST_IMAGE_CHANNELS), ("embedding", LARGEST_EMBEDDING)):
-        if name in value:
-            _check_whole(name, value[name], largest)
-            found[name] = value[name]
-    return found
 
 
 def _check_extra(value: Any) -> None:
@@ -216,8 +236,9 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return levels < 0 or any(_is_deeper(child, levels - 1) for child in children)
 
 
-def _check_whole(name: str, value: Any, largest: int) -> None:
-    _check(type(value) is int and 1 <= value <= largest, name, value, f"a whole number from 1 to {largest}")
+def _check_whole(name: str, value: Any, largest: int, least: int = 1) -> None:
+    is_right = type(value) is int and least <= value <= largest
+    _check(is_right, name, value, f"a whole number from {least} to {largest}")
 
 
 def _check_size(name: str, value: Any, largest: int) -> None:

@@ -30,6 +30,7 @@ from tests.training.engine_ranks import (
 )
 from zerovision.models.build import BuiltModel
 from zerovision.models.ensemble import Ensemble
+from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import RunEnded
 from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.progress import Progress
@@ -188,7 +189,7 @@ class Job:
             found, self.refused = choose(candidates, world)
             assert found is not None, self.refused
         if tuning != "full":
-            description = {"image_size": 8, "image_channels": image_channels}
+            description = Description("basic_cnn", None, 2, 8, image_channels=image_channels)
             tune(BuiltModel(self.module, description, head_parameter_names=HEAD), tuning)
             self.folder.mkdir(exist_ok=True)
             parameters = frozen_parameters(self.module)

@@ -20,6 +20,7 @@ from tests.training.engine_ranks import configuration, whole_tensors
 from tests.training.out_of_memory_ranks import run
 from zerovision.models import tensor_plan
 from zerovision.models.build import BuiltModel
+from zerovision.models.weights_metadata import Description
 from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
@@ -125,7 +126,12 @@ def divided_steps(
     )
     with mock.patch.object(tensor_plan, "WIDE_HEAD", wide_head or tensor_plan.WIDE_HEAD):
         setup, engine_name = set_up_engine(
-            config, BuiltModel(network, {}), read_strategy_json(strategy), precision, world, compiles=False
+            config,
+            BuiltModel(network, Description("basic_cnn", None, 2, 8)),
+            read_strategy_json(strategy),
+            precision,
+            world,
+            compiles=False,
         )
     engine = build_engine(dataclasses.replace(setup, image_shape=(3, pixels, pixels)), engine_name)
     step_of = (Accumulate if pipeline == 1 else Pipelined)(lambda logits, batch: sample_losses(logits, batch.labels))

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.rounding import assert_same_but_rounding
 from zerovision.models.build import BuiltModel
+from zerovision.models.weights_metadata import Description
 from zerovision.training import setup
 from zerovision.training.base.run_folder import WEIGHTS
 from zerovision.training.checkpoint.weights import load_model
@@ -181,7 +182,7 @@ def test_a_network_that_computes_other_features_in_training_is_refused(source, m
         names = frozenset(f"{head}.{kind}" for head in heads for kind in ("weight", "bias"))
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in names or "noise" in name)
-        description = {"model_type": "basic_cnn", "image_size": 8, "num_classes": 10, "members": []}
+        description = Description("basic_cnn", None, num_classes=10, image_size=8)
         return BuiltModel(module, description, head_parameter_names=names), None
 
     monkeypatch.setattr(setup, "build_training_model", build)

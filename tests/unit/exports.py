@@ -45,7 +45,7 @@ def train_on_digits(epochs: int = 3):
 def save_run(folder: Path, built, data, **config) -> Path:
     """Write what a run leaves: its weights and its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"model_type": built.description["model_type"], "image_size": IMAGE_SIZE, **config}
+    values = {"model_type": built.description.model_type, "image_size": IMAGE_SIZE, **config}
     (folder / "config.json").write_text(json.dumps(values))
     save_weights(
         folder / "model.safetensors",

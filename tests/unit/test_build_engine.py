@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from tests.rounding import ROUNDING
 from zerovision.models.build import BuiltModel
-from zerovision.models.weights_metadata import Preprocessing
+from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines import compilation
@@ -228,7 +228,11 @@ def test_a_later_start_finds_what_was_compiled(kept_file, tmp_path, monkeypatch)
 def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
     """PyTorch's SyncBatchNorm replaces the layers that a flat stack such as VGG's recomputes."""
     stack = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.BatchNorm2d(4))
-    monkeypatch.setattr(model_module, "build_model", lambda *_, **__: BuiltModel(nn.Sequential(stack), {}))
+    monkeypatch.setattr(
+        model_module,
+        "build_model",
+        lambda *_, **__: BuiltModel(nn.Sequential(stack), Description("basic_cnn", None, 2, 8)),
+    )
     monkeypatch.setattr(model_module, "agreed", lambda action, _world: action())
     config = TrainConfig(activation_checkpointing=True, sync_batchnorm=True)
     data = SimpleNamespace(class_names=["a", "b"], preprocessing=Preprocessing(8, None, (0.5,) * 3, (0.5,) * 3))

@@ -284,7 +284,7 @@ def test_models_take_a_projection(model):
         built = build_model(model, num_classes=CLASSES, image_size=32 if model != "timm:vit_tiny_patch16_224" else 64)
     head = sorted(built.head_parameter_names)
     with torch.device("meta"):
-        projected = build_model(model, num_classes=CLASSES, image_size=built.description["image_size"], embedding=128)
+        projected = build_model(model, num_classes=CLASSES, image_size=built.description.image_size, embedding=128)
     assert len(projected.head_parameter_names) == 4
     assert not {*head} & projected.head_parameter_names
 
@@ -321,7 +321,7 @@ def test_a_classifiers_weights_begin_the_training_of_features(tmp_path):
 
 def test_what_tells_no_classes_is_not_used_as_a_classifier(trained):
     path, _ = trained
-    assert read_metadata(path)["description"]["embedding"] == 128
+    assert read_metadata(path)["description"].embedding == 128
     with pytest.raises(UserError, match=r"--loss supcon and tells no classes apart yet.*--tune head"):
         load_model(path)
 

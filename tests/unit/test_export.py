@@ -223,7 +223,7 @@ def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, mon
     _, data = trained
     torch.manual_seed(0)
     built = build_model("timm:resnet18", num_classes=10, image_size=IMAGE_SIZE)
-    assert built.description["stem_stride_changed"]
+    assert built.description.stem_stride_changed
     folder = save_run(tmp_path / "run", built, data)
     words = ("--format", "safetensors", "--precision", precision, "--check-images", "8", "--max-accuracy-loss", "100")
     assert run_export(monkeypatch, folder, *words) == 0

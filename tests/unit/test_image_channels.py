@@ -20,7 +20,8 @@ from tests.rounding import ROUNDING, assert_same_but_rounding
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.models import MODELS
-from zerovision.models.build import build_model, channels_of, rebuild_model
+from zerovision.models.build import build_model, rebuild_model
+from zerovision.models.weights_metadata import Description
 from zerovision.planning.plan_command import parse
 from zerovision.planning.run_workload import workload_of
 from zerovision.training.base.errors import UserError
@@ -180,14 +181,14 @@ def test_every_model_takes_them_and_its_description_says_so(model_type, channels
     with torch.device("meta"):
         built = build_model(model_type, num_classes=5, image_size=64, image_channels=channels, pretrained=None)
         assert built.module.eval()(torch.empty(2, channels, 64, 64)).shape == (2, 5)
-        again = rebuild_model(json.loads(json.dumps(built.description)))
+        again = rebuild_model(Description.from_dict(json.loads(json.dumps(built.description.to_dict()))))
     shapes = {name: tensor.shape for name, tensor in again.state_dict().items()}
     assert shapes == {name: tensor.shape for name, tensor in built.module.state_dict().items()}
-    assert channels_of(built.description) == channels
+    assert built.description.image_channels == channels
 
 
 def test_a_description_for_rgb_is_as_before():
-    assert "image_channels" not in build_model("basic_cnn", num_classes=5, image_size=32).description
+    assert "image_channels" not in build_model("basic_cnn", num_classes=5, image_size=32).description.to_dict()
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 3), (4, 3), (3, 1), (3, 4), (4, 1)])
@@ -250,7 +251,7 @@ def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert_same_but_rounding(tensor, module.state_dict()[name], 10 * ROUNDING, name)
     facts = json.loads((folder / "environment.json").read_text())
-    assert channels_of(facts["model"]) == 5
+    assert facts["model"]["image_channels"] == 5
     with pytest.raises(UserError, match=r"read as 1 .* not as 5"):
         next(predict(folder, [tmp_path / "a.png"]))
     with pytest.raises(UserError, match=r"have 1 channel.* not as 5"):

@@ -98,7 +98,7 @@ def build(model: str):
 
 def test_the_network_is_made_for_the_validation_images():
     built, flops = build("basic_cnn")
-    assert built.description["image_size"] == 48
+    assert built.description.image_size == 48
     assert flops is None, "the operations of one size would be wrong for the others"
 
 

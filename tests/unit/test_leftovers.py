@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from zerovision.launch.launch_folder import make_temporary_folder, remove_abandoned
 from zerovision.launch.process_tree import MARK
-from zerovision.models.weights_metadata import Preprocessing
+from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.atomic_write import (
     SECONDS_OF_OTHERS,
     remove_leftovers,
@@ -105,7 +105,7 @@ WRITERS = {
     "zerovision.training.checkpoint.weights": lambda path: save_weights(
         path,
         {"a": torch.zeros(2)},
-        description={},
+        description=Description("basic_cnn", None, 2, 8),
         class_names=[],
         preprocessing=Preprocessing(8, None, (0.5,), (0.5,)),
     ),

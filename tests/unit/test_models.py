@@ -30,7 +30,7 @@ from zerovision.models.build import BuiltModel, build_model, rebuild_model
 from zerovision.models.cnn_lstm import HAS_BF16
 from zerovision.models.dry_run import forward_failure
 from zerovision.models.ensemble import Ensemble
-from zerovision.models.weights_metadata import METADATA_KEY
+from zerovision.models.weights_metadata import METADATA_KEY, Description, WrongMetadata
 from zerovision.training.base.errors import UserError
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 
@@ -108,7 +108,7 @@ def test_real_forward_head_and_a_rebuild_from_the_description(model_type):
     assert built.head_parameter_names
     assert built.head_parameter_names < parameters.keys()
     assert {len(parameters[name]) for name in built.head_parameter_names} == {5}
-    rebuilt = rebuild_model(json.loads(json.dumps(built.description)))
+    rebuilt = rebuild_model(Description.from_dict(json.loads(json.dumps(built.description.to_dict()))))
     rebuilt.load_state_dict(built.module.state_dict())
     assert torch.equal(rebuilt.eval()(images), logits)
 
@@ -182,7 +182,7 @@ def test_a_network_that_fake_tensors_do_not_take_is_not_refused():
 
 def test_small_images_lower_the_stem_stride():
     built = build("timm:resnet18", image_size=32)
-    assert built.description["stem_stride_changed"] == {"conv1": [2, 1]}
+    assert built.description.stem_stride_changed == {"conv1": [2, 1]}
     assert any("stem stride 2 -> 1" in note for note in built.notes)
     images = torch.randn(2, 3, 32, 32)
     network = timm.create_model("resnet18", num_classes=5)
@@ -195,7 +195,7 @@ def test_small_images_lower_the_stem_stride():
 
 def test_a_kept_stem_is_timms_own():
     built = build("timm:resnet18", image_size=32, keep_stem=True)
-    assert built.description["stem_stride_changed"] == {}
+    assert built.description.stem_stride_changed == {}
     network, images = timm.create_model("resnet18", num_classes=5), torch.randn(2, 3, 32, 32)
     network.load_state_dict(built.module.state_dict())
     with torch.no_grad():
@@ -213,22 +213,22 @@ def test_a_kept_stem_is_timms_own():
 )
 def test_other_stems_stay(model_type, image_size):
     built = build(model_type, image_size=image_size)
-    assert built.description["stem_stride_changed"] == {}
+    assert built.description.stem_stride_changed == {}
     assert built.module(torch.randn(2, 3, image_size, image_size)).shape == (2, 5)
 
 
 @pytest.mark.parametrize("damage", [{"stem_stride_changed": {"head": [2, 1]}}, {"model_type": "nope"}, {"members": 3}])
 def test_a_damaged_description_is_refused(damage):
-    with pytest.raises(UserError):
-        rebuild_model({**build("mobilenet").description, **damage})
-    with pytest.raises(UserError, match="no description"):
-        rebuild_model({})
+    with pytest.raises((UserError, WrongMetadata)):
+        rebuild_model(Description.from_dict(build("mobilenet").description.to_dict() | damage))
+    with pytest.raises(WrongMetadata, match="lacks the metadata 'model_type'"):
+        Description.from_dict({})
 
 
 @pytest.mark.parametrize("model_type", ["mobilenet", "timm:convnext_atto"])
 def test_drop_path_is_timms_and_changes_neither_weights_nor_description(model_type):
     built, plain = build(model_type, drop_path=0.2), build(model_type)
-    name = built.description["timm_name"]
+    name = built.description.timm_name
     oracle = timm.create_model(name, num_classes=5, drop_path_rate=0.2)
     rates, expected = (
         {place: module.drop_prob for place, module in network.named_modules() if isinstance(module, DropPath)}
@@ -258,7 +258,7 @@ def test_drop_path_of_a_model_without_blocks_to_skip_is_refused(model_type, name
 def test_dropout_is_timms_and_changes_neither_weights_nor_description(model_type):
     built, plain = build(model_type, dropout=0.5, keep_stem=True), build(model_type, keep_stem=True)
     fixed = {"img_size": 32} if "vit" in model_type else {}
-    oracle = timm.create_model(built.description["timm_name"], num_classes=5, drop_rate=0.5, **fixed).train()
+    oracle = timm.create_model(built.description.timm_name, num_classes=5, drop_rate=0.5, **fixed).train()
     oracle.load_state_dict(built.module.state_dict())
     assert built.description == plain.description
     images = torch.randn(8, 3, 32, 32)

@@ -131,7 +131,7 @@ def test_a_vision_transformer_is_timms():
     oracle.load_state_dict(built.module.state_dict())
     images = torch.rand(2, 3, 32, 64)
     assert torch.equal(built.module.eval()(images), oracle.eval()(images))
-    assert built.description["image_size"] == "32x64"
+    assert built.description.image_size == "32x64"
     assert timm_size("vit_tiny_patch16_224", "32x64") == (32, 64)
     tokens = oracle.patch_embed(images)
     with_class = torch.cat([tokens[:, :1], tokens], 1)

@@ -17,7 +17,7 @@ from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
 
 from zerovision.models.build import BuiltModel, build_model
-from zerovision.models.weights_metadata import Preprocessing
+from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.leaves import Leaves
@@ -62,7 +62,10 @@ def of_parts(module: nn.Module, *prefixes: str) -> set[str]:
 def test_the_share_of_a_small_head_is_not_rounded_to_nothing():
     module = nn.Sequential()
     module.body, module.head = nn.Linear(3000, 1000, bias=False), nn.Linear(1000, 1, bias=False)
-    found = tune(BuiltModel(module, {}, head_parameter_names=frozenset({"head.weight"})), "head")
+    found = tune(
+        BuiltModel(module, Description("basic_cnn", None, 2, 8), head_parameter_names=frozenset({"head.weight"})),
+        "head",
+    )
     assert found.notes == ["--tune head: 1,000 parameters are trained, 0.0333% of all"]
 
 
@@ -123,7 +126,7 @@ def test_a_network_with_fewer_layers_or_an_unknown_head_is_refused():
     with pytest.raises(UserError, match="--tune layers:4: there are 3 layers before the head: use --tune full"):
         built("basic_cnn", "layers:4")
     with pytest.raises(UserError, match="--tune head: it is not known which layer of this model is its head"):
-        tune(BuiltModel(nn.Linear(3, 2), {}), "head")
+        tune(BuiltModel(nn.Linear(3, 2), Description("basic_cnn", None, 2, 8)), "head")
     # The second one standardizes the weights of its convolutions.
     for model_type, rank in (("basic_cnn", 999), ("timm:nf_resnet50", 1)):
         with pytest.raises(
@@ -212,7 +215,12 @@ def test_a_network_that_does_not_work_with_adapters_is_refused():
 def test_a_convolution_of_its_whole_input_has_an_adapter():
     torch.manual_seed(0)
     module = nn.Sequential(WholeInputConv2d(3, 16, 8), nn.Flatten(), nn.Linear(16, 5))
-    tune(BuiltModel(module, {"image_size": 8}, head_parameter_names=frozenset({"2.weight", "2.bias"})), "lora:2")
+    tune(
+        BuiltModel(
+            module, Description("basic_cnn", None, 2, 8), head_parameter_names=frozenset({"2.weight", "2.bias"})
+        ),
+        "lora:2",
+    )
     randomize_adapters(module)
     images = torch.rand(2, 3, 8, 8)
     expected = module(images)
@@ -234,7 +242,7 @@ def test_merged_weights_compute_the_same_in_plain_timm(name, layer):
     assert merged.keys() == names
     assert not torch.equal(merged[f"{layer}.weight"], begin[f"{layer}.weight"])
     plain.load_state_dict(merged)
-    for convolution, (_, stride) in ((c, s) for c, s in model.description["stem_stride_changed"].items()):
+    for convolution, (_, stride) in ((c, s) for c, s in model.description.stem_stride_changed.items()):
         plain.get_submodule(convolution).stride = (stride, stride)
     with torch.no_grad():
         ours, theirs = model.module.eval()(images), plain(images)

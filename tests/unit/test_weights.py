@@ -19,12 +19,13 @@ from torch.nn import functional
 
 import zerovision.training.checkpoint.weights
 from zerovision.models.build import build_model, rebuild_model, tensor_mismatch
-from zerovision.models.weights_metadata import Preprocessing
+from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, save_weights
 from zerovision.training.data.augment import evaluation_transform
 
 CLASS_NAMES = ["null", "eins", "zwei", "drei", "四"]
+DESCRIPTION = Description("basic_cnn", None, num_classes=5, image_size=32)
 PREPROCESSING = Preprocessing(32, 36, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5))
 
 
@@ -102,7 +103,9 @@ def test_the_file_can_start_another_training(tmp_path):
 def test_views_into_one_flat_buffer_and_strided_tensors_are_saved_as_they_read(tmp_path):
     flat = torch.arange(24, dtype=torch.float32)
     state = {"a": flat[:6].view(2, 3), "b": flat[6:12], "t": flat.view(4, 6).t(), "n": torch.tensor(3)}
-    save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing=PREPROCESSING)
+    save_weights(
+        tmp_path / "w.safetensors", state, description=DESCRIPTION, class_names=[], preprocessing=PREPROCESSING
+    )
     found = load_file(tmp_path / "w.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
@@ -119,7 +122,9 @@ def test_weights_that_share_no_memory_are_written_without_a_copy(tmp_path, monke
         save_file(tensors, *words, **facts)
 
     monkeypatch.setattr("zerovision.training.checkpoint.weights.save_file", write)
-    save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing=PREPROCESSING)
+    save_weights(
+        tmp_path / "w.safetensors", state, description=DESCRIPTION, class_names=[], preprocessing=PREPROCESSING
+    )
     assert {name for name in state if written[name].data_ptr() == state[name].data_ptr()} == {"whole"}
 
 
@@ -149,7 +154,7 @@ def test_files_that_are_no_delivery_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no metadata: it is not the model\.safetensors of a run"):
         load_model(file)
     built = save(file)
-    six = {"description": {**built.description, "num_classes": 6}, "class_names": [*CLASS_NAMES, "five"]}
+    six = {"description": replace(built.description, num_classes=6), "class_names": [*CLASS_NAMES, "five"]}
     save(file, **six)
     with pytest.raises(UserError, match=r"does not fit its own description: 'classifier.weight' is \[5, 1024\]"):
         load_model(file)
@@ -227,7 +232,7 @@ def test_indices_that_the_image_size_asks_for_are_no_weights():
     built = build_model("timm:beit_base_patch16_224", num_classes=5, image_size=32)
     shapes = {name: tensor.shape for name, tensor in built.module.state_dict().items()}
     assert tensor_mismatch(built.description, shapes) is None
-    large = {**built.description, "image_size": 4096}
+    large = replace(built.description, image_size=4096)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in rebuild_model(large).state_dict().items()}
     assert "GB of tables" in tensor_mismatch(large, shapes)

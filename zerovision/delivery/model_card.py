@@ -20,6 +20,7 @@ from zerovision.delivery.intervals import interval_of
 from zerovision.delivery.report.run_files import count_global_batch, read_run
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.models.timm_models import timm_size
+from zerovision.models.weights_metadata import Description
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.points import SCORE_NAMES
 from zerovision.training.base.run_folder import CARD, WEIGHTS
@@ -77,7 +78,8 @@ def write_model_card(run: Path) -> Path | None:
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
         return None
     config, metadata = without_folders(as_given(read_run_config(run))), read_metadata(run / WEIGHTS)
-    if "embedding" in metadata["description"]:
+    description: Description = metadata["description"]
+    if description.embedding:
         return None
     preprocessing = metadata["preprocessing"]
     files = read_run(run)
@@ -89,7 +91,7 @@ def write_model_card(run: Path) -> Path | None:
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,
-        front_matter=_front_matter(run.name, config, metadata["description"], [scores, test_scores]),
+        front_matter=_front_matter(run.name, config, description, [scores, test_scores]),
         config=config,
         chosen_for=SCORE_NAMES[config.best_by],
         best_by=config.best_by,
@@ -98,13 +100,13 @@ def write_model_card(run: Path) -> Path | None:
         thresholds=thresholds_of(metadata),
         scores=scores,
         test_scores=test_scores,
-        description=metadata["description"],
+        description=description.to_dict(),
         class_names=metadata["class_names"],
         classes_shown=CLASSES_SHOWN,
         preprocessing=json.dumps(preprocessing.to_dict()),
         image="image.npy" if preprocessing.takes_numbers else "photo.jpg",
         values="" if preprocessing.values == BYTES else VALUES[preprocessing.values][1],
-        fixed_size=timm_size(metadata["description"]["timm_name"], metadata["description"]["image_size"]),
+        fixed_size=timm_size(description.timm_name, description.image_size),
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),
         last_epoch=epochs[-1] if epochs else {},
@@ -127,7 +129,7 @@ def recipe_names(config: TrainConfig) -> list[str]:
 
 
 def _front_matter(
-    name: str, config: TrainConfig, description: Mapping[str, Any], all_scores: Sequence[Mapping[str, Any]]
+    name: str, config: TrainConfig, description: Description, all_scores: Sequence[Mapping[str, Any]]
 ) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -156,9 +158,9 @@ def _front_matter(
         license="other",
         license_name=TO_FILL,
         license_link=TO_FILL,
-        library_name="timm" if description["timm_name"] else "pytorch",
+        library_name="timm" if description.timm_name else "pytorch",
         pipeline_tag="image-classification",
-        tags=["image-classification", "zerovision", description["model_type"]],
+        tags=["image-classification", "zerovision", description.model_type],
         model_name=name if results else None,
         eval_results=results or None,
     )

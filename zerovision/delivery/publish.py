@@ -59,7 +59,7 @@ def publish(settings: PublishSettings) -> Iterator[str]:
     reason = why_not_for_timm(metadata)
     if not reason:
         files[TIMM_CONFIG] = timm_config(metadata)
-    elif metadata["description"]["timm_name"]:
+    elif metadata["description"].timm_name:
         yield f"note: without {TIMM_CONFIG}: {reason}; {CARD} says how timm loads it"
     if TO_FILL in card.read_text(encoding="utf-8", errors="replace"):
         yield f"note: the licence in {CARD} is still {TO_FILL}"
@@ -99,9 +99,9 @@ def check_repository(name: str) -> None:
 def why_not_for_timm(metadata: dict[str, Any]) -> str:
     """Return why `timm.create_model("hf-hub:ORG/NAME")` would load another network than this; empty if it would not."""
     description = metadata["description"]
-    if not description["timm_name"]:
+    if not description.timm_name:
         return "it is no network of timm's"
-    if description["stem_stride_changed"]:
+    if description.stem_stride_changed:
         return "timm would give its first layer the usual stride"
     if metadata["preprocessing"].values != BYTES:
         return "timm's images are bytes"
@@ -115,10 +115,10 @@ def timm_config(metadata: dict[str, Any]) -> bytes:
     description, preprocessing = metadata["description"], metadata["preprocessing"]
     height, width = preprocessing.sides
     options: dict[str, Any] = {"in_chans": preprocessing.channels}
-    if (size := timm_size(description["timm_name"], preprocessing.image_size)) is not None:
+    if (size := timm_size(description.timm_name, preprocessing.image_size)) is not None:
         options["img_size"] = size
     with torch.device("meta"):
-        network = timm.create_model(description["timm_name"], num_classes=description["num_classes"], **options)
+        network = timm.create_model(description.timm_name, num_classes=description.num_classes, **options)
     cut = "squash" if preprocessing.resize_size is None else "center"
     prepared = {name: getattr(preprocessing, name) for name in ("mean", "std", "interpolation")}
     prepared |= {

@@ -118,7 +118,7 @@ class Server(ThreadingHTTPServer):
         """Return the page, with the names of the model and of its classes."""
         metadata, largest = self.predictor.metadata, str(LARGEST_UPLOAD)
         names = ", ".join(metadata["class_names"][:20]) + (", ..." if len(metadata["class_names"]) > 20 else "")
-        facts = {"model": metadata["description"]["model_type"], "classes": str(len(metadata["class_names"]))}
+        facts = {"model": metadata["description"].model_type, "classes": str(len(metadata["class_names"]))}
         values = {key: html.escape(value) for key, value in (facts | {"names": names, "largest": largest}).items()}
         return Template(PAGE.read_text(encoding="utf-8")).substitute(values).encode()
 

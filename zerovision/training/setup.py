@@ -389,7 +389,7 @@ def _identity(data: DatasetPair, built: BuiltModel, plan: BatchPlan, teacher: Te
         taught
         | in_shards
         | {
-            "model": built.description,
+            "model": built.description.to_dict(),
             "class list": data.class_names,
             DATA_SET: data.fingerprint,
             "global batch": plan.global_batch,

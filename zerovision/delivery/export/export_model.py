@@ -115,7 +115,7 @@ def export_model(settings: ExportSettings) -> Exported:
                 for size in LATENCY_BATCHES
             }
         kind = "-with-preprocessing" if settings.with_preprocessing else ""
-        name = f"{slug(job.metadata['description']['model_type'])}-{settings.precision}{kind}{chosen.extension}"
+        name = f"{slug(job.metadata['description'].model_type)}-{settings.precision}{kind}{chosen.extension}"
         if calibration is not None:
             write_json(folder / CALIBRATION, calibration.facts)
             about |= {CALIBRATION: b""}
@@ -169,7 +169,7 @@ def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: s
     """Return where an exported file comes from, without paths of this machine."""
     extra = metadata["extra"]
     return {
-        "model": metadata["description"]["model_type"],
+        "model": metadata["description"].model_type,
         "run": model.run.resolve().name if model.run else None,
         "weights": model.weights.name,
         "weights_sha256": sha256_of(model.weights),

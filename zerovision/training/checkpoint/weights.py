@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from zerovision.models.build import channels_of, rebuild_model, tensor_mismatch
+from zerovision.models.build import rebuild_model, tensor_mismatch
 from zerovision.models.dry_run import forward_failure
 from zerovision.models.weights_file import check_finite
 from zerovision.models.weights_metadata import (
     METADATA_KEY,
     METADATA_KEYS,
+    Description,
     Preprocessing,
     WrongMetadata,
     open_weights,
@@ -45,7 +46,7 @@ def save_weights(
     path: str | os.PathLike[str],
     state_dict: dict[str, torch.Tensor],
     *,
-    description: dict[str, Any],
+    description: Description,
     class_names: list[str],
     preprocessing: Preprocessing,
     extra: dict[str, Any] | None = None,
@@ -60,7 +61,7 @@ def save_weights(
         preprocessing: how an image becomes the network's input; see `preprocess`.
         extra: anything else that JSON can contain.
     """
-    values = (description, class_names, preprocessing.to_dict(), extra or {})
+    values = (description.to_dict(), class_names, preprocessing.to_dict(), extra or {})
     metadata = {METADATA_KEY: json.dumps(dict(zip(METADATA_KEYS, values, strict=True)))}
     tensors = _unshared({name: tensor.detach().cpu() for name, tensor in state_dict.items()})
     path = Path(path)
@@ -118,7 +119,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
             infinity.
     """
     metadata = read_metadata(path)
-    if "embedding" in metadata["description"]:
+    if metadata["description"].embedding:
         raise UserError(
             f"weights file '{path}' is of --loss supcon and tells no classes apart yet: train a head for it with "
             f"--weights {path} --tune head."
@@ -146,7 +147,7 @@ def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn
     mismatch = tensor_mismatch(description, shapes)
     if mismatch is None:
         module = rebuild_model(description)
-        mismatch = forward_failure(module, image_size, 2, channels_of(description))
+        mismatch = forward_failure(module, image_size, 2, description.image_channels)
     if mismatch is not None:
         raise UserError(mismatch)
     return module

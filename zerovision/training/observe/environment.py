@@ -58,7 +58,7 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
         "training_images": len(data.train),
         "validation_images": len(data.val),
         "test_images": len(data.test) if data.test else 0,
-        "model": built.description,
+        "model": built.description.to_dict(),
     }
 
 

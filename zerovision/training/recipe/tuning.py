@@ -13,7 +13,7 @@ from timm.models import group_parameters
 from timm.optim import auto_group_layers
 from torch import nn
 
-from zerovision.models.build import BuiltModel, channels_of
+from zerovision.models.build import BuiltModel
 from zerovision.models.dry_run import forward_failure, without_data
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
@@ -108,7 +108,7 @@ def _add_adapters(built: BuiltModel, rank: int) -> int:
         UserError: without the package peft, if there is no such layer, or if the network does not work with adapters.
     """
     module, heads = built.module, built.head_parameter_names
-    size, channels = built.description["image_size"], channels_of(built.description)
+    size, channels = built.description.image_size, built.description.image_channels
     called = set[str]()
     hooks = [
         layer.register_forward_hook(lambda *_, name=name: called.add(name))
