@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINES = "zerovision/training/engines"
+ENGINES, TASKS = "zerovision/training/engines", "zerovision/training/tasks"
 FENCES = {  # what names it, its own files, limit
     "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed_", 36),
     "pipeline": (r"pipeline|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 30),
-    "several labels": (r"multilabel|label_sets", r"(?!)", 30),
-    "tensor": (r"tensor_parallel|tensor_split|TensorSplit|world\.tensor", rf"{ENGINES}/tensor_", 25),
-    "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", r"(?!)", 10),
+    "several labels": (r"multilabel|label_sets", rf"{TASKS}/multilabel", 30),
+    "tensor": (r"tensor_parallel|tensor_split|TensorSplit|world\.tensor", rf"{ENGINES}/tensor_", 24),
+    "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", rf"{TASKS}/contrast", 8),
     "islands": (r"island", rf"{ENGINES}/islands", 20),
     "teacher": (r"teacher|distill", r"zerovision/training/teacher", 11),
 }

@@ -15,8 +15,8 @@ from zerovision.training.checkpoint.manifest import Manifest, shard_name
 from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import Engine
-from zerovision.training.observe.scores import ScoreSums, sample_losses
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.world import World
 
 BATCH_SIZE = 8

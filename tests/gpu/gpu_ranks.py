@@ -28,8 +28,8 @@ from zerovision.training.engines.cuda_graphs import Recorded
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import seed_dropout, train_one_epoch
-from zerovision.training.observe.scores import ScoreSums, sample_losses
 from zerovision.training.observe.step_metrics import Timing
+from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.world import World
 
 CLASSES, IMAGE_SIZE, BATCH_SIZE, LEARNING_RATE = 5, 64, 8, 1e-3

@@ -50,16 +50,16 @@ from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import frozen_parameters
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.loop import train_one_epoch
-from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.observe.step_metrics import Timing
-from zerovision.training.recipe.loss import build_loss
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer, tune
 from zerovision.training.steps.accumulate import Accumulate, Pipelined
 from zerovision.training.steps.context import TrainContext
-from zerovision.training.steps.gradient_cache import GradientCache
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
+from zerovision.training.tasks.contrast import GradientCache
+from zerovision.training.tasks.labels import build_loss
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.collectives import barrier, broadcast_object
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.signals import StopRequest

@@ -39,15 +39,15 @@ from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.memory_limit import peak_memory, reset_peak_memory, used_memory
-from zerovision.training.observe.scores import ScoreSums, sample_losses
 from zerovision.training.observe.step_metrics import Timing
-from zerovision.training.recipe.loss import build_loss
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer
 from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.tasks.labels import build_loss
+from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.collectives import gather_rows, ranks_per_machine
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World

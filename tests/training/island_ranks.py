@@ -39,10 +39,10 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.islands import APPLIED_STEPS, OUTER_WEIGHTS, form_islands
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.loop import train_one_epoch
-from zerovision.training.observe.scores import ScoreSums, sample_losses
 from zerovision.training.recipe.optimizer import OPTIONS, build_optimizer
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.outer_step import OuterSteps
+from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.collectives import gather_rows
 from zerovision.training.world.world import World
 

@@ -27,9 +27,9 @@ from zerovision.training.engines.build_engine import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup, PipelineSetup
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import seed_dropout
-from zerovision.training.recipe.loss import build_loss
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
+from zerovision.training.tasks.labels import build_loss
 from zerovision.training.world.collectives import barrier, gather_objects
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.world import World

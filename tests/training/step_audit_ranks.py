@@ -17,9 +17,9 @@ from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
 from zerovision.training.loop import seed_dropout
-from zerovision.training.recipe.loss import build_loss
 from zerovision.training.steps.accumulate import Accumulate, StepInput, TimedEngine
 from zerovision.training.steps.audit import Audited
+from zerovision.training.tasks.labels import build_loss
 from zerovision.training.world.world import World
 
 

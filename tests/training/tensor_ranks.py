@@ -30,9 +30,9 @@ from zerovision.training.engines.deepspeed_config import read_strategy_json
 from zerovision.training.engines.engine import Engine
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.loop import seed_dropout
-from zerovision.training.observe.scores import sample_losses
 from zerovision.training.setup import set_up_engine
 from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
+from zerovision.training.tasks.scores import sample_losses
 from zerovision.training.world.collectives import sum_over_ranks
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.world import World

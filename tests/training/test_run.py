@@ -34,7 +34,7 @@ from zerovision.training.checkpoint.weights import load_model, preprocess
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.engines.deepspeed_config import read_strategy_json
-from zerovision.training.observe.scores import SampleRecorder, sample_losses
+from zerovision.training.tasks.scores import SampleRecorder, sample_losses
 from zerovision.training.world.world import World
 
 EPOCHS = 3

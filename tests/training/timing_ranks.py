@@ -28,9 +28,9 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.loop import train_one_epoch
-from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.observe.step_metrics import Timing, name_hosts
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.world import World
 
 STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.06

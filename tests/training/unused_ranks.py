@@ -13,7 +13,7 @@ from torch import nn
 from tests.training.engine_ranks import CLASSES, configuration, leaves_of, make_batch, make_engine, weights_of
 from tests.training.no_shared_memory import without_shared_memory
 from zerovision.training.engines import buckets
-from zerovision.training.observe.scores import sample_losses
+from zerovision.training.tasks.scores import sample_losses
 from zerovision.training.world.world import World
 
 STEPS = 2

@@ -19,7 +19,7 @@ from zerovision.delivery.report.run_facts import key_figures
 from zerovision.delivery.report.run_files import read_run
 from zerovision.delivery.settings import ExportSettings
 from zerovision.training.base.errors import UserError
-from zerovision.training.observe.scores import SampleScores
+from zerovision.training.tasks.scores import SampleScores
 from zerovision.training.world.world import World
 
 __all__ = ["call", "data", "digit_folder", "logits", "run"]  # fixtures

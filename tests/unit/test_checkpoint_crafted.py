@@ -26,7 +26,7 @@ from zerovision.training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_F
 from zerovision.training.checkpoint.restore import TrainState, restore
 from zerovision.training.checkpoint.shards import Snapshot
 from zerovision.training.checkpoint.store import choose, find_candidates
-from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.tasks.scores import ScoreSums
 
 LINE_LENGTH = 1500
 PROGRESS = Progress(epoch=1, step=2)

@@ -26,8 +26,8 @@ from zerovision.training.engines.build_engine import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.engines.strategies import plan_of
-from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.recipe.optimizer import build_optimizer
+from zerovision.training.tasks.scores import ScoreSums
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 NAME = "step-00000-0000003"

@@ -43,7 +43,7 @@ from zerovision.training.checkpoint.restore import TrainState, restore
 from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from zerovision.training.checkpoint.store import checkpoint_name, discard, find_candidates, temporary_folder
 from zerovision.training.engines.parameter_shards import EngineState, ParameterShard
-from zerovision.training.observe.scores import ScoreSums
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.world import World
 
 pytestmark = pytest.mark.usefixtures("no_sync")

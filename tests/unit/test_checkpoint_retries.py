@@ -24,8 +24,8 @@ from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.checkpoint.saver import Saver
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.run import run
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("no_sync")

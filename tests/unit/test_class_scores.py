@@ -24,12 +24,12 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import SCORE_NAMES, best_epoch, merit
 from zerovision.training.base.progress import Progress
 from zerovision.training.config import FIELDS, TrainConfig
-from zerovision.training.observe import class_areas
 from zerovision.training.observe.best_weights import epoch_of
-from zerovision.training.observe.class_scores import check_best_by, count_classes, score_of
 from zerovision.training.observe.evaluation import describe_scores
-from zerovision.training.observe.scores import SampleRecorder, sample_losses
 from zerovision.training.run import run
+from zerovision.training.tasks import scores as task_scores
+from zerovision.training.tasks.class_scores import check_best_by, count_classes, score_of
+from zerovision.training.tasks.scores import SampleRecorder, sample_losses
 from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
@@ -81,7 +81,7 @@ def test_scores_are_scikit_learns(decimals, monkeypatch):
     assert found["map"] == pytest.approx(np.mean([average_precision_score(*column) for column in columns]), abs=1e-12)
     recall = {one: float((predictions == one)[labels == one].mean()) for one in labels.unique().tolist()}
     assert count_classes(scores, CLASSES).lowest_recall == min(recall.items(), key=lambda pair: pair[1])
-    monkeypatch.setattr(class_areas, "SORTED_AT_ONCE", 2 * SAMPLES)  # two classes at a time
+    monkeypatch.setattr(task_scores, "SORTED_AT_ONCE", 2 * SAMPLES)  # two classes at a time
     other = recorded(labels, logits, 7, reversed)
     assert {name: score_of(other, name, CLASSES) for name in SCORE_NAMES} == found, "to the last bit"
 

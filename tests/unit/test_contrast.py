@@ -25,10 +25,8 @@ from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
-from zerovision.training.observe.neighbours import NEIGHBOURS, TEMPERATURE, Neighbours
-from zerovision.training.recipe.loss import contrast
 from zerovision.training.steps.accumulate import StepInput, TimedEngine
-from zerovision.training.steps.gradient_cache import GradientCache
+from zerovision.training.tasks.contrast import NEIGHBOURS, TEMPERATURE, GradientCache, Neighbours, contrast
 from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))

@@ -24,7 +24,7 @@ from zerovision.training.observe.evaluation import (
     read_scores,
     write_scores,
 )
-from zerovision.training.observe.scores import SampleRecorder, SampleScores, sample_losses
+from zerovision.training.tasks.scores import SampleRecorder, SampleScores, sample_losses
 from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))

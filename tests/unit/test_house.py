@@ -92,7 +92,7 @@ def test_scripts_are_entries_that_nothing_imports():
 
 # The rooms of training/, the lowest first: a room imports itself and those before it. `config` has the parser, which
 # sees all settings; what stands in no room is the root.
-ROOMS = ("base", "world", "data", "recipe", "engines", "checkpoint", "observe", "steps", "config", "root")
+ROOMS = ("base", "world", "data", "recipe", "engines", "checkpoint", "tasks", "observe", "steps", "config", "root")
 
 
 def room_of(path):

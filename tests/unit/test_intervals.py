@@ -21,8 +21,8 @@ from zerovision.delivery.report.page import write_report
 from zerovision.delivery.report.run_facts import key_figures
 from zerovision.delivery.report.run_files import read_run
 from zerovision.training.base.errors import UserError
-from zerovision.training.observe.class_counts import ClassCounts
 from zerovision.training.observe.evaluation import judged_images
+from zerovision.training.tasks.class_counts import ClassCounts
 
 
 class Classifier(NamedTuple):

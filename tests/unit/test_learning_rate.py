@@ -21,8 +21,8 @@ from zerovision.training.base.run_folder import LEARNING_RATE, METRICS
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.mixing import Mixing
 from zerovision.training.data.reader import Batch
-from zerovision.training.recipe.loss import GUESSES, build_loss
 from zerovision.training.run import run as train_run
+from zerovision.training.tasks.labels import GUESSES, build_loss
 
 GUESS = math.log(10)
 

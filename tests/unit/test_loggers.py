@@ -30,7 +30,7 @@ from zerovision.training.observe.loggers import open_loggers
 from zerovision.training.observe.loggers.confusion import confusion_picture
 from zerovision.training.observe.loggers.tensorboard import TensorBoardLogger
 from zerovision.training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
-from zerovision.training.observe.scores import SampleScores, Scores
+from zerovision.training.tasks.scores import SampleScores, Scores
 
 SHARES = {"data": 0.01, "forward": 0.35, "backward": 0.48, "communication": 0.09, "optimizer": 0.04, "other": 0.03}
 STEP = StepPoint(

@@ -19,8 +19,8 @@ from zerovision.models.ensemble import Ensemble
 from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data.reader import Batch
-from zerovision.training.recipe.class_weights import class_weights
-from zerovision.training.recipe.loss import build_loss
+from zerovision.training.tasks.class_weights import class_weights
+from zerovision.training.tasks.labels import build_loss
 
 NAMES = ["cat", "dog", "a=b", "owl"]
 COUNTS = [5, 2, 40, 0]  # of no owl is there a training image

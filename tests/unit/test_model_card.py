@@ -24,7 +24,7 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.values import OF_ONE_RUN, launch_command
 from zerovision.training.observe.evaluation import describe_scores, write_scores
-from zerovision.training.observe.scores import SampleRecorder, sample_losses
+from zerovision.training.tasks.scores import SampleRecorder, sample_losses
 from zerovision.training.world.world import World
 
 ENVIRONMENT = {

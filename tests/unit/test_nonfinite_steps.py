@@ -20,8 +20,8 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.precision import DynamicLossScale
-from zerovision.training.observe.scores import sample_losses
 from zerovision.training.steps.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
+from zerovision.training.tasks.scores import sample_losses
 
 APPLIED, SKIPPED = StepResult(True, 1.0), StepResult(False, float("inf"))
 

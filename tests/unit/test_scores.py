@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zerovision.training.observe.scores import LOSS_UNIT, ScoreSums
+from zerovision.training.tasks.scores import LOSS_UNIT, ScoreSums
 from zerovision.training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))

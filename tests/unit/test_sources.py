@@ -28,8 +28,8 @@ from zerovision.training.data import DataOptions, find_dataset, layout_of, load_
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reading.decode import decode_exact
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.recipe.loss import build_loss
-from zerovision.training.recipe.settings import RecipeSettings
+from zerovision.training.tasks.labels import build_loss
+from zerovision.training.tasks.settings import TaskSettings
 
 DATA_PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
@@ -208,7 +208,7 @@ def test_weights_multiply_the_losses_and_are_1_on_average(photos, tmp_path):
     weights = torch.cat([batch.loss_weights for batch in batches])
     own = [given[pair.train.source.name(index)] for batch in batches for index in batch.indices.tolist()]
     torch.testing.assert_close(weights, torch.tensor(own) / np.mean(own), check_dtype=False)
-    loss = build_loss(RecipeSettings(label_smoothing=0), pair.class_names, pair.train_counts, torch.device("cpu"))
+    loss = build_loss(TaskSettings(label_smoothing=0), pair.class_names, pair.train_counts, torch.device("cpu"))
     logits = torch.randn(6, 3)
     expected = torch.nn.functional.cross_entropy(logits, batches[0].labels, reduction="none") * batches[0].loss_weights
     torch.testing.assert_close(loss(logits, batches[0]), expected)

@@ -33,9 +33,9 @@ from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe import slow_ranks
 from zerovision.training.observe.profiler import StepProfiler, costliest_operators
-from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.observe.slow_ranks import SlowRankDetector, work_seconds
 from zerovision.training.observe.step_metrics import LogPace, Timing, device_use
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.collectives import (
     barrier,
     broadcast_object,

@@ -14,7 +14,7 @@ from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation
 from zerovision.training.data.batch_transforms import BatchTransforms
 from zerovision.training.data.mixing import Mixing
 from zerovision.training.data.transfer import to_device
-from zerovision.training.observe.scores import SampleRecorder
+from zerovision.training.tasks.scores import SampleRecorder
 
 BATCH, SIZE = 4, 8
 GPU = torch.device("cuda", 0)

@@ -38,12 +38,12 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.data.reading.sources import FileSource
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.engines.precision import resolve_precision, under_autocast
-from zerovision.training.observe.class_scores import keeps_probabilities
 from zerovision.training.observe.console import open_console
 from zerovision.training.observe.evaluation import check_replaceable, describe_scores, read_scores
-from zerovision.training.observe.multilabel import thresholds_of
 from zerovision.training.observe.new_run import remove_leftovers_of_run
-from zerovision.training.observe.scores import SampleRecorder, Scores, sample_losses
+from zerovision.training.tasks.class_scores import keeps_probabilities
+from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.scores import SampleRecorder, Scores, sample_losses
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world

@@ -24,7 +24,7 @@ from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.folder_parts import Layout
 from zerovision.training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
 from zerovision.training.data.settings import MULTILABEL
-from zerovision.training.observe.multilabel import thresholds_of
+from zerovision.training.tasks.multilabel import thresholds_of
 
 NAMES_IN_MESSAGE = 5
 LOOKED_AT_PIXELS = 64  # of files that are audited: larger ones are decoded at about that size

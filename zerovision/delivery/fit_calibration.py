@@ -24,9 +24,9 @@ from zerovision.delivery.calibration import (
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.small_files import sha256_of
-from zerovision.training.observe.class_scores import MOST_PROBABILITY_BYTES
 from zerovision.training.observe.evaluation import calibration_bins, expected_calibration_error
-from zerovision.training.observe.scores import LOSS_UNIT, SampleRecorder, SampleScores, Scores, sample_losses
+from zerovision.training.tasks.class_scores import MOST_PROBABILITY_BYTES
+from zerovision.training.tasks.scores import LOSS_UNIT, SampleRecorder, SampleScores, Scores, sample_losses
 from zerovision.training.world.collectives import agreed, sum_over_ranks
 from zerovision.training.world.world import World
 

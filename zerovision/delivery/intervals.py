@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from zerovision.training.observe.class_counts import ClassCounts
+from zerovision.training.tasks.class_counts import ClassCounts
 
 CONFIDENCE = 0.95
 REACH = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # standard errors

@@ -38,8 +38,9 @@ from zerovision.training.config.values import (
 )
 from zerovision.training.data.settings import DataSettings
 from zerovision.training.data.values import BYTES
-from zerovision.training.observe.multilabel import thresholds_of
 from zerovision.training.recipe.settings import RecipeSettings
+from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.settings import TaskSettings
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 MARK = (
@@ -123,7 +124,9 @@ def write_model_card(run: Path) -> Path | None:
 
 def recipe_names(config: TrainConfig) -> list[str]:
     """Return the fields of the card's recipe: the usual ones, and what else of model, data and update was chosen."""
-    fields = {field.name: field for kind in (RecipeSettings, DataSettings) for field in dataclasses.fields(kind)}
+    fields = {
+        field.name: field for kind in (TaskSettings, RecipeSettings, DataSettings) for field in dataclasses.fields(kind)
+    }
     chosen = [name for name, field in fields.items() if getattr(config, name) != field.default]
     return [*ALWAYS_SHOWN, *(name for name in chosen if name not in NOT_RECIPE.union(ALWAYS_SHOWN))]
 

@@ -35,7 +35,7 @@ from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.data.reading.retry import entries_of, is_folder, patiently
 from zerovision.training.data.settings import NUMBERS
-from zerovision.training.observe.multilabel import thresholds_of
+from zerovision.training.tasks.multilabel import thresholds_of
 from zerovision.training.world.preserved_process import preserved_torch_settings
 from zerovision.training.world.world import use_exact_fp32
 

@@ -12,7 +12,7 @@ from torch import nn
 from zerovision.delivery.calibration import Calibration, Views
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
-from zerovision.training.observe.multilabel import thresholds_of
+from zerovision.training.tasks.multilabel import thresholds_of
 
 
 def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Views:

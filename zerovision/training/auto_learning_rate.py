@@ -29,8 +29,8 @@ from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.config.values import is_allowed
 from zerovision.training.prepare import Prepared, RunStart
-from zerovision.training.recipe.loss import GUESSES
 from zerovision.training.setup import Run
+from zerovision.training.tasks.labels import GUESSES
 from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
 from zerovision.training.world.collectives import broadcast_object
 from zerovision.training.world.world import World

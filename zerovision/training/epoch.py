@@ -14,13 +14,13 @@ from zerovision.training.engines.compilation import keep_compiled_code
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.loop import evaluate, train_one_epoch
 from zerovision.training.observe.best_weights import write_best
-from zerovision.training.observe.class_scores import count_classes, score_of
-from zerovision.training.observe.scores import Scores
 from zerovision.training.observe.step_metrics import peak_memory_per_rank
-from zerovision.training.recipe import read_distill
 from zerovision.training.setup import Run
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.steps.epoch_observer import EpochResult
+from zerovision.training.tasks import read_distill
+from zerovision.training.tasks.class_scores import count_classes, score_of
+from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import error_on_any_rank
 
 # Times the loss of a uniform guess, log(classes): the geometric mean of the true class's probability is then

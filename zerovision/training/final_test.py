@@ -21,11 +21,11 @@ from zerovision.training.engines.engine import Engine
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.loop import evaluate
 from zerovision.training.observe.best_weights import epoch_of
-from zerovision.training.observe.class_scores import score_of
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
-from zerovision.training.observe.multilabel import thresholds_of
-from zerovision.training.observe.scores import Scores
 from zerovision.training.steps.context import TrainContext
+from zerovision.training.tasks.class_scores import score_of
+from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import agreed, broadcast_object
 
 if TYPE_CHECKING:

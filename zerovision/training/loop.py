@@ -16,10 +16,10 @@ from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data.bad_images import check_bad_images
 from zerovision.training.data.loader import Batch, Loader
 from zerovision.training.engines.engine import Engine
-from zerovision.training.observe.scores import SampleRecorder, Scores, sample_losses
 from zerovision.training.steps.accumulate import StepInput
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.steps.epoch_observer import EpochObserver, EpochResult
+from zerovision.training.tasks.scores import SampleRecorder, Scores, sample_losses
 from zerovision.training.world.collectives import error_on_any_rank
 from zerovision.training.world.signals import FAILED
 

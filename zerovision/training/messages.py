@@ -23,8 +23,8 @@ from zerovision.training.data.values import BYTES, stretched
 from zerovision.training.data.workers import SHARED_MEMORY
 from zerovision.training.engines.precision import note_slow_bf16
 from zerovision.training.observe.best_weights import epoch_of
-from zerovision.training.observe.neighbours import NEIGHBOURS
 from zerovision.training.recipe.schedule import schedule_notes
+from zerovision.training.tasks.contrast import NEIGHBOURS
 from zerovision.training.world.launchers import line_to_go_on
 from zerovision.training.world.signals import can_handle_signals
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +34,12 @@ from zerovision.training.engines.parameter_shards import frozen_parameters
 from zerovision.training.engines.strategies import ParallelPlan, check_micro_batches, plan_of
 from zerovision.training.engines.tensor_parallel import split_model
 from zerovision.training.engines.tensor_split import WHOLE
-from zerovision.training.observe.class_scores import check_best_by
 from zerovision.training.observe.environment import describe_run
 from zerovision.training.observe.loggers import open_loggers
-from zerovision.training.observe.neighbours import MOST_COMPARED, Neighbours
 from zerovision.training.observe.sample_history import MOST_IMAGES, SampleHistory
-from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.observe.step_metrics import start_timing
 from zerovision.training.prepare import Prepared, RunStart
 from zerovision.training.recipe import read_tune
-from zerovision.training.recipe.loss import VIEWS, build_loss
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer
@@ -52,10 +47,13 @@ from zerovision.training.resume import DATA_SET, NORMALIZATION, check_fit, prepa
 from zerovision.training.steps.accumulate import Accumulate, Pipelined, Step
 from zerovision.training.steps.audit import Audited
 from zerovision.training.steps.context import TrainContext
-from zerovision.training.steps.gradient_cache import GradientCache
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.outer_step import OuterSteps
 from zerovision.training.steps.weight_average import WeightAverages
+from zerovision.training.tasks.class_scores import check_best_by
+from zerovision.training.tasks.contrast import MOST_COMPARED, VIEWS, GradientCache, Neighbours
+from zerovision.training.tasks.labels import build_loss
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.teacher import Teacher, load_teacher
 from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
 from zerovision.training.world.world import World
@@ -143,8 +141,6 @@ def build(prepared: Prepared) -> Run:
     plan = agreed(lambda: build_plan(config, data.train.source, *dealt), world)
     teacher = load_teacher(config, data, precision, world)
     step = agreed(lambda: _build_step(config, data, plan, world, teacher), world)
-    if data.label_sets is not None:
-        importlib.import_module("sklearn.metrics")  # takes seconds, in which the first evaluation would count as hung
     keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader, neighbours = agreed(lambda: _build_readers(config, data, plan, world), world)

@@ -15,7 +15,7 @@ from zerovision.training.base.atomic_write import errors_of_writing, remove_left
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map
 from zerovision.training.data.values import BYTES
-from zerovision.training.observe.multilabel import THRESHOLDS, thresholds_of
+from zerovision.training.tasks.multilabel import THRESHOLDS, thresholds_of
 
 PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME, SHRINK_TO = "images", "logits", "shrink_to"

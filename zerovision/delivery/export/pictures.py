@@ -20,7 +20,7 @@ from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.thin_images import FILTERS, resize_weights
 from zerovision.training.data.values import BYTES
-from zerovision.training.observe.multilabel import thresholds_of
+from zerovision.training.tasks.multilabel import thresholds_of
 
 PICTURES, ANSWERS = "pictures", ("probabilities", "class")
 WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # of PyTorch's whole-numbered weights, the sign not counted; of their fractions

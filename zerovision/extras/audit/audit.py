@@ -47,8 +47,8 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.data import load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.settings import MULTILABEL
-from zerovision.training.observe.neighbours import MOST_COMPARED, votes
 from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabilities
+from zerovision.training.tasks.contrast import MOST_COMPARED, votes
 
 SMALL_CLASS = 10  # training images
 LEAST_ACCURACY = 0.8  # of a classifier that may doubt labels

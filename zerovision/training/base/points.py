@@ -11,7 +11,7 @@ from zerovision.training.base.errors import printable
 from zerovision.training.base.units import format_bytes, format_duration, percent
 
 if TYPE_CHECKING:
-    from zerovision.training.observe.scores import Scores
+    from zerovision.training.tasks.scores import Scores
 
 
 # What --best-by may choose the best epoch by.

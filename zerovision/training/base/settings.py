@@ -115,6 +115,11 @@ class RunSettings:
     seed: int = option(0, "Seed of weights, sample order, augmentation and dropout.", low=0, high=2**31 - 1)
 
     @property
+    def embedding(self) -> int:
+        """Numbers that the network gives for an image in place of one for each class; 0 if it does not."""
+        return 0
+
+    @property
     def micro_batch(self) -> int:
         """`batch_size` as a number; `auto` becomes one before the run is built, and is the smallest until then."""
         return FEWEST_IMAGES if isinstance(self.batch_size, str) else self.batch_size

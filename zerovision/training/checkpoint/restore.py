@@ -21,7 +21,7 @@ from zerovision.training.engines.parameter_shards import EngineState, frozen_par
 from zerovision.training.world.world import World
 
 if TYPE_CHECKING:
-    from zerovision.training.observe.scores import ScoreSums
+    from zerovision.training.tasks.scores import ScoreSums
 
 
 @dataclass

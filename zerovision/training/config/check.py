@@ -20,8 +20,7 @@ from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.engines.strategies import STRATEGIES, check_micro_batches
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.observe.settings import TRACKERS
-from zerovision.training.recipe import read_distill, read_tune
-from zerovision.training.recipe.class_weights import given_weights
+from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.rules import (
     ELEMENT_WISE,
     MATRIX_RULES,
@@ -35,6 +34,8 @@ from zerovision.training.recipe.schedule import (
     head_epochs_of,
     schedule_fields,
 )
+from zerovision.training.tasks import read_distill
+from zerovision.training.tasks.class_weights import given_weights
 
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 DESTINATIONS = ("tensorboard", *TRACKERS)

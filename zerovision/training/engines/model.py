@@ -15,7 +15,6 @@ from zerovision.training.base.errors import AgreedError, UserError
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 from zerovision.training.engines.flops import TrainingFlops
-from zerovision.training.recipe.loss import EMBEDDING_SIZE
 from zerovision.training.recipe.settings import RecipeSettings
 from zerovision.training.recipe.tuning import tune
 from zerovision.training.recipe.whitening import whiten_stem
@@ -57,7 +56,7 @@ def new_model(
         keep_stem=config.stem == "keep",
         dropout=config.dropout,
         drop_path=config.drop_path,
-        embedding=EMBEDDING_SIZE if config.is_contrastive else 0,
+        embedding=config.embedding,
         class_names=class_names,
     )
 

@@ -17,8 +17,8 @@ from zerovision.training.checkpoint.manifest import Manifest
 from zerovision.training.checkpoint.weights import read_metadata, save_weights, write_class_map
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
-from zerovision.training.observe.multilabel import THRESHOLDS
-from zerovision.training.observe.scores import Scores
+from zerovision.training.tasks.multilabel import THRESHOLDS
+from zerovision.training.tasks.scores import Scores
 
 
 def epoch_of(weights: Path) -> int | None:

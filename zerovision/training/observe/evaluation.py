@@ -16,9 +16,9 @@ from zerovision.training.base.atomic_write import replacing_folder, write_json
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import SCORES
 from zerovision.training.data.settings import MULTILABEL
-from zerovision.training.observe.class_counts import ClassCounts
-from zerovision.training.observe.class_scores import count_classes
-from zerovision.training.observe.scores import SampleScores, Scores
+from zerovision.training.tasks.class_counts import ClassCounts
+from zerovision.training.tasks.class_scores import count_classes
+from zerovision.training.tasks.scores import SampleScores, Scores
 
 CALIBRATION_BINS = 15
 WORST_SAMPLES = 24

@@ -12,7 +12,7 @@ from zerovision.models.ensemble import log_mean_probability
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.transfer import to_device
-from zerovision.training.observe.scores import rows_of_all
+from zerovision.training.tasks.scores import rows_of_all
 from zerovision.training.world.world import World
 
 HISTORY = "history"  # folder of a run: 001.npy and so on

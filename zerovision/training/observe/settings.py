@@ -8,12 +8,13 @@ from typing import Literal
 from zerovision.training.base.settings import option
 from zerovision.training.checkpoint.settings import CheckpointSettings
 from zerovision.training.engines.settings import EngineSettings
+from zerovision.training.tasks.settings import TaskSettings
 
 TRACKERS = ("wandb", "mlflow", "trackio")  # packages
 
 
 @dataclasses.dataclass(frozen=True)
-class ObserveSettings(CheckpointSettings, EngineSettings):
+class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
     """Where a run's files go, and what is in them."""
 
     run_name: str = option("", "Name of the run's folders; default: date, model, strategy.")

@@ -21,8 +21,8 @@ from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.timing import ABSORBING, SPANS, SpanClock, shares, start_clock
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.flops import TrainingFlops, peak_tflops
-from zerovision.training.observe.scores import ScoreSums
 from zerovision.training.observe.slow_ranks import SlowRankDetector, work_seconds
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.collectives import gather_objects, gather_rows
 from zerovision.training.world.world import World
 

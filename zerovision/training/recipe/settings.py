@@ -1,4 +1,4 @@
-"""The settings of how weights are updated: optimizer, loss, schedule."""
+"""The settings of how weights are updated: optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import dataclasses
 from typing import Literal
 
 from zerovision.models import USUAL_RATE, model_spec
-from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option
-from zerovision.training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
+from zerovision.training.base.settings import RunSettings, option
 from zerovision.training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, OPTION_READERS, WHOLE_PARAMETER
 from zerovision.training.recipe.schedule import SCHEDULES
-
-CONTRASTIVE = ("supcon",)  # losses of a projection, not of a classifier
 
 
 @dataclasses.dataclass(frozen=True)
 class RecipeSettings(RunSettings):
-    """Optimizer, loss and schedule."""
+    """Optimizer and schedule."""
 
     optimizer: str = option(
         "adamw",
@@ -42,34 +39,6 @@ class RecipeSettings(RunSettings):
     )
     momentum: float = option(0.9, "Momentum of rules that have one, such as sgd.", low=0, high=0.9999)
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0 switches clipping off.", low=0)
-    loss: Literal["cross_entropy", "bce", "supcon"] = option(
-        "cross_entropy",
-        "Training loss; bce: binary cross-entropy of each class, averaged over the classes; supcon: supervised "
-        "contrastive, trains features for a head that is trained after it.",
-    )
-    temperature: float = option(0.1, "--loss supcon: by which cosines are divided.", low=0.001, high=100)
-    gradient_cache: int = option(
-        0,
-        "--loss supcon: images that go through the network at a time; all of a step are compared; 0: --batch-size.",
-        low=0,
-        high=LARGEST_BATCH,
-    )
-    distill: str = option(
-        "",
-        "kl:T[:ALPHA] trains on the answers of --teacher: the divergence at temperature T, times T squared. ALPHA is "
-        "its share, the rest that of --loss; default: 1.",
-    )
-    teacher: str = option(
-        "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
-    )
-    teacher_classes: str = option(
-        "", "--teacher: a file with the data's name of each of its outputs, one a line; default: the names that it has."
-    )
-    label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
-    bce_target_threshold: float = option(
-        0.0, "--loss bce: smoothed and mixed targets above this are 1, the others 0; 0: as they are.", low=0, high=0.99
-    )
-    class_weights: str = option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
     ema: float = option(
         0.0,
         "Evaluate and export an exponential moving average of the weights that keeps this share of itself in each step "
@@ -106,9 +75,6 @@ class RecipeSettings(RunSettings):
     early_stopping_patience: int = option(
         0, "Epochs without a better validation score, see --best-by, before stopping; 0: never.", low=0
     )
-    best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(
-        "top1", "Validation score that chooses the epoch whose weights are kept."
-    )
 
     @property
     def default_rate(self) -> float:
@@ -116,8 +82,3 @@ class RecipeSettings(RunSettings):
         spec = model_spec(self.model_type)
         is_trained = self.pretrained or bool(self.weights) or spec.always_pretrained
         return USUAL_RATE if is_trained or self.optimizer != "adamw" else spec.learning_rate
-
-    @property
-    def is_contrastive(self) -> bool:
-        """Whether the loss compares all images of a step, in place of one that each image has by itself."""
-        return self.loss in CONTRASTIVE

@@ -12,7 +12,7 @@ from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import Engine, StepResult
 from zerovision.training.engines.pipeline.engine import PipelineEngine
-from zerovision.training.recipe.loss import Loss
+from zerovision.training.tasks.labels import Loss
 
 
 class TimedEngine:

@@ -12,7 +12,6 @@ from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint.saver import Saver
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.observe.neighbours import Neighbours
 from zerovision.training.observe.sample_history import SampleHistory
 from zerovision.training.observe.step_metrics import Timing
 from zerovision.training.recipe.schedule import Schedule
@@ -20,6 +19,7 @@ from zerovision.training.steps.accumulate import Step
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.outer_step import OuterSteps
 from zerovision.training.steps.weight_average import WeightAverages
+from zerovision.training.tasks.contrast import Neighbours
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
 

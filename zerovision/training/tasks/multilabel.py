@@ -1,16 +1,16 @@
-"""Scores of an evaluation in which each class is a yes or no of its own: scikit-learn's areas, thresholds, counts."""
+"""Scores of an evaluation in which each class is a yes or no of its own: losses, thresholds, counts."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
-from zerovision.training.observe.class_areas import Areas
-from zerovision.training.observe.class_counts import ClassCounts
+from zerovision.training.tasks.class_counts import ClassCounts
 
 THRESHOLDS = "thresholds"  # of the classes, in the metadata of weights
 
@@ -34,18 +34,9 @@ class MultilabelScores:
         predicted = self.probabilities >= self.thresholds
         return ClassCounts(*(column.sum(0) for column in (predicted & self.targets, self.targets, predicted)))
 
-    def areas(self) -> Areas:
-        """Return scikit-learn's areas, as means over the classes for which they are defined."""
-        from sklearn.metrics import average_precision_score, roc_auc_score  # imported late: it takes a second
-
-        if not len(self.targets) or not np.isfinite(self.probabilities).all():
-            return Areas(math.nan, math.nan)
-        have, lack = self.targets.any(0), ~self.targets.all(0)
-        areas = []
-        for score, is_defined in ((roc_auc_score, have & lack), (average_precision_score, have)):
-            columns = self.targets[:, is_defined], self.probabilities[:, is_defined]
-            areas.append(float(score(*columns, average="macro")) if is_defined.any() else math.nan)
-        return Areas(*areas)
+    def has(self, number: int) -> np.ndarray:
+        """Return whether each sample has a class, bool [N]."""
+        return self.targets[:, number]
 
 
 def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
@@ -73,3 +64,8 @@ def thresholds_of(metadata: Mapping[str, Any]) -> np.ndarray | None:
     """
     found = metadata["extra"].get(THRESHOLDS)
     return None if found is None else np.array(found, dtype=np.float64)
+
+
+def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean binary cross-entropy of each image over its classes: float32 [B, K] each, to [B]."""
+    return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +13,7 @@ import torch.nn.functional as F
 
 from zerovision.models.ensemble import log_mean_probability
 from zerovision.training.data.transfer import to_device
-from zerovision.training.observe.class_areas import Areas, find_areas
-from zerovision.training.observe.multilabel import MultilabelScores, best_thresholds
-from zerovision.training.recipe.loss import multilabel_losses
+from zerovision.training.tasks.multilabel import MultilabelScores, best_thresholds, multilabel_losses
 from zerovision.training.world.collectives import copy_from_main, gather_rows, sum_over_ranks
 from zerovision.training.world.world import World
 
@@ -21,6 +21,23 @@ TOP_K = 5
 # Losses are rounded to multiples of this before they are added: float64 sums of such numbers are exact below 2**29, and
 # so do not depend on their order, nor on the number of ranks. A float32 from 0.5 on is such a multiple already.
 LOSS_UNIT = 2.0**-24
+SORTED_AT_ONCE = 2**22  # probabilities
+
+
+class Areas(NamedTuple):
+    """Means over the classes that have samples; NaN of none, or of probabilities that are not finite.
+
+    Attributes:
+        auroc: area under the receiver operating characteristic: the share of pairs of a sample of the class and
+            another one in which the first has the higher probability, ties counting half (Mann and Whitney 1947;
+            Hanley and McNeil 1982, https://doi.org/10.1148/radiology.143.1.7063747); of classes that do not have all
+            samples.
+        map: mean average precision: of the samples of a class, the mean share of that class among all samples with
+            at least the same probability.
+    """
+
+    auroc: float
+    map: float
 
 
 @dataclass(frozen=True)
@@ -202,9 +219,9 @@ class SampleRecorder:
             probabilities = rows_of_all(kept, world)[order].numpy()
             several = self._multilabel(probabilities, details.labels)
             loss, is_right = float(losses.sum()) / divisor, true > 0
-            details = replace(details, has_first=is_right)
-            return Scores(loss, int(is_right.sum()) / divisor, top5, len(details), details, several.areas(), several)
-        areas = find_areas(kept, details.labels.numpy(), true.float().numpy(), world) if kept else None
+            details, areas = replace(details, has_first=is_right), mean_areas(kept, order, several.has, world)
+            return Scores(loss, int(is_right.sum()) / divisor, top5, len(details), details, areas, several)
+        areas = mean_areas(kept, order, details.labels.numpy().__eq__, world) if kept else None
         return Scores(float(losses.sum()) / divisor, top1, top5, len(details), details, areas)
 
     def _multilabel(self, probabilities: np.ndarray, labels: torch.Tensor) -> MultilabelScores:
@@ -222,6 +239,39 @@ def rows_of_all(batches: list[torch.Tensor], world: World) -> torch.Tensor:
     rows = gather_rows(own.reshape(-1), world.data).view(-1, own.shape[1])
     copy_from_main([rows], world.tensor)  # all decide by the same bits
     return rows.cpu()
+
+
+def mean_areas(
+    own: Sequence[torch.Tensor], order: torch.Tensor, has: Callable[[int], np.ndarray], world: World
+) -> Areas:
+    """Return the areas of an evaluation, the same on any number of ranks; a collective.
+
+    Args:
+        own: this rank's batches of probabilities, float32 [B, C].
+        order: int64 [N], of the samples that count among the rows of all ranks.
+        has: from a class to whether each of them is of it, bool [N].
+        world: the ranks.
+    """
+    found, at_once = [], max(SORTED_AT_ONCE // max(len(order), 1), 1)
+    for first in range(0, own[0].shape[1], at_once):  # every rank has room for some classes of all ranks
+        block = rows_of_all([batch[:, first : first + at_once] for batch in own], world)[order].numpy()
+        if not np.isfinite(block).all():
+            return Areas(math.nan, math.nan)
+        found += [_areas_of(column, has(first + number)) for number, column in enumerate(block.T)]
+    columns = ([area for area in column if area is not None] for column in zip(*found, strict=True))
+    return Areas(*(math.fsum(column) / len(column) if column else math.nan for column in columns))
+
+
+def _areas_of(probabilities: np.ndarray, is_own: np.ndarray) -> tuple[float | None, float | None]:
+    """Return AUROC and average precision of a class, each None if it is not defined; float32 and bool [N]."""
+    own, others = np.sort(probabilities[is_own]), np.sort(probabilities[~is_own])
+    if not len(own):
+        return None, None
+    lower, not_higher = (np.searchsorted(others, own, side) for side in ("left", "right"))
+    in_order = int((lower + not_higher).sum())  # each pair that is in order counts 2, each tie 1
+    own_at_least = len(own) - np.searchsorted(own, own, "left")
+    precision = math.fsum(own_at_least / (own_at_least + len(others) - lower)) / len(own)
+    return in_order / (2 * len(own) * len(others)) if len(others) else None, precision
 
 
 def _hits(best: torch.Tensor, labels: torch.Tensor, label_sets: torch.Tensor | None) -> torch.Tensor:

@@ -1,10 +1,9 @@
-"""The training loss of each sample, of hard or soft targets, and that which compares images with each other."""
+"""The training loss of each sample, of hard or soft targets."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +11,17 @@ import torch.nn.functional as F
 from zerovision.models.ensemble import mean_over_members
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.reader import Batch
-from zerovision.training.recipe import read_distill
-from zerovision.training.recipe.class_weights import class_weights
-from zerovision.training.recipe.settings import RecipeSettings
-
-EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
-VIEWS = 2  # of each image of a step: what an image has in common with itself, augmented otherwise
+from zerovision.training.tasks import read_distill
+from zerovision.training.tasks.class_weights import class_weights
+from zerovision.training.tasks.multilabel import multilabel_losses
+from zerovision.training.tasks.settings import TaskSettings
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
 
 
 def build_loss(
-    config: RecipeSettings,
+    config: TaskSettings,
     class_names: Sequence[str],
     counts: Sequence[int],
     device: torch.device,
@@ -62,7 +59,7 @@ def build_loss(
     return losses
 
 
-def _check_threshold(config: RecipeSettings, classes: int) -> None:
+def _check_threshold(config: TaskSettings, classes: int) -> None:
     threshold, smoothing = config.bce_target_threshold, config.label_smoothing
     if not threshold:
         return
@@ -74,7 +71,7 @@ def _check_threshold(config: RecipeSettings, classes: int) -> None:
         )
 
 
-def _cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) -> Loss:
+def _cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
     """Build PyTorch's cross-entropy, times the weight of the target's class.
 
     PyTorch's own weights multiply what smoothing gives the other classes, too: of two classes, one that is 20 times as
@@ -93,7 +90,7 @@ def _cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) -> Loss
     return loss
 
 
-def _binary_cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) -> Loss:
+def _binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
     """Build the mean over the classes of each one's binary cross-entropy, as timm's `BinaryCrossEntropy`.
 
     Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
@@ -112,7 +109,7 @@ def _binary_cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) 
     return loss
 
 
-def _multilabel_loss(config: RecipeSettings, _: torch.Tensor | None) -> Loss:
+def _multilabel_loss(config: TaskSettings, _: torch.Tensor | None) -> Loss:
     """Build the mean over the classes of each one's binary cross-entropy, smoothed alike both ways, as in Keras."""
     smoothing = config.label_smoothing
 
@@ -121,11 +118,6 @@ def _multilabel_loss(config: RecipeSettings, _: torch.Tensor | None) -> Loss:
         return multilabel_losses(logits, targets * (1 - smoothing) + smoothing / 2)
 
     return loss
-
-
-def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean binary cross-entropy of each image over its classes: float32 [B, K] each, to [B]."""
-    return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
 
 
 def _distilled(loss: Loss, teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float) -> Loss:
@@ -154,7 +146,7 @@ def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:
     return weights[batch.labels] if batch.targets is None else batch.targets @ weights
 
 
-LOSSES: dict[str, Callable[[RecipeSettings, torch.Tensor | None], Loss]] = {
+LOSSES: dict[str, Callable[[TaskSettings, torch.Tensor | None], Loss]] = {
     "cross_entropy": _cross_entropy,
     "bce": _binary_cross_entropy,
 }
@@ -164,52 +156,3 @@ GUESSES: dict[str, Callable[[int], float]] = {
     "cross_entropy": math.log,
     "bce": lambda classes: (math.log(classes) - (classes - 1) * math.log1p(-1 / classes)) / classes,
 }
-
-
-class Contrast(NamedTuple):
-    """What the comparison of N images gives.
-
-    Attributes:
-        losses: float32 [N], 0 for an image without another one of its class.
-        shares: float32 [N, classes], how similar an image is to the others of each class; the shares add up to 1.
-        gradient: float32 [N, D], of the sum of the losses with weight by the embeddings.
-    """
-
-    losses: torch.Tensor
-    shares: torch.Tensor
-    gradient: torch.Tensor
-
-
-def contrast(
-    embeddings: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, temperature: float, classes: int, rows: int
-) -> Contrast:
-    """Compare images by the angles between their embeddings: L_out, equation 2 of Khosla et al. 2020.
-
-    https://arxiv.org/abs/2004.11362. The anchors are taken a block at a time, always in the same order: memory is that
-    of a block, and the bits depend on the embeddings alone.
-
-    Args:
-        embeddings: float32 [N, D], of any length above 0.
-        labels: int64 [N].
-        weights: float32 [N]; images of weight 0 are neither anchors, nor compared with any.
-        temperature: by which the cosines are divided.
-        classes: of the data set.
-        rows: anchors of a block, a divisor of N.
-    """
-    leaves = embeddings.detach().requires_grad_()
-    one_hot, losses, shares = F.one_hot(labels, classes).float(), [], []
-    for anchors in torch.arange(len(labels), device=labels.device).split(rows):
-        with torch.enable_grad():
-            unit = F.normalize(leaves)
-            similarity = unit[anchors] @ unit.T / temperature
-            is_other = (weights > 0) & (torch.arange(len(labels), device=labels.device) != anchors[:, None])
-            is_positive = is_other & (labels == labels[anchors, None])
-            # The smallest number, not minus infinity: an image that is compared with none has a gradient of 0, not NaN.
-            kept = similarity.masked_fill(~is_other, torch.finfo(similarity.dtype).min)
-            log_share = kept - kept.logsumexp(1, keepdim=True)
-            found = -torch.where(is_positive, log_share, 0.0).sum(1) / is_positive.sum(1).clamp(min=1)
-            (found * weights[anchors]).sum().backward()
-        losses.append(found.detach())
-        shares.append(log_share.detach().exp() @ one_hot)
-    assert leaves.grad is not None
-    return Contrast(torch.cat(losses), torch.cat(shares), leaves.grad)

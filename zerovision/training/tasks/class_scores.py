@@ -8,8 +8,8 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.sampler import EvaluationPlan
-from zerovision.training.observe.class_counts import ClassCounts
-from zerovision.training.observe.scores import Scores
+from zerovision.training.tasks.class_counts import ClassCounts
+from zerovision.training.tasks.scores import Scores
 
 AREAS = ("auroc", "map")  # scores of all samples' probabilities of all classes
 MOST_PROBABILITY_BYTES = 4 * 2**30  # of one rank

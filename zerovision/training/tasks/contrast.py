@@ -1,0 +1,193 @@
+"""Features by comparison: a loss over all images of a step in the memory of one micro-batch, and what tells classes.
+
+Gao et al. 2021 (https://arxiv.org/abs/2101.06983): the embeddings of all micro-batches are computed without a graph,
+the loss over all of them gives the gradient of each embedding, and a second pass takes it through the network, one
+micro-batch at a time. Dropout and augmentation are functions of the leaf, so that both passes compute the same.
+BatchNorm takes its statistics over a micro-batch in both, and its running ones are updated once, by the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from zerovision.training.base.leaves import Leaves
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.transfer import to_device
+from zerovision.training.engines.engine import StepResult
+from zerovision.training.world.collectives import gather_rows
+from zerovision.training.world.world import World
+
+if TYPE_CHECKING:
+    from zerovision.training.steps.accumulate import StepInput, TimedEngine
+
+VIEWS = 2  # of each image of a step: what an image has in common with itself, augmented otherwise
+# Wu et al. 2018 (https://arxiv.org/abs/1805.01978, section 3.4), with the number of neighbours that DINO found best
+# (Caron et al. 2021, https://arxiv.org/abs/2104.14294, appendix E).
+NEIGHBOURS, TEMPERATURE = 20, 0.07
+MOST_COMPARED = 2**16  # training images; of a larger set every second, third, ... one
+
+
+@dataclass(frozen=True)
+class GradientCache:
+    """One loss over the embeddings of a step; every rank computes all of it: the same bits on any number of them.
+
+    Attributes:
+        world: the ranks.
+        leaves: of a step.
+        temperature: of the loss, see `contrast`.
+        num_classes: of the data set.
+    """
+
+    world: World
+    leaves: Leaves
+    temperature: float
+    num_classes: int
+
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
+        """See `zerovision.training.steps.accumulate.Step`."""
+        held, buffers, outputs = [*given.batches], engine.buffers.copy(), list[torch.Tensor]()
+        is_single = len(held) == 1  # its graph is kept: there is no other micro-batch to make room for
+        with torch.set_grad_enabled(is_single):
+            for micro_step, batch in enumerate(held):
+                given.seed_leaf(micro_step)
+                outputs.append(engine.forward(batch.images))
+        if not is_single:
+            engine.buffers.restore(buffers)
+        size, own = len(held[0].labels), self.leaves.of(self.world.data.rank)
+        gathered = (
+            self._of_all_leaves([output.detach() for output in outputs]),
+            self._of_all_leaves([batch.labels for batch in held]),
+            self._of_all_leaves([batch.weights for batch in held]),
+        )
+        found = contrast(*gathered, self.temperature, self.num_classes, size)
+        losses, shares, gradients = ([tensor.split(size)[leaf] for leaf in own] for tensor in found)
+        result = None
+        for micro_step, batch in enumerate(held):
+            if not is_single:
+                given.seed_leaf(micro_step)
+                outputs[micro_step] = engine.forward(batch.images)
+            engine.backward((outputs[micro_step] * gradients[micro_step]).sum() * given.loss_scale)
+            result = engine.step()
+            # Where one embedding is not finite, the losses of all images are not: it alone is to blame.
+            evidence = outputs[micro_step].detach().sum(1)
+            given.note(batch, losses[micro_step], shares[micro_step], evidence)
+            outputs[micro_step] = evidence  # which frees the graph
+        return result
+
+    def _of_all_leaves(self, own: list[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's micro-batches [B, ...] and those of the others in the order of leaves; a collective."""
+        rows = torch.stack(own)
+        every = gather_rows(rows.reshape(-1), self.world).view(-1, *rows.shape[1:])
+        return every[self.leaves.order()].flatten(0, 1)
+
+
+class Contrast(NamedTuple):
+    """What the comparison of N images gives.
+
+    Attributes:
+        losses: float32 [N], 0 for an image without another one of its class.
+        shares: float32 [N, classes], how similar an image is to the others of each class; the shares add up to 1.
+        gradient: float32 [N, D], of the sum of the losses with weight by the embeddings.
+    """
+
+    losses: torch.Tensor
+    shares: torch.Tensor
+    gradient: torch.Tensor
+
+
+def contrast(
+    embeddings: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, temperature: float, classes: int, rows: int
+) -> Contrast:
+    """Compare images by the angles between their embeddings: L_out, equation 2 of Khosla et al. 2020.
+
+    https://arxiv.org/abs/2004.11362. The anchors are taken a block at a time, always in the same order: memory is that
+    of a block, and the bits depend on the embeddings alone.
+
+    Args:
+        embeddings: float32 [N, D], of any length above 0.
+        labels: int64 [N].
+        weights: float32 [N]; images of weight 0 are neither anchors, nor compared with any.
+        temperature: by which the cosines are divided.
+        classes: of the data set.
+        rows: anchors of a block, a divisor of N.
+    """
+    leaves = embeddings.detach().requires_grad_()
+    one_hot, losses, shares = F.one_hot(labels, classes).float(), [], []
+    for anchors in torch.arange(len(labels), device=labels.device).split(rows):
+        with torch.enable_grad():
+            unit = F.normalize(leaves)
+            similarity = unit[anchors] @ unit.T / temperature
+            is_other = (weights > 0) & (torch.arange(len(labels), device=labels.device) != anchors[:, None])
+            is_positive = is_other & (labels == labels[anchors, None])
+            # The smallest number, not minus infinity: an image that is compared with none has a gradient of 0, not NaN.
+            kept = similarity.masked_fill(~is_other, torch.finfo(similarity.dtype).min)
+            log_share = kept - kept.logsumexp(1, keepdim=True)
+            found = -torch.where(is_positive, log_share, 0.0).sum(1) / is_positive.sum(1).clamp(min=1)
+            (found * weights[anchors]).sum().backward()
+        losses.append(found.detach())
+        shares.append(log_share.detach().exp() @ one_hot)
+    assert leaves.grad is not None
+    return Contrast(torch.cat(losses), torch.cat(shares), leaves.grad)
+
+
+class Neighbours:
+    """Training images as a network without augmentation sees them, and the classes of others by these.
+
+    Args:
+        loader: of the training images to compare with.
+        num_classes: of the data set.
+        world: the ranks.
+
+    Attributes:
+        loader: as given.
+    """
+
+    def __init__(self, loader: Loader, num_classes: int, world: World) -> None:
+        self.loader, self._num_classes, self._world = loader, num_classes, world
+        self._features: list[torch.Tensor] = []
+        self._facts: list[torch.Tensor] = []
+        self._labels = self._bank = torch.empty(0)
+
+    def add(self, batch: Batch, features: torch.Tensor) -> None:
+        """Keep features [B, F] of a batch of the loader until `gather`."""
+        self._features.append(F.normalize(features.float()))
+        facts = (to_device(batch.indices, features.device), batch.labels, batch.weights.long())
+        self._facts.append(torch.stack(facts, dim=1))
+
+    def gather(self) -> None:
+        """Share the features of all ranks, in the order of their images on any number of them; a collective."""
+        features, facts = (
+            gather_rows(own.reshape(-1), self._world).view(-1, own.shape[1])
+            for own in (torch.cat(self._features), torch.cat(self._facts))
+        )
+        self._features, self._facts = [], []
+        order = facts[:, 0].argsort(stable=True)
+        order = order[facts[order, 2] > 0]
+        self._bank, self._labels = features[order], facts[order, 1]
+
+    def log_probabilities(self, features: torch.Tensor) -> torch.Tensor:
+        """Return float32 [B, classes] for features [B, F]: the logarithm of `votes`.
+
+        One further vote is for all classes alike, so that no probability is 0.
+        """
+        shares = votes(F.normalize(features.float()), self._bank, self._labels, self._num_classes)
+        return ((NEIGHBOURS * shares + 1 / self._num_classes) / (NEIGHBOURS + 1)).log()
+
+
+def votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Return the votes of the nearest for each class, weighted by their cosines: float32 [B, classes], 1 in all.
+
+    Args:
+        features: [B, F], of length 1.
+        bank: [N, F], of length 1.
+        labels: int64 [N], of the bank.
+        num_classes: of the data set.
+    """
+    nearest = (features @ bank.T).topk(min(NEIGHBOURS, len(bank)), dim=1)
+    weights = (nearest.values / TEMPERATURE).softmax(1)[:, None]
+    return (weights @ F.one_hot(labels[nearest.indices], num_classes).float())[:, 0]

@@ -1,0 +1,59 @@
+"""The settings of what is learned: the loss, a teacher, and the score that chooses the best epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option
+from zerovision.training.tasks.class_weights import USAGE as CLASS_WEIGHTS_USAGE
+
+CONTRASTIVE = ("supcon",)  # losses of a projection, not of a classifier
+EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSettings(RunSettings):
+    """What is learned, and what says how well."""
+
+    loss: Literal["cross_entropy", "bce", "supcon"] = option(
+        "cross_entropy",
+        "Training loss; bce: binary cross-entropy of each class, averaged over the classes; supcon: supervised "
+        "contrastive, trains features for a head that is trained after it.",
+    )
+    temperature: float = option(0.1, "--loss supcon: by which cosines are divided.", low=0.001, high=100)
+    gradient_cache: int = option(
+        0,
+        "--loss supcon: images that go through the network at a time; all of a step are compared; 0: --batch-size.",
+        low=0,
+        high=LARGEST_BATCH,
+    )
+    distill: str = option(
+        "",
+        "kl:T[:ALPHA] trains on the answers of --teacher: the divergence at temperature T, times T squared. ALPHA is "
+        "its share, the rest that of --loss; default: 1.",
+    )
+    teacher: str = option(
+        "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
+    )
+    teacher_classes: str = option(
+        "", "--teacher: a file with the data's name of each of its outputs, one a line; default: the names that it has."
+    )
+    label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
+    bce_target_threshold: float = option(
+        0.0, "--loss bce: smoothed and mixed targets above this are 1, the others 0; 0: as they are.", low=0, high=0.99
+    )
+    class_weights: str = option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
+    best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(
+        "top1", "Validation score that chooses the epoch whose weights are kept."
+    )
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Whether the loss compares all images of a step, in place of one that each image has by itself."""
+        return self.loss in CONTRASTIVE
+
+    @property
+    def embedding(self) -> int:
+        """Numbers that the network gives for an image in place of one for each class; 0 if it does not."""
+        return EMBEDDING_SIZE if self.is_contrastive else 0
