@@ -1,9 +1,10 @@
-"""The harness itself: what it must not overlook, and what it must not touch."""
+"""The harness itself: what it must not overlook, and what it must not touch; and twenty faults of a campaign."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,14 +20,15 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from tests.chaos.campaign import Deck, draw_moment
-from tests.chaos.case import RECIPES, STRATEGIES, make_case
+from tests.chaos.case import RECIPES, STRATEGIES, Case, make_case, run_folder, run_oracle
 from tests.chaos.compare import WEIGHTS, differences
 from tests.chaos.damage import DAMAGES, MANIFEST, newest_checkpoint
 from tests.chaos.disk import fill, small_disk, why_no_disk
 from tests.chaos.faults import FAULTS
 from tests.chaos.processes import MARK, kill_all, processes_of, ranks_of
-from tests.chaos.records import Injection, TrialResult
+from tests.chaos.records import Draw, Injection, TrialResult
 from tests.chaos.report import misses, print_report, write_records
+from tests.chaos.trial import Trial
 from tests.unit.small_checkpoints import write_checkpoint
 from zerovision.training.base.progress import Progress
 
@@ -227,3 +229,25 @@ def test_moments_come_from_the_seed_and_a_damage_only_after_progress():
     many = [draw_moment(kind, Random(f"{seed}-{kind}")) for kind in FAULTS for seed in range(50)]
     early = {draw.kind for draw in many if draw.at_start_up}
     assert early == set(FAULTS) - set(DAMAGES) - {"stop_rank"}
+
+
+KINDS = ["kill_rank", "flip_bits", "sigterm_launcher"]
+
+
+@pytest.mark.timeout(280)
+def test_a_training_survives_faults_bit_for_bit(tmp_path: Path):
+    case = Case("fsdp_stage2", micro_batches=4, workers=0, image_size=12)
+    oracle = run_oracle(case.oracle, tmp_path / "oracle")
+    result = TrialResult(0, case, tmp_path / "training")
+    draws = [Draw(kind, at_start_up=False, delay_s=0.3, rng=Random(0)) for kind in KINDS]
+    Trial(result, oracle, None, print).run(draws, deadline=float("inf"))
+    output = (result.folder / "output.log").read_text()
+    assert (result.miss, result.differences) == ("", []), output
+    assert [injection.kind for injection in result.injections] == KINDS, output
+    assert len({*result.ranks}) == 2, output  # SIGTERM ends the first launch, and the second is on other ranks
+
+    copy = shutil.copytree(run_folder(tmp_path / "training" / "logs"), tmp_path / "copy")
+    content = bytearray((copy / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (copy / WEIGHTS).write_bytes(content)
+    assert len(differences(copy, oracle)) == 1

@@ -1,4 +1,4 @@
-"""What tests/training/test_machine_levels.py runs in each rank: ranks that count as those of several machines."""
+"""What tests/training/test_exchange.py runs in each rank: ranks that count as those of several machines."""
 
 from __future__ import annotations
 

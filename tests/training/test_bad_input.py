@@ -47,7 +47,7 @@ def taken_port():
         yield str(taken.getsockname()[1])
 
 
-@pytest.mark.slow  # of the store: tests/unit/test_store.py
+@pytest.mark.slow  # of the store: tests/unit/test_rank_variables.py
 def test_occupied_port(taken_port):
     """Rank 0 of two, started as a launcher does: `deepspeed` ends rank 1, which waits for it, after 30 s only."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -1,4 +1,4 @@
-"""What tests/training/test_unused_parameters.py runs in each rank: networks that skip a layer or a block at times."""
+"""What tests/training/test_exchange.py runs in each rank: networks that skip a layer or a block at times."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_same_images import make_images, train
+from test_data_check import make_images, train
 
 from zerovision.extras.bisect_runs import compare, lines_of
 from zerovision.training.base.errors import UserError

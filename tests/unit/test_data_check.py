@@ -1,9 +1,14 @@
-"""The check of a whole data set, and the command that calls it."""
+"""The check of a whole data set with the command that calls it, and images that are there twice."""
 
 from __future__ import annotations
 
+import csv
+import gzip
+import json
 import os
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +16,24 @@ from made_data import save_animation
 from PIL import Image
 
 from zerovision.commands import run_command
+from zerovision.delivery.end_of_run import leave_files
+from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.model_card import write_model_card
+from zerovision.delivery.report.page import write_report
 from zerovision.planning.data_check import check_data
-from zerovision.training.data import DataOptions
+from zerovision.planning.equal_images import equal_images, lines_of
+from zerovision.training.config import TrainConfig
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.image_list import (
+    ListedImage,
+    TrainedImages,
+    describe_change,
+    list_images,
+    read_image_list,
+)
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.run import run
 
 
 @pytest.fixture
@@ -77,3 +98,178 @@ def test_doctor_names_what_is_unreadable(folder, monkeypatch, capsys):
     assert "skipped 1 files that are not images by type or extension: 1 not a regular file" in printed
     assert "labels 0 to 1" in printed
     assert "[b]" in printed
+
+
+CLASSES = ("a", "b")
+
+
+def make_images(root: Path, count: int, seed: int = 0) -> Path:
+    generator = np.random.Generator(np.random.PCG64(seed))
+    for label, name in enumerate(CLASSES):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = generator.integers(0, 128, (12, 12, 3), dtype=np.uint8) + 127 * label
+            Image.fromarray(pixels.astype(np.uint8)).save(root / name / f"{number}.png")
+    return root
+
+
+def train(data: Path, logs: Path, **changes) -> int:
+    values = {"model_type": "basic_cnn", "image_size": 8, "batch_size": 4, "epochs": 1, "cache": "off"}
+    values |= {"data": str(data), "log_dir": str(logs), "run_name": "r", "progress": "off", "tensorboard": False}
+    return run(TrainConfig(**(values | changes)), deliver=leave_files)
+
+
+@pytest.fixture
+def copies(tmp_path) -> Path:
+    """Three parts, with one validation and two test images that are training images, and one of the other label."""
+    for seed, part in enumerate(("train", "val", "test")):
+        make_images(tmp_path / "d" / part, 6, seed)
+    for source, copy in (
+        ("train/a/0.png", "val/a/copy.png"),
+        ("train/a/1.png", "test/a/1.png"),
+        ("train/b/2.png", "test/a/of b.png"),
+        ("train/a/3.png", "train/a/3 (1).png"),
+    ):
+        shutil.copyfile(tmp_path / "d" / source, tmp_path / "d" / copy)
+    return tmp_path / "d"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_doctor_counts_and_names_equal_images(copies, workers, capsys):
+    report = check_data(DataOptions(data=str(copies)), workers)
+    found = equal_images(report.datasets, report.digests)
+    assert {kind: equal.images for kind, equal in found.items()} == {"leaked": 3, "mislabelled": 1, "repeated": 1}
+    pairs = {
+        kind: [tuple(str(Path(p).relative_to(copies)) for p in pair) for pair in equal.examples]
+        for kind, equal in found.items()
+    }
+    assert ("val/a/copy.png", "train/a/0.png") in pairs["leaked"]
+    assert pairs["mislabelled"] == [("test/a/of b.png", "train/b/2.png")]
+    assert {"3 validation", "1 images", "1 training"} == {" ".join(line.split()[:2]) for line in lines_of(found)}
+
+
+def test_every_digest_is_that_of_the_file_whatever_reads_it(tmp_path):
+    make_images(tmp_path / "train", 5)
+    make_images(tmp_path / "val", 2, seed=1)
+    shutil.copyfile(tmp_path / "train/a/0.png", tmp_path / "train/b/twin.png")
+    options = {"data": str(tmp_path), "image_size": 8, "data_root": str(tmp_path / "root")}
+    seen = []
+    for cache in ("off", "disk", "disk"):  # the second time from the cache, which reads no file
+        pair = load_data(DataOptions(**options, cache=cache))
+        loader = Loader(pair.train, BatchPlan(len(pair.train), 4, 1, 1, 0), 0)
+        loader.watch()
+        list(loader.epoch(0))
+        seen.append(loader.digests)
+        loader.watch(is_on=False)
+        list(loader.epoch(1))
+        assert loader.digests is None
+    assert all((one == seen[0]).all() for one in seen)
+    assert (seen[0] > 0).all()
+    assert len(set(seen[0].tolist())) == 10
+
+
+def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
+    assert train(copies, tmp_path / "logs") == 0
+    folder, log = tmp_path / "logs/runs/r", capsys.readouterr().out
+    assert "training on train/; val/ is the validation part; test/ is judged once, after training" in log
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (test,) = [line for line in lines if line["kind"] == "test"]
+    scores = json.loads((folder / "evaluation-test/scores.json").read_text())
+    again = evaluate(folder, split="test", output=None)
+    for key in ("samples", "top1", "loss"):
+        assert test[key] == scores[key] == again[key]
+    assert scores["samples"] == 13
+    assert json.loads((folder / "evaluation/scores.json").read_text())["samples"] == 13
+    assert (folder / "evaluation-test/per_class.csv").is_file()
+    card, page = ((folder / name).read_text() for name in ("README.md", "report.html"))
+    assert "On the 13 images of the test part" in card
+    assert card.count("split: test") == card.count("split: val") == 1
+    assert "test top-1 accuracy" in page
+    assert train(copies, tmp_path / "logs", resume="auto") == 0
+    assert "of the test part" not in capsys.readouterr().out.split("resuming from")[1]  # it was judged already
+
+
+def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
+    (copies / "train/a/4.png").rename(copies / "train/a/new\r\nline, é.png")
+    assert train(copies, tmp_path / "logs") == 0
+    file = tmp_path / "logs/runs/r/images.csv.gz"
+    pair = load_data(DataOptions(data=str(copies), image_size=8))
+    listed = read_image_list(file)
+    assert [(one.part, one.path, one.size) for one in listed] == [
+        (part, path, (copies / path).stat().st_size)
+        for part, set_ in pair.parts.items()
+        for path in (set_.source.path(index) for index in range(len(set_)))
+    ]
+    assert all((one.digest > 0) == (one.part != "test") for one in listed)
+    with gzip.open(file, "rt", newline="") as stream:
+        assert len(list(csv.reader(stream))) == 1 + 13 + 13 + 13
+
+
+def test_images_that_were_trained_on_are_scored_apart(tmp_path):
+    data = make_images(tmp_path / "d", 20)
+    assert train(data, tmp_path / "logs", epochs=2) == 0
+    folder = tmp_path / "logs/runs/r"
+    own = evaluate(folder)
+    pair = load_data(DataOptions(data=str(data), image_size=8))
+    assert own["samples"] == len(pair.val)
+    assert "trained_on" not in own
+    trained = pair.train.source.path(0)
+    shutil.copyfile(data / trained, data / "a" / "renamed copy.png")
+    make_images(tmp_path / "more", 2, seed=7)
+    (tmp_path / "more/b/0.png").rename(data / "b" / "fresh.png")
+    moved = shutil.copytree(data, tmp_path / "moved")
+    for place in ("", moved):  # in its own place, and elsewhere
+        scores = evaluate(folder, place)
+        now = load_data(DataOptions(data=str(data), image_size=8))
+        judged = {now.val.source.path(index) for index in range(len(now.val))} if not place else None
+        known = {pair.train.source.path(index) for index in range(len(pair.train))} | {"a/renamed copy.png"}
+        total = len(judged) if judged else 42
+        among = len(known & judged) if judged else 31
+        assert scores.get("trained_on", {"samples": 0})["samples"] == among
+        assert scores["samples"] == total - among
+    everything = evaluate(folder, moved, split="train", output=None)
+    assert everything["trained_on"]["samples"] == everything["samples"] == len(now.train)  # all of them
+
+
+def test_a_folder_that_changed_says_how(tmp_path):
+    data = make_images(tmp_path / "d", 8)
+    before = list_images(load_data(DataOptions(data=str(data))))
+    (data / "a/0.png").unlink()
+    (data / "b/new.png").write_bytes((data / "b/1.png").read_bytes())
+    (data / "b/1.png").write_bytes((data / "b/1.png").read_bytes() + b"more")
+    text = describe_change(before, load_data(DataOptions(data=str(data))))
+    assert text.startswith("16 images then, 16 now; 1 new: b/new.png; 1 gone: a/0.png; 1 changed: b/1.png")
+
+
+def test_a_resume_with_other_data_names_the_difference_and_the_cure(tmp_path, capsys):
+    data = make_images(tmp_path / "d", 8)
+    assert train(data, tmp_path / "logs") == 0
+    shutil.copyfile(data / "a/0.png", data / "a/more.png")
+    assert train(data, tmp_path / "logs", epochs=2, resume="auto") == 2
+    error = capsys.readouterr().err
+    assert "another data set: 16 images then, 17 now; 1 new: a/more.png" in error
+    assert "--weights" in error
+    assert error.count("\n") == 1
+
+
+def test_what_was_trained_on_is_known_by_content_or_else_by_path():
+    images = [
+        ListedImage("train", "a", 1, 5, "a/0.png"),
+        ListedImage("train", "a", 1, 0, "a/1.png"),
+        ListedImage("val", "a", 1, 6, "a/2.png"),
+    ]
+    paths = ["x", "a/0.png", "a/1.png", "a/2.png"]
+    found = TrainedImages(images).contain(np.array([5, 7, 8, 6]), paths)
+    assert found.tolist() == [True, False, True, False]
+    assert not TrainedImages(images[2:])
+
+
+def test_card_and_report_without_a_test_part(tmp_path):
+    data = make_images(tmp_path / "d", 8)
+    assert train(data, tmp_path / "logs") == 0
+    folder = tmp_path / "logs/runs/r"
+    assert not (folder / "evaluation-test").exists()
+    write_model_card(folder)
+    write_report([folder], folder / "report.html")
+    assert "test part" not in (folder / "README.md").read_text()
+    assert "test top-1" not in (folder / "report.html").read_text()

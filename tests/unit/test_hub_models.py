@@ -1,4 +1,6 @@
-"""`timm:hf-hub:ORG/NAME`: a network of the hub, from its local cache."""
+"""`timm:hf-hub:ORG/NAME` from its local cache, and two layers of ours: whitened, and a product over its whole input."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
@@ -9,14 +11,23 @@ import timm
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.rounding import assert_same_but_rounding
 from zerovision.models.build import build_model
+from zerovision.models.dry_run import without_data
 from zerovision.models.preparation import starting_preparations
+from zerovision.models.timm_models import create
+from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import CONFIG, LAST
 from zerovision.training.config.command_line import parse_args
+from zerovision.training.data import DataOptions, load_data
 from zerovision.training.observe.new_run import run_folder
+from zerovision.training.recipe.whitening import EPSILON, whiten_stem, whitening_filters
 
 FACTS = {
     "architecture": "resnet10t",
@@ -128,3 +139,108 @@ def test_features_without_a_classifier_get_one(repository):
 def test_a_name_of_another_form_is_one_line(name):
     with pytest.raises(UserError, match="expected timm:hf-hub:ORG/NAME"):
         parse_args(["--model-type", f"timm:hf-hub:{name}"])
+
+
+SIZE = (3, 3)
+
+
+def smooth_images(count: int = 40) -> torch.Tensor:
+    """Images whose neighbouring pixels are alike, as photographs' are: float32 [count, 3, 12, 12]."""
+    noise = torch.randn(count, 3, 14, 14, generator=torch.Generator().manual_seed(0))
+    return functional.avg_pool2d(noise, 3, stride=1) * 2
+
+
+def filters_of_the_paper(images: torch.Tensor) -> torch.Tensor:
+    """As `get_patches` and `get_whitening_parameters` of cifar10-airbench, whose patches are [n, 3, h, w]."""
+    patches = images.unfold(2, 3, 1).unfold(3, 3, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 27)
+    values, vectors = torch.linalg.eigh((patches.T @ patches / len(patches)).double())
+    return (vectors.T.flip(0) / torch.sqrt(values.flip(0) + EPSILON).view(-1, 1)).float()
+
+
+def test_filters_are_the_papers_and_whiten():
+    images = smooth_images()
+    filters = whitening_filters(images, SIZE)
+    expected = filters_of_the_paper(images)
+    signs = (filters * expected).sum(1).sign()  # of an eigenvector, either
+    torch.testing.assert_close(filters * signs[:, None], expected, rtol=1e-2, atol=1e-3)
+    outputs = functional.conv2d(images, filters.view(27, 3, 3, 3)).transpose(0, 1).flatten(1)
+    covariance = outputs @ outputs.T / outputs.shape[1]
+    torch.testing.assert_close(covariance[:9, :9], torch.eye(9), atol=0.02, rtol=0)
+    raw = functional.unfold(images, SIZE).transpose(0, 1).flatten(1)
+    assert (raw @ raw.T / raw.shape[1]).diag().max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_data(DataOptions())
+
+
+def test_the_stem_is_frozen_with_filters_of_a_fixed_sample_on_the_rank_that_computes_them(digits):
+    stems = []
+    for computes in (True, True, False):
+        torch.manual_seed(0)
+        built = build_model("basic_cnn", num_classes=10, image_size=32)
+        before = [parameter.clone() for parameter in built.module.parameters()]
+        whiten_stem(built, digits, computes=computes)
+        stem, *others = built.module.parameters()
+        assert not stem.requires_grad
+        assert all(parameter.requires_grad for parameter in others)
+        assert all(torch.equal(now, then) for now, then in zip(others, before[1:], strict=True))
+        assert torch.equal(stem, before[0]) != computes
+        stems.append(stem)
+    assert torch.equal(stems[0], stems[1])
+    images = torch.stack([digits.val[0, index][0] for index in range(100)])
+    outputs = functional.conv2d(images, stems[0])
+    assert torch.equal(stems[0][:16], -stems[0][16:])
+    deviations = outputs[:, :8].transpose(0, 1).flatten(1).square().mean(1).sqrt()
+    torch.testing.assert_close(deviations, torch.ones(8), atol=0.25, rtol=0)
+
+
+KERNEL_SIZE, CHANNELS = 3, 4
+SIZES = pytest.mark.parametrize("size", [KERNEL_SIZE, KERNEL_SIZE + 2], ids=["its-whole-input", "larger-input"])
+
+
+class Operators(TorchDispatchMode):
+    """Collects the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def products_and_convolutions(network: nn.Module, size: int, channels: int = 3) -> tuple[int, int]:
+    with Operators() as found, torch.no_grad():
+        without_data(network)(torch.empty(2, channels, size, size, device="meta"))
+    return sum(name in ("mm", "addmm") for name in found.names), found.names.count("convolution")
+
+
+def numbers_of(layer: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    images = images.clone().requires_grad_()
+    outputs = layer(images)
+    outputs.square().sum().backward()
+    return [outputs, images.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@SIZES
+def test_outputs_and_gradients_are_those_of_a_convolution(layout, size):
+    torch.manual_seed(0)
+    plain, ours = nn.Conv2d(CHANNELS, 6, KERNEL_SIZE), WholeInputConv2d(CHANNELS, 6, KERNEL_SIZE)
+    ours.load_state_dict(plain.state_dict())
+    images = torch.randn(2, CHANNELS, size, size)
+    found = numbers_of(ours.to(memory_format=layout), images.to(memory_format=layout))
+    for ours_of, expected in zip(found, numbers_of(plain, images), strict=True):
+        assert_same_but_rounding(ours_of, expected)
+    assert products_and_convolutions(ours, size, CHANNELS) == ((1, 0) if size == KERNEL_SIZE else (0, 1))
+
+
+@pytest.mark.parametrize(("image_size", "products"), [(32, 3), (224, 3), (256, 1)])
+def test_the_products_of_vgg(image_size, products):
+    """Its whole classifier; on 256 pixels the first two layers see 8 x 8 and 2 x 2 pixels."""
+    with torch.device("meta"):
+        network = create("vgg16_bn", 10, image_size, 3)
+    assert products_and_convolutions(network, image_size)[0] == products

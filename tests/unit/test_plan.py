@@ -7,21 +7,24 @@ import itertools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.plan import resolve_strategy
-from zerovision.planning.machines import Machine, find_gpu
+from zerovision.planning.machines import CPU, GPUS, Machine, detect_machine, find_gpu
 from zerovision.planning.plan_command import parse, run
 from zerovision.planning.plan_output import command_of, describe_filling
 from zerovision.planning.recommend import reason, recommend
-from zerovision.planning.search import PlannedJob, engines_of, evaluate, filling_batch, options
+from zerovision.planning.search import PlannedJob, engines_of, evaluate, filling_batch, options, predicted_tensors
+from zerovision.training.base.control_groups import usable_memory
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 from zerovision.training.config import TrainConfig
 from zerovision.training.out_of_memory import next_rung
+from zerovision.training.prepare import RunFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = PlannedJob(
@@ -239,3 +242,83 @@ def test_a_model_that_looks_at_its_images_is_refused(monkeypatch):
     job.workload.network.register_forward_pre_hook(lambda _, images: images[0].sum().item())
     with pytest.raises(UserError, match="computes with the values of its images"):
         recommend(job)
+
+
+OF_TIMM = ["--model-type=timm:test_resnet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "has_gpus"),
+    [
+        (["--strategy=fsdp_stage3", "--replicate-across=nodes", "--model-type=timm:test_vit"], "torch", False),
+        (
+            ["--strategy=fsdp_stage2", "--gradient-accumulation-steps=3", "--activation-checkpointing", *OF_TIMM],
+            "deepspeed",
+            True,
+        ),
+    ],
+)
+def test_a_run_predicts_what_the_planner_does(words, engine, has_gpus):
+    """Two machines of four ranks: shards and replicas, blocks, accumulation and checkpointing all count."""
+    asked = ["--num-gpus=8", "--gpus-per-node=4", *(["--gpu=h100"] if has_gpus else [])]
+    job = parse([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words], None).job
+    config = dataclasses.replace(job.config, image_channels=3)
+    memory = evaluate(job, job.config).memory
+    assert predicted_tensors(RunFacts(config, job.classes, 64, 8, 4, has_gpus), [job.config]) == [memory.tensors]
+    if has_gpus:  # what is measured there: tensors, without the context
+        assert memory.tensors < memory.peak
+
+
+def test_ranks_that_compute_layers_together_divide_weights_gradients_moments_and_activations():
+    """Of 4 x 2 ranks under ddp: half of weights and gradients, moments of half of them on each of 4 ranks."""
+    config = TrainConfig(model_type="timm:vit_base_patch16_224", ema=0.9, precision="fp32", engine="torch")
+    one, two = (
+        evaluate(PlannedJob(each, Machine(find_gpu("h100"), 8), 8, 10, 64, 0), each).memory
+        for each in (config, dataclasses.replace(config, tensor_parallel=2))
+    )
+    assert two.weights / one.weights == pytest.approx(1 / 2, rel=0.02)
+    assert two.optimizer / one.optimizer == pytest.approx(1, rel=0.02)
+    assert 1 / 2 < two.activations / one.activations < 0.8
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("h100", "h100-80gb"),
+        ("H100-80GB", "h100-80gb"),
+        ("RTX 3090", "rtx3090"),
+        ("3090", "rtx3090"),
+        ("A100 40GB", "a100-40gb"),
+    ],
+)
+def test_a_gpu_by_any_usual_spelling(given, name):
+    assert find_gpu(given) is GPUS[name]
+
+
+@pytest.mark.parametrize(("given", "gigabytes"), [("8gb", 8), ("16 GB", 16), ("10.5GiB", 10.5), ("96gb", 96)])
+def test_any_gpu_by_its_memory(given, gigabytes):
+    """With bf16: a V100 has none, and a card of 16 GB that one buys today does."""
+    found = find_gpu(given)
+    assert found.memory_bytes == gigabytes * 10**9
+    assert found.precisions == GPUS["rtx3060"].precisions == ("bf16", "fp16", "fp32")
+    assert find_gpu("v100 16gb").precisions == ("fp16", "fp32")
+    assert found.name not in GPUS
+
+
+@pytest.mark.parametrize(("capability", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16")])
+def test_this_machines_gpu_whatever_its_name(capability, auto, monkeypatch):
+    major, minor = capability
+    device = SimpleNamespace(name="NVIDIA Something New", total_memory=85 * 10**9, major=major, minor=minor)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: device)
+    machine = detect_machine(ranks=8)
+    assert (machine.gpu.name, machine.gpu.memory_bytes, machine.ranks) == (device.name, 85 * 10**9, 8)
+    assert machine.gpu.precisions[0] == auto
+
+
+def test_a_cpu_rank_has_its_share_of_this_machine(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    machine = detect_machine(ranks=4)
+    assert machine.gpu.memory_bytes == usable_memory() // 4
+    assert machine.gpu.precisions == ("fp32",)
+    assert machine.gpu.name == CPU

@@ -1,14 +1,26 @@
-"""Which rank a process is under each launcher, by the variables that the launcher was seen to set."""
+"""How a rank starts: which it is by the launcher's variables, the store in which ranks meet, PyTorch's switches."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.training.ranks import free_port
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import REPO_ROOT
 from zerovision.training.world.launchers import launched_world, line_to_go_on, remember_line
+from zerovision.training.world.store import _listen, open_store
+from zerovision.training.world.world import start_world
 
 ACCELERATE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # 1.15
 SRUN = {
@@ -104,3 +116,97 @@ def test_the_line_that_goes_on_with_a_run_is_the_launchers_own(typed, line, monk
     if typed is not None:
         remember_line(["bash"], "launch.sh", typed)
     assert line_to_go_on("a", ["torchrun", "train.py", "--resume", "never"]) == line
+
+
+PATIENCE = datetime.timedelta(seconds=30)
+
+
+def connect(port, run_id="run"):
+    return open_store("127.0.0.1", port, PATIENCE, run_id, is_host=False, is_alone=True)
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+@pytest.fixture
+def store(port):
+    return open_store("127.0.0.1", port, PATIENCE, "run", is_host=True, is_alone=True)
+
+
+def test_every_start_has_a_part_of_the_store_for_itself(store, port):
+    same, other = connect(port), connect(port, "other")
+    store.set("key", "value")
+    assert same.get("key") == b"value"
+    assert not other.check(["key"])
+
+
+def test_the_store_listens_on_the_given_address_alone(store, port):
+    """Linux answers on all of 127.0.0.0/8."""
+    socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+    with pytest.raises(UserError, match=rf"^port {port} is in use: give a free one with --master_port\.$"):
+        open_store("127.0.0.1", port, PATIENCE, "run", is_host=True, is_alone=True)
+
+
+@pytest.mark.parametrize(("address", "notes"), [("127.0.1.1", 0), ("192.0.2.7", 1)])
+def test_an_address_that_leads_nowhere_is_not_listened_on_alone(port, address, notes, capfd):
+    """A host's own name may mean 127.0.1.1 to itself; behind a gateway the others know a host by another address."""
+    listener = socket.socket(fileno=_listen(address, port, is_alone=False))
+    socket.create_connection(("127.0.0.1", port)).close()
+    listener.close()
+    assert capfd.readouterr().err.count(f"note: {address} is no address of this machine") == notes
+
+
+def test_an_unknown_name_is_one_line(port):
+    with pytest.raises(UserError, match=r"^the address that the ranks meet on, no\.such\.host\.invalid: .*\.$"):
+        open_store("no.such.host.invalid", port, PATIENCE, "run", is_host=True, is_alone=False)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# TF32 is asked for by the environment, and by what PyTorch does by itself for convolutions and LSTMs.
+LOOK = """
+import json, os, sys, torch
+from zerovision.training.world.world import start_world, stop_world
+backends = torch.backends
+for deterministic in (False, True):
+    start_world(deterministic=deterministic)
+    fp32 = [backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision, backends.cudnn.rnn.fp32_precision]
+    print(json.dumps([
+        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+        backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG"), "tf32" in fp32,
+        torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32,
+    ]))
+    stop_world()
+"""
+
+
+def test_the_switches(monkeypatch) -> None:
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    command = [sys.executable, "-W", "error", "-c", LOOK]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [
+        [False, False, False, None, False, "highest", False],
+        [True, True, False, ":4096:8", False, "highest", False],
+    ]
+
+
+class Joined(Exception):
+    """Ends a start at the moment in which the process group is joined."""
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(2, ("nccl", torch.device("cuda", 1))), (0, ("gloo", None))])
+def test_the_process_group_is_bound_to_the_ranks_gpu(monkeypatch, gpus, expected) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    join = mock.Mock(side_effect=Joined)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(Joined):
+        start_world()
+    assert (join.call_args.args[0], join.call_args.kwargs.get("device_id")) == expected

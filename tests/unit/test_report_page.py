@@ -1,4 +1,4 @@
-"""The report as a file: names that are hostile, its size, bad input, watching, colours."""
+"""The report as a file: hostile names, its size, bad input, watching, colours; and the end of a run that writes it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from made_runs import RESTARTED, event, make_run, step
 
+from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.report import formatting
 from zerovision.delivery.report.page import TEMPLATE, watch, write_report
 from zerovision.delivery.report.run_files import read_history
 from zerovision.delivery.report.training_curves import rate_search_chart
 from zerovision.training.auto_learning_rate import describe_search
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.run_folder import LEARNING_RATE
+from zerovision.training.base.run_folder import LEARNING_RATE, RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_PAGE_BYTES = 2_000_000
@@ -298,3 +299,36 @@ def test_a_damaged_search_for_a_learning_rate_is_named(tmp_path, content):
     (folder / LEARNING_RATE).write_text(content)
     with pytest.raises(UserError, match=LEARNING_RATE):
         write_report([folder], tmp_path / "report.html")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run without weights and without an evaluation, as one that was stopped in its first epoch."""
+    folder = RunFolder(tmp_path, "run")
+    make_run(folder.path, class_names=None)
+    return folder
+
+
+def leave(folder, **changes):
+    return leave_files(folder, {"val": None}, **({"with_card": False, "with_report": True} | changes))
+
+
+def test_a_report_that_cannot_be_written_is_a_note(folder):
+    assert leave(folder) == [f"report       {folder.path}/report.html"]
+    page = (folder.path / "report.html").read_text(encoding="utf-8")
+    folder.metrics.write_text("damaged\n")
+    (note,) = leave(folder)
+    assert note.startswith("note: the report could not be written (UserError: ")
+    assert (folder.path / "report.html").read_text(encoding="utf-8") == page
+
+
+def test_a_model_card_that_cannot_be_written_is_a_note(folder):
+    report, note = leave(folder, with_card=True)
+    assert report == f"report       {folder.path}/report.html"
+    assert note.startswith("note: the model card could not be written (UserError: weights file ")
+
+
+def test_without_a_report(folder):
+    assert leave(folder, with_report=False) == []
+    assert not (folder.path / "report.html").exists()
+    assert json.loads((folder.path / "config.json").read_text())["report"] is True
