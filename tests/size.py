@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (454, 350),
+    "scripts": (452, 350),
     "models": (1347, 900),
     "zerovision/training/config": (807, 500),
     "zerovision/training/base": (1063, 550),
@@ -25,8 +25,8 @@ ROOMS = {  # limit and end
     "zerovision/training/checkpoint": (807, 600),
     "zerovision/training/observe": (1172, 1050),
     "zerovision/training": (2887, 1400),
-    "zerovision/launch": (1980, 1800),
-    "zerovision/planning": (1590, 1000),
+    "zerovision/launch": (2563, 1800),
+    "zerovision/planning": (945, 1000),
     "zerovision/delivery": (3274, 2400),
     "zerovision/extras": (1518, 1300),
 }

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from zerovision.launch.hosts import srun_command
-from zerovision.planning.doctor.doctor_command import parse, request_of
-from zerovision.planning.doctor.examination import HERE, Request
-from zerovision.planning.doctor.probe import local_command
+from zerovision.launch.doctor import Request, data_fields, parse, request_of
+from zerovision.launch.hosts import HERE
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def request(*arguments: str) -> Request:
-    return request_of(parse(list(arguments), None))
+    return request_of(parse(list(arguments)))
 
 
 def test_the_training_s_words_and_the_doctors_flags_become_one_request(
@@ -30,10 +28,10 @@ def test_the_training_s_words_and_the_doctors_flags_become_one_request(
     words = ("--model-type=vgg", "--strategy=fsdp_stage3", "--data", "digits", "--val-fraction", "0.3")
     whole = request("--here", "--gpus-per-node", "3", "--data", "photos", "--log-dir", "new", "--", *words)
     assert (whole.slots, whole.is_alone, whole.log_dir) == ({HERE: 3}, True, str(tmp_path / "new"))
-    assert whole.data is not None
-    assert (whole.data["data"], whole.data["val_fraction"]) == (str(tmp_path / "photos"), 0.3)
+    data = data_fields(whole.config)
+    assert (whole.has_data, data["data"], data["val_fraction"]) == (True, str(tmp_path / "photos"), 0.3)
     bare = request()
-    assert (bare.slots, bare.data, bare.command) == ({HERE: 0}, None, local_command)
+    assert (bare.slots, bare.has_data, bare.shell) == ({HERE: 0}, False, "local")
     assert bare.log_dir == str(ROOT / "logs")
 
 
@@ -49,7 +47,7 @@ def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     job = request("--gpus-per-node", "8")
-    assert (job.slots, job.command) == ({"n1": 8, "n2": 8}, srun_command)
+    assert (job.slots, job.shell) == ({"n1": 8, "n2": 8}, "srun")
     assert request("--here").is_alone
 
 

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import socket
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zerovision.models.build import build_model
-from zerovision.planning.doctor.examination import (
-    FailedPath,
-    Request,
-    _saved_bytes,
+from zerovision.launch.assess import (
+    Row,
     assess_all_reduce,
     assess_copies,
     assess_paths,
-    assess_shared_logs,
     assess_versions,
-    examine,
-    open_port,
-    try_paths,
+    join_hosts,
+    some_of,
 )
-from zerovision.planning.doctor.network import measure_network
-from zerovision.planning.doctor.probe import Probe, Unreachable, ask_all, explain, local_command
-from zerovision.planning.doctor.table import Row, join_hosts, some_of
+from zerovision.launch.doctor import Request, _examine_shared_logs, _facts, examine, explain
+from zerovision.launch.machine_facts import data_facts, measure_network, open_port, try_paths
+from zerovision.launch.nodes import Nodes
+from zerovision.models.build import build_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.world.network_interfaces import free_port, own_addresses
 
@@ -40,36 +37,45 @@ COMPLAINTS = {
     "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.": "another one",
     "root@node01: Permission denied (publickey,password).": "wants a password",
     "kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22": "closed",
-    "/x/.venv/bin/python: can't open file '/x/scripts/doctor.py': [Errno 2] No such file or directory": "repository",
+    "python: can't open file '/x/zerovision/launch/agent.py': [Errno 2] No such file or directory": "repository",
 }
 
 
 @pytest.mark.parametrize(("complaint", "said"), COMPLAINTS.items())
 def test_why_a_host_cannot_be_reached(complaint: str, said: str) -> None:
-    error = explain("node01", 2 if "doctor.py" in complaint else 255, complaint)
-    assert said in str(error)
-    assert error.cure
+    found, cure = explain("node01", 2 if "agent.py" in complaint else 255, complaint)
+    assert said in found
+    assert cure
 
 
 def test_a_missing_environment_and_anything_else() -> None:
     assert sys.executable in str(explain("node01", 127, f"bash: line 1: {sys.executable}: No such file or directory"))
-    assert "ended with code 3: boom" in str(explain("node01", 3, "Traceback\nboom\n"))
+    assert "ended with code 3: boom" in explain("node01", 3, "Traceback\nboom\n")[0]
 
 
-def test_one_probe_that_fails_does_not_keep_the_others() -> None:
-    echo = "import sys\nfor line in sys.stdin: print('hello\\n\\x1e{\"cores\": 5}', flush=True)"
-    with (
-        Probe("well", ([sys.executable, "-c", echo], None)) as well,
-        Probe("silent", ([sys.executable, "-c", "import time; time.sleep(60)"], None)) as silent,
-        Probe("gone", ([sys.executable, "-c", "raise SystemExit('Permission denied')"], None)) as gone,
-    ):
-        answers, lost = ask_all([well, silent, gone], lambda probe: probe.ask("machine", 1.0))
-    assert answers == {"well": {"cores": 5}}
-    assert {host: str(error) for host, error in lost.items()} == {
-        "silent": "no answer within 1 s",
-        "gone": "ssh wants a password",
+AGENTS = {
+    "well": 'for line in sys.stdin: print(\'hello\\n\\x1e{"kind": "facts", "cores": 5}\', flush=True)',
+    "silent": "time.sleep(60)",
+    "stuck": "time.sleep(60)",
+    "gone": "raise SystemExit('Permission denied')",
+}
+
+
+def test_one_host_that_fails_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def command(host: str, _command: list[str]) -> tuple[list[str], None]:
+        beat = "" if host == "silent" else 'print(\'\\x1e{"kind": "beat"}\', flush=True)'
+        return [sys.executable, "-c", f"import sys, time\n{beat}\n{AGENTS[host]}"], None
+
+    monkeypatch.setattr("zerovision.launch.nodes.SHELLS", {"ssh": command})
+    for limit, seconds in {"REACH_SECONDS": 2.0, "FACTS_SECONDS": 1.0}.items():
+        monkeypatch.setattr(f"zerovision.launch.doctor.{limit}", seconds)
+    with closing(Nodes("ssh")) as nodes:
+        request = Request(dict.fromkeys(AGENTS, 1), "ssh", TrainConfig(log_dir=str(tmp_path)))
+        hosts, rows = _facts(nodes, request)
+    assert {host: facts["cores"] for host, facts in hosts.items()} == {"well": 5}
+    assert {row.host: row.found for row in rows} == {
+        **{"silent": "no answer within 2 s", "stuck": "no answer within 1 s", "gone": "ssh wants a password"}
     }
-    assert all(isinstance(error, Unreachable) for error in lost.values())
 
 
 def test_versions_tell_only_what_differs() -> None:
@@ -83,16 +89,15 @@ def test_versions_tell_only_what_differs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sees", "expected"),
-    [
-        ({"b": True, "c": True}, [("ok", "")]),
-        ({"b": True, "c": False}, [("wrong", "c")]),
-        ({"b": False}, [("wrong", "b")]),
-        ({"b": False, "c": False}, [("wrong", "a")]),  # more likely one than two
-    ],
+    ("found", "expected"),
+    [({}, [("ok", "")]), ({"b": "why"}, [("wrong", "b")]), ({"a": "why", "b": "why"}, [("wrong", "b")])],
 )
-def test_a_log_folder_that_is_not_shared(sees: dict[str, bool], expected: list[tuple[str, str]]) -> None:
-    rows = assess_shared_logs("a", sees)
+def test_a_log_folder_that_is_not_shared(
+    found: dict[str, str], expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that do not share it either may be the odd one."""
+    monkeypatch.setattr("zerovision.launch.doctor.unshared", lambda nodes, hosts, folder: dict(found))
+    rows = _examine_shared_logs(Nodes("ssh"), "/logs", {host: {"log_folder": {"problem": None}} for host in "ab"})
     assert [(row.verdict, row.host) for row in rows] == expected
     assert all("--log-dir" in row.cure for row in rows if row.verdict == "wrong")
 
@@ -117,7 +122,7 @@ def test_data_that_differs_or_is_absent() -> None:
 )
 def test_the_host_in_most_paths_that_fail_is_named(failed: tuple[str, ...], guilty: list[str]) -> None:
     """'ab' is a path from a to b that fails."""
-    rows = assess_paths([FailedPath(source, target, 29500) for source, target in failed])
+    rows = assess_paths([(source, target, 29500) for source, target in failed])
     assert [(row.check, row.verdict, row.host) for row in rows] == [("connections", "wrong", host) for host in guilty]
     assert all(f"{source} cannot connect to {target}, port 29500" in rows[0].found for source, target in failed)
 
@@ -125,14 +130,15 @@ def test_the_host_in_most_paths_that_fail_is_named(failed: tuple[str, ...], guil
 def test_paths_to_real_ports() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        ports = [open_port("127.0.0.1")["port"], closed.getsockname()[1]]
-        failed = try_paths("a", [["b", "127.0.0.1", port] for port in ports])["failed"]
-    assert failed == [FailedPath("a", "b", ports[1])]
+        ports = [open_port("b", {"addresses": {"b": "127.0.0.1"}})["port"], closed.getsockname()[1]]
+        failed = try_paths("a", {"targets": {"a": [["b", "127.0.0.1", port] for port in ports]}})["failed"]
+    assert failed == [("a", "b", ports[1])]
 
 
 def measured(host: str, *ranks: tuple[str, int], port: int, seconds: float) -> dict[str, Any]:
     common = {"ranks": ranks, "address": "127.0.0.1", "port": port, "run_id": "r", "use_gpu": False}
-    return measure_network(host, {**common, "join_seconds": seconds}, interface="", seconds=2 * seconds)
+    limits = {"interfaces": {host: ""}, "join_seconds": seconds, "seconds": 2 * seconds}
+    return measure_network(host, {**common, **limits})
 
 
 def test_two_real_ranks_measure_their_network() -> None:
@@ -170,20 +176,18 @@ def test_rows_of_several_hosts_are_joined() -> None:
     assert some_of(["a"]) == "a"
 
 
-def test_what_a_training_saves_is_counted_by_what_the_hosts_know_of_its_data() -> None:
-    training = TrainConfig(model_type="basic_cnn", optimizer="adamw")
-    request = Request({"a": 1}, local_command, "/logs", {}, training)
-    network = {"classes": 7, "image_size": 32, "image_channels": 1}
-    found = _saved_bytes(request, {"a": {"data": {"problem": "no folder"}}, "b": {"data": {"network": network}}})
-    module = build_model("basic_cnn", num_classes=7, image_size=32, image_channels=1).module
-    assert found == 4 * 4 * sum(one.numel() for one in module.parameters())  # the weights twice, two moments
-    assert _saved_bytes(request, {"a": {"data": {}}}) == 0
+def test_what_a_training_saves_is_counted_where_its_data_are() -> None:
+    flags = ["--model-type=basic_cnn", "--optimizer=adamw"]
+    module = build_model("basic_cnn", num_classes=10, image_size=32).module
+    expected = 4 * 4 * sum(one.numel() for one in module.parameters())  # the weights twice, two moments
+    assert data_facts({"data": "digits"}, flags)["saved_bytes"] == expected
+    assert data_facts({"data": "digits"}, ["--model-type=nonsense"])["saved_bytes"] == 0
 
 
-@pytest.mark.slow  # two probes and two ranks; of one machine: test_doctor.py
+@pytest.mark.slow  # two agents and two ranks; of one machine: test_doctor.py
 @pytest.mark.skipif(not own_addresses(), reason="no network here")
-def test_probes_of_this_machine_are_examined_as_hosts(tmp_path: Path) -> None:
-    rows = examine(Request({"a": 1, "b": 1}, local_command, str(tmp_path), {"data": "digits"}))
+def test_agents_of_this_machine_are_examined_as_hosts(tmp_path: Path) -> None:
+    rows = examine(Request({"a": 1, "b": 1}, "local", TrainConfig(data="digits", log_dir=str(tmp_path)), has_data=True))
     assert [(row.check, row.host) for row in rows if row.verdict == "wrong"] == []
     found = {row.check: row.found for row in rows}
     assert {

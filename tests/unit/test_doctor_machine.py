@@ -1,36 +1,35 @@
-"""The doctor on one machine: parsing nvidia-smi, and what the machine's facts mean."""
+"""The doctor on one machine: what NVML says, and what the machine's facts mean."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
-from zerovision.planning.doctor import gpu_health, machine
-from zerovision.planning.doctor.machine import GIB, MIB
+from zerovision.launch import assess, machine_facts
+from zerovision.launch.assess import GIB, MIB
 from zerovision.training.observe.environment import code_fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
-WELL_GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15, 34, 0"
-HOT_GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15, 87, 0"
-DESKTOP_GPU = "NVIDIA GeForce RTX 3090, 24576, 5211, 550.54.15, 45, [N/A]"
-HEADER = """
-Sat Nov 21 20:00:00 2026
-+-----------------------------------------------------------------------------------------+
-| NVIDIA-SMI 550.54.15              Driver Version: 550.54.15      CUDA Version: 12.4     |
-|-----------------------------------------+------------------------+----------------------+
-"""
+H100 = "NVIDIA H100 80GB HBM3"
+WELL_GPU = {"name": H100, "memory_mib": 81559, "memory_used_mib": 4, "temperature_c": 34, "ecc_uncorrected": 0}
+HOT_GPU = WELL_GPU | {"temperature_c": 87}
+DESKTOP_GPU = WELL_GPU | {"memory_mib": 24576, "memory_used_mib": 5211}
 
 
-def facts(*of_gpus: str, **changes: Any) -> dict[str, Any]:
+def facts(*of_gpus: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Facts of a machine that is well, with GPUs or without."""
     return {
         "software": {"Python": "3.11.7", "torch": "2.15.0", "torchvision": "0.29.2+cu132", "code": "1"},
         "import_problem": None,
         "torch_cuda": "12.4",
         "driver_cuda": "12.4",
-        "gpus": gpu_health.parse_gpus("\n".join(of_gpus)),
+        "gpus": list(of_gpus),
+        "driver": "550.54.15",
         "gpu_problem": "",
         "cores": 4,
         "cpu_quota": "",
@@ -45,26 +44,71 @@ def facts(*of_gpus: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_nvidia_smi_is_read() -> None:
-    gpu, desktop = gpu_health.parse_gpus(f"{WELL_GPU}\n{DESKTOP_GPU}\n")
-    assert (gpu["name"], gpu["memory_mib"], gpu["ecc_uncorrected"]) == ("NVIDIA H100 80GB HBM3", 81559, 0)
+class PretendedNvml:
+    """Stands in for pynvml: a server's GPU, and a desktop's without ECC."""
+
+    NVMLError = pynvml.NVMLError
+    NVMLError_LibraryNotFound = pynvml.NVMLError_LibraryNotFound
+    NVMLError_NotSupported = pynvml.NVMLError_NotSupported
+
+    def __init__(self, failure: int = 0) -> None:
+        self.failure = failure
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pynvml, name)  # constants
+
+    def nvmlInit(self) -> None:
+        if self.failure:
+            raise pynvml.NVMLError(self.failure)
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "550.54.15"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12040
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
+        return number
+
+    def nvmlDeviceGetName(self, gpu: int) -> str:
+        return (H100, "NVIDIA GeForce RTX 3090")[gpu]
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int, version: int) -> SimpleNamespace:
+        assert version == pynvml.nvmlMemory_v2  # the first one counts what the driver reserves as used
+        return SimpleNamespace(total=(81559, 24576)[gpu] * MIB, used=(4, 5211)[gpu] * MIB)
+
+    def nvmlDeviceGetTemperature(self, gpu: int, sensor: int) -> int:
+        return 34
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: int, kind: int, counter: int) -> int:
+        if gpu == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 3
+
+
+def test_what_nvml_says_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", PretendedNvml())
+    found = machine_facts.gpu_facts()
+    assert (found["driver"], found["driver_cuda"], found["gpu_problem"]) == ("550.54.15", "12.4", "")
+    server, desktop = found["gpus"]
+    assert server == WELL_GPU | {"ecc_uncorrected": 3}
     assert (desktop["ecc_uncorrected"], desktop["memory_used_mib"]) == (0, 5211)
-    assert gpu_health.parse_gpus("No devices were found\n") == []
-    assert gpu_health.parse_cuda_version(HEADER) == "12.4"
-    newer = "| NVIDIA-SMI 610.57.04              KMD Version: 610.57.04     CUDA UMD Version: 13.3     |"
-    assert gpu_health.parse_cuda_version(newer) == "13.3"
-    assert gpu_health.parse_cuda_version("NVIDIA-SMI has failed") is None
 
 
-def test_an_nvidia_smi_that_fails_or_answers_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    tool.chmod(0o755)
-    assert "Driver/library version mismatch" in gpu_health.gpu_facts()["gpu_problem"]
-    tool.write_text(f"#!/bin/sh\ncase $1 in --query*) echo '{WELL_GPU}';; *) echo 'CUDA Version: 11.8';; esac\n")
-    answer = gpu_health.gpu_facts()
-    assert (len(answer["gpus"]), answer["driver_cuda"]) == (1, "11.8")
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, ""), (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "RM has detected")],
+)
+def test_an_nvml_that_is_absent_or_fails_is_understood(
+    failure: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", PretendedNvml(failure))
+    found = machine_facts.gpu_facts()
+    assert said in found["gpu_problem"]
+    assert (bool(found["gpu_problem"]), found["gpus"]) == (bool(said), [])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +129,7 @@ def test_an_nvidia_smi_that_fails_or_answers_is_understood(tmp_path: Path, monke
 def test_gpus_and_cores_against_what_was_promised(
     given: Any, ranks: int, cluster_has_gpus: bool, verdict: str, said: str
 ) -> None:
-    row = gpu_health.assess_gpus(given, ranks, cluster_has_gpus=cluster_has_gpus)
+    row = assess.assess_gpus(given, ranks, cluster_has_gpus=cluster_has_gpus)
     assert row.verdict == verdict
     assert said in row.found
     assert bool(row.cure) == (verdict != "ok")
@@ -95,17 +139,16 @@ def test_gpus_and_cores_against_what_was_promised(
     ("given", "verdict", "said"),
     [
         ((WELL_GPU,), "ok", "80 GiB each"),
-        ((WELL_GPU, f"{WELL_GPU[:-1]}3"), "wrong", "GPU 1: 3 uncorrected memory errors"),
+        ((WELL_GPU, WELL_GPU | {"ecc_uncorrected": 3}), "wrong", "GPU 1: 3 uncorrected memory errors"),
         ((HOT_GPU,), "warning", "GPU 0: 87 degrees C"),
         ((WELL_GPU, DESKTOP_GPU), "warning", "GPU 1: 5211 MiB taken already"),
     ],
 )
-def test_a_gpus_health(given: tuple[str, ...], verdict: str, said: str) -> None:
-    row = gpu_health.assess_gpu_health(facts(*given))
-    assert row is not None
+def test_a_gpus_health(given: tuple[dict[str, Any], ...], verdict: str, said: str) -> None:
+    (row,) = assess.assess_gpu_health(given)
     assert row.verdict == verdict
     assert said in row.found
-    assert gpu_health.assess_gpu_health(facts()) is None
+    assert assess.assess_gpu_health([]) == []
 
 
 @pytest.mark.parametrize(
@@ -123,21 +166,15 @@ def test_a_gpus_health(given: tuple[str, ...], verdict: str, said: str) -> None:
         ("log folder", {}, 4, "ok"),
         ("log folder", {"log_folder": {"path": "/logs", "free_bytes": 99 * MIB, "problem": None}}, 4, "wrong"),
         ("log folder", {"log_folder": {"path": "/logs", "free_bytes": 10**12, "problem": "Read-only"}}, 4, "wrong"),
-        *(
-            (
-                "log folder",
-                {"log_folder": {"path": "/logs", "free_bytes": GIB, "problem": None, "saved_bytes": size}},
-                4,
-                is_ok,
-            )
-            for size, is_ok in ((GIB, "wrong"), (800 * MIB, "ok"))
-        ),
+        ("log folder", {"log_folder": {"path": "/logs", "free_bytes": 900 * MIB, "problem": None}}, 4, "ok"),
+        ("log folder", {"log_folder": {"path": "/logs", "free_bytes": 899 * MIB, "problem": None}}, 4, "wrong"),
         ("data", {"data": {"problem": "no folder"}}, 4, "wrong"),
         ("data", {"data": {"holds": "2 classes", "hash": "1"}}, 4, "ok"),
     ],
 )
 def test_limits(check: str, changes: dict[str, Any], all_ranks: int, verdict: str) -> None:
-    rows = {row.check: row for row in machine.assess_machine(facts(**changes), 2, all_ranks, cluster_has_gpus=False)}
+    found = assess.assess_machine(facts(**changes), 2, all_ranks, cluster_has_gpus=False, saved_bytes=800 * MIB)
+    rows = {row.check: row for row in found}
     assert rows[check].verdict == verdict
     assert bool(rows[check].cure) == (verdict != "ok")
     others = {row.verdict for name, row in rows.items() if name not in (check, "packages")}
@@ -147,28 +184,29 @@ def test_limits(check: str, changes: dict[str, Any], all_ranks: int, verdict: st
 
 
 def test_packages_against_requirements() -> None:
-    pins = machine.read_pins((ROOT / "requirements.txt").read_text())
+    pins = assess.read_pins((ROOT / "requirements.txt").read_text())
     assert pins["torch"].count(".") == 2
     pins = {"torch": "2.15.0", "torchvision": "0.29.2"}
-    assert machine.assess_packages(facts(), pins).verdict == "ok"
+    assert assess.assess_packages(facts(), pins).verdict == "ok"
     older = facts(software={"Python": "3.11.7", "torch": "2.11.0", "torchvision": "0.29.2", "code": "1"})
-    assert "torch 2.11.0 for 2.15.0" in machine.assess_packages(older, pins).found
-    assert machine.assess_packages(older, pins).verdict == "warning"
+    assert "torch 2.11.0 for 2.15.0" in assess.assess_packages(older, pins).found
+    assert assess.assess_packages(older, pins).verdict == "warning"
     unfit = facts(import_problem="RuntimeError: operator torchvision::nms does not exist")
-    assert machine.assess_packages(unfit, pins).verdict == "wrong"
-    absent = machine.assess_packages(facts(software={"torch": "none", "torchvision": "0.29.2"}), pins)
+    assert assess.assess_packages(unfit, pins).verdict == "wrong"
+    absent = assess.assess_packages(facts(software={"torch": "none", "torchvision": "0.29.2"}), pins)
     assert (absent.verdict, absent.found) == ("wrong", "not installed: torch")
 
 
 def test_facts_of_this_machine_are_this_machines(tmp_path: Path) -> None:
-    found = machine.machine_facts(str(tmp_path / "new" / "logs"), {"data": "digits"})
+    order = {"log_dir": str(tmp_path / "new" / "logs"), "data": {"data": "digits"}, "training": None}
+    found = machine_facts.machine_facts("here", order)
     assert found["log_folder"]["problem"] is None
     assert found["data"]["holds"] == "digits: 10 classes, 1437 + 360 images"
     assert found["import_problem"] is None
     assert list(tmp_path.iterdir()) == []
-    assert "no folder" in machine.data_facts({"data": str(tmp_path / "none")})["problem"]
+    assert "no folder" in machine_facts.data_facts({"data": str(tmp_path / "none")}, None)["problem"]
     (tmp_path / "logs").write_text("a file where the folder should be")
-    assert machine.log_folder_facts(tmp_path / "logs")["problem"]
+    assert machine_facts.log_folder_facts(tmp_path / "logs")["problem"]
 
 
 def test_a_changed_file_changes_the_codes_fingerprint(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 from zerovision.delivery.export import FORMATS, PRECISIONS
 from zerovision.delivery.settings import EvaluateSettings, ExportSettings, PredictSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model, find_run
+from zerovision.launch.doctor import data_fields
 from zerovision.models import MODELS, check_model_name
 from zerovision.models.weights_file import read_weights_file
-from zerovision.planning.doctor.doctor_command import data_fields
 from zerovision.training.base.errors import RunEnded, UserError, known_failure, names_elsewhere, nearest, printable
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.units import format_bytes, format_duration, plural

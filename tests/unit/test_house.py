@@ -47,13 +47,12 @@ def imported_modules(path):
     return found
 
 
-# What each folder may import beside itself; models/ also zerovision/training/base. The doctor reaches machines and
-# reads host files the way a launch does.
+# What each folder may import beside itself; models/ also zerovision/training/base.
 ARROWS = {
     "models": set(),
     "zerovision/training": {"models"},
     "zerovision/launch": {"zerovision/planning", "zerovision/training", "models"},
-    "zerovision/planning": {"zerovision/launch", "zerovision/training", "models"},
+    "zerovision/planning": {"zerovision/training", "models"},
     "zerovision/delivery": {"zerovision/training", "models"},
     "zerovision/extras": {*PACKAGES} - {"zerovision/commands", "scripts"},
     "zerovision/commands": {*PACKAGES} - {"scripts"},
@@ -171,8 +170,8 @@ def test_the_environment_is_read_where_it_belongs():
         *(f"zerovision/launch/{name}.py" for name in ("agent", "plan", "hosts")),  # the same
         *(
             "zerovision/launch/slurm.py",
-            "zerovision/planning/doctor/doctor_command.py",
-            "zerovision/planning/doctor/network.py",
+            "zerovision/launch/doctor.py",
+            "zerovision/launch/machine_facts.py",
         ),  # Slurm's and ssh's
         *(
             f"zerovision/training/observe/loggers/{name}.py" for name in ("tracker", "tracker_runs")

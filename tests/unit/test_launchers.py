@@ -29,9 +29,9 @@ from tests.unit.launching import (
 )
 from zerovision.launch import slurm
 from zerovision.launch.arguments import LAUNCHERS, check_training, read_arguments, with_flags
+from zerovision.launch.doctor import SOMETHING_WRONG_EXIT_CODE
 from zerovision.launch.launch import main
 from zerovision.launch.node_run import FINAL_CODES, HANG_CODE
-from zerovision.planning.doctor.doctor_command import SOMETHING_WRONG_EXIT_CODE
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 

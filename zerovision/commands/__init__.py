@@ -36,15 +36,15 @@ class Command(NamedTuple):
         return pkgutil.resolve_name(self.act)(settings)
 
 
-USE, BESIDE, PLANNING = "zerovision.delivery", "zerovision.extras", "zerovision.planning"
+USE, BESIDE = "zerovision.delivery", "zerovision.extras"
 COMMANDS = {
     "audit_data": Command(f"{BESIDE}.settings:AuditSettings.read", f"{BESIDE}.audit.audit:run"),
     "bisect_runs": Command(f"{BESIDE}.settings:BisectSettings.read", f"{BESIDE}.bisect_runs:run"),
-    "doctor": Command("zerovision.commands.doctor:parse", f"{PLANNING}.doctor.doctor_command:run"),
+    "doctor": Command("zerovision.launch.doctor:parse", "zerovision.launch.doctor:run"),
     "evaluate": Command(f"{USE}.settings:EvaluateSettings.read", f"{USE}.evaluate:run", may_have_ranks=True),
     "export": Command(f"{USE}.settings:ExportSettings.read", f"{USE}.export.export_model:run"),
     "pack": Command(f"{USE}.settings:PackSettings.read", f"{USE}.pack:run"),
-    "plan": Command("zerovision.commands.plan:parse", f"{PLANNING}.plan_command:run"),
+    "plan": Command("zerovision.commands.plan:parse", "zerovision.planning.plan_command:run"),
     "predict": Command(f"{USE}.settings:PredictSettings.read", f"{USE}.prediction_output:run", writes_product=True),
     "publish": Command(f"{USE}.settings:PublishSettings.read", f"{USE}.publish:run"),
     "replay": Command(f"{BESIDE}.settings:ReplaySettings.read", f"{BESIDE}.replay:run"),

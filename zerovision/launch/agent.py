@@ -8,6 +8,7 @@ nothing connects, so only ssh's keys, or Slurm, decide who may start one. Its or
     prepare   end what an earlier start left; answer "ready" with facts about this machine, or with what is wrong
     mark      write a file into the log folder, which is removed before the ranks start; answer "marked"
     see       answer "seen": whether the file that another node has written there appears here
+    facts, listen, reach, all-reduce   answer, in a message of the same kind, what the doctor asks (machine_facts.py)
     start     start the ranks; "ended" follows when no process of them is left
     signal    pass a signal on to the ranks
     end       end the ranks at once
@@ -28,11 +29,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zerovision.launch.launch_folder import HeartbeatFolder, launch_environment, launch_folder
+from zerovision.launch.machine_facts import ANSWERS
 from zerovision.launch.node_launcher import NodeLauncher, malloc_variables
 from zerovision.launch.node_run import NodeRun, receive_signals
 from zerovision.launch.nodes import BEAT_SECONDS, LOST_SECONDS, Channel, Message
@@ -101,6 +104,7 @@ class Agent:
             "mark": ("marked", self._leave_mark),
             "see": ("seen", lambda order: {"is_seen": sees_mark(Path(order["mark"]), order["seconds"])}),
             "start": ("ended", self._run),
+            **{kind: (kind, partial(self._find_out, look)) for kind, look in ANSWERS.items()},
         }
 
     def serve(self) -> None:
@@ -175,6 +179,18 @@ class Agent:
             "cores": usable_cores(),
             "software": software() if order["compares"] else {},
         }
+
+    def _find_out(self, look: Callable[[str, Message], Message], order: Message) -> Message:
+        """Answer a question of the doctor; what libraries print on the way is nothing for its table."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        try:
+            return {"address": self._address, **look(self._node, order)}
+        except UserError as error:
+            return {"problem": str(error)}
+        except Exception as error:
+            return {"problem": f"{type(error).__name__}: {error}"}
 
     def _leave_mark(self, order: Message) -> Message:
         self._remove_mark()

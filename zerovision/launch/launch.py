@@ -27,7 +27,6 @@ from zerovision.launch.hosts import HERE, read_hostfile, split_hosts
 from zerovision.launch.node_run import receive_signals
 from zerovision.launch.nodes import Nodes
 from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
-from zerovision.launch.preflight import run_preflight
 from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import log_folder
@@ -52,10 +51,10 @@ def main(words: list[str]) -> int:
         return 0
     if not is_local and not shutil.which("ssh"):
         raise UserError("ssh is not installed here: install OpenSSH's client.")
-    if code := run_preflight(given, given.training, "--here" if is_local else f"--hosts={','.join(hosts)}"):
+    plan = Plan(given, given.training, config, hosts, "local" if is_local else "ssh", given.master_port)
+    if code := preflight(plan):
         return code
     remember_line(["bash"], script, arguments)
-    plan = Plan(given, given.training, config, hosts, "local" if is_local else "ssh", given.master_port)
     return train(plan, receive_signals()).ending.code
 
 
@@ -66,6 +65,16 @@ def _hosts(given: LaunchArguments) -> list[str]:
     default = Path("hostfile.txt")
     path = Path(given.hostfile) if given.hostfile else default if default.is_file() else log_folder().parent / default
     return list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
+
+
+def preflight(plan: Plan) -> int:
+    """Let the doctor examine the machines if --preflight was given; return its exit code."""
+    if not plan.given.preflight:
+        return 0
+    from zerovision.launch.doctor import Request, print_examination
+
+    slots = dict.fromkeys(plan.hosts, plan.given.ranks_per_node)
+    return print_examination(Request(slots, plan.shell, plan.config, has_data=True, has_training=True))
 
 
 def train(plan: Plan, received: list[int]) -> Started:

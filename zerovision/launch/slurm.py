@@ -25,10 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zerovision.launch.arguments import check_training, print_command, read_arguments, run_launcher
 from zerovision.launch.hosts import host_names, scontrol
-from zerovision.launch.launch import train
+from zerovision.launch.launch import preflight, train
 from zerovision.launch.node_run import FINAL_CODES
 from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
-from zerovision.launch.preflight import run_preflight
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import RunFolder
@@ -258,11 +257,11 @@ def main(words: list[str]) -> int:
         return 0
     job.check_gpus(given.ranks_per_node)
     hosts = host_names(job.node_list)
-    if not job.restarts and (code := run_preflight(given, training)):
-        return code
-    remember_line(["sbatch", f"--nodes={nodes}"], given.script, words[1:])
     port = given.master_port or port_if_free(job.preferred_port)
     plan = Plan(given, training, config, hosts, "srun", port)
+    if not job.restarts and (code := preflight(plan)):
+        return code
+    remember_line(["sbatch", f"--nodes={nodes}"], given.script, words[1:])
     received, all_received = _receive_signals()
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
     record = _train(plan, received)

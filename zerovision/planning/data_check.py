@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
-from zerovision.planning.doctor.table import cell
 from zerovision.planning.equal_images import equal_images, lines_of
 from zerovision.training.base.errors import FileServerError, printable
 from zerovision.training.data import DataOptions, load_data
@@ -76,13 +76,13 @@ def print_report(data: str, report: DataReport) -> None:
     """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
     console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
     parts, names, sets = datasets.parts, datasets.class_names, datasets.label_sets
-    table = Table("class", *(TITLES[name] for name in parts), title=cell(f"{data}: {len(names)} classes"))
+    table = Table("class", *(TITLES[name] for name in parts), title=escape(printable(f"{data}: {len(names)} classes")))
     every = [part.source.labels for part in parts.values()]
     columns = [
         sets.images_of_each(own) if sets else torch.bincount(own, minlength=len(names)).tolist() for own in every
     ]
     for name, *counts in sorted(zip(names, *columns, strict=True), key=lambda row: sum(row[1:])):
-        table.add_row(cell(name), *map(str, counts))
+        table.add_row(escape(printable(name)), *map(str, counts))
     table.add_row("all", *(str(len(own)) for own in every))
     console.print(table)
     lines = [f"note: {printable(note)}" for note in datasets.notes]

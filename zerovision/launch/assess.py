@@ -1,0 +1,287 @@
+"""What the facts of machines mean for a training on them: the rows of the doctor's table."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from zerovision.launch.rendezvous import MAX_CPU_RANKS_PER_CORE, differences
+from zerovision.training.base.places import REPO_ROOT
+from zerovision.training.base.units import format_bytes
+
+Verdict = Literal["ok", "warning", "wrong"]
+HERE = "here"
+MIB, GIB = 2**20, 2**30
+# Shared memory of one rank: DeepSpeed's buffer of a CPU rank, deepspeed_allreduce_buffer_*, has 66 MiB.
+SHARED_BYTES_PER_RANK = 66 * MIB
+MEMORY_BYTES_PER_RANK = GIB  # before it has a model: torch, deepspeed and their libraries
+LOG_BYTES = 100 * MIB  # of logs and small checkpoints, at least
+OPEN_FILES_OF_A_RANK = 256  # libraries, loader workers, log files; and sockets to every other rank
+HOT_C = 84.0
+USED_MIB = 1024  # a GPU's memory that is taken before the start
+HOSTS_NAMED, FINDINGS_SHOWN = 4, 2
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the doctor's table.
+
+    Attributes:
+        check: what was examined, in a few words.
+        verdict: "wrong" prevents a training or falsifies it; "warning" slows it down or may end it.
+        found: what was found, in one line.
+        cure: what to do about it, in one line; '' if nothing is to be done.
+        host: the machine; '' for all of them, or none in particular.
+    """
+
+    check: str
+    verdict: Verdict
+    found: str
+    cure: str = ""
+    host: str = ""
+
+
+def join_hosts(rows: Iterable[Row]) -> list[Row]:
+    """Merge rows that are equal but for the host, and all rows of a check that are ok; keeps the order."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        key = (row.check, row.verdict) if row.verdict == "ok" else (row.check, row.verdict, row.found, row.cure)
+        groups.setdefault(key, []).append(row)
+    joined = []
+    for group in groups.values():
+        findings = list(dict.fromkeys(row.found for row in group))
+        more = f"; and {len(findings) - FINDINGS_SHOWN} more" if len(findings) > FINDINGS_SHOWN else ""
+        found = "; ".join(findings[:FINDINGS_SHOWN]) + more
+        hosts = some_of([row.host for row in group if row.host])
+        joined.append(Row(group[0].check, group[0].verdict, found, group[0].cure, hosts))
+    return joined
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names with commas, and how many more there are."""
+    more = len(names) - HOSTS_NAMED
+    return ", ".join(names[:HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus: bool, saved_bytes: int) -> list[Row]:
+    """Return the rows of one machine that trains.
+
+    Args:
+        facts: see `machine_facts`.
+        ranks: on this machine; 0 if unknown.
+        all_ranks: over all machines.
+        cluster_has_gpus: whether any of the machines has one.
+        saved_bytes: of the weights and a checkpoint of the training, 0 if not known.
+    """
+    rows = [
+        assess_packages(facts, read_pins((REPO_ROOT / "requirements.txt").read_text())),
+        assess_gpus(facts, ranks, cluster_has_gpus=cluster_has_gpus),
+        *assess_gpu_health(facts["gpus"]),
+        *assess_limits(facts, max(ranks, 1), all_ranks, saved_bytes),
+    ]
+    if "problem" in facts["data"]:
+        cure = "correct --data, or put the data set there, or share its folder"
+        rows.append(Row("data", "wrong", facts["data"]["problem"], cure))
+    elif facts["data"]:
+        rows.append(Row("data", "ok", facts["data"]["holds"]))
+    return rows
+
+
+def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
+    """Compare with the versions of requirements.txt; torch and torchvision must fit together."""
+    versions = {name: version.partition("+")[0] for name, version in facts["software"].items() if name != "code"}
+    packages = {name: version for name, version in versions.items() if name != "Python"}
+    found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    missing = [name for name, version in packages.items() if version == "none"]
+    if missing:
+        return Row("packages", "wrong", f"not installed: {', '.join(missing)}", "make setup")
+    if facts["import_problem"]:
+        cure = "torch and torchvision are a pair: make clean setup installs those of requirements.txt"
+        return Row("packages", "wrong", f"{found}; torchvision does not load: {facts['import_problem']}", cure)
+    others = [f"{name} {packages[name]} for {pins[name]}" for name in packages if packages[name] != pins.get(name)]
+    if others:
+        return Row("packages", "warning", f"other than requirements.txt: {', '.join(others)}", "make clean setup")
+    return Row("packages", "ok", found)
+
+
+def read_pins(requirements: str) -> dict[str, str]:
+    """Return the pinned versions of a requirements.txt, by package."""
+    return dict(re.findall(r"^([A-Za-z0-9_-]+)==(\S+)", requirements, flags=re.MULTILINE))
+
+
+def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
+    """Compare GPUs, or cores if no machine has a GPU, with the ranks (0: unknown), and the driver with torch."""
+    gpus, ranks = facts["gpus"], max(ranks, 1)
+    if facts["gpu_problem"]:
+        cure = "load the driver (modprobe nvidia), or look into dmesg for Xid errors"
+        return Row("GPUs", "wrong", f"the driver fails: {facts['gpu_problem']}", cure)
+    if not gpus and not cluster_has_gpus:
+        return _assess_cores(facts["cores"], ranks)
+    found = f"{len(gpus)} x {gpus[0]['name']}, driver {facts['driver']}" if gpus else "no GPU"
+    if len(gpus) < ranks:
+        cure = "correct slots= or the number of GPUs asked for, or bring the missing GPU back (nvidia-smi, dmesg)"
+        return Row("GPUs", "wrong", f"{ranks} asked for, {found}", cure)
+    built, driver = facts["torch_cuda"], facts["driver_cuda"]
+    if built is None:
+        return Row("GPUs", "wrong", f"{found}, but torch is a CPU build", "install torch with CUDA: make clean setup")
+    if driver and int(built.partition(".")[0]) > int(driver.partition(".")[0]):  # a driver runs newer minor versions
+        cure = "install a newer driver, or a torch built for the older CUDA"
+        return Row("GPUs", "wrong", f"{found} runs CUDA {driver}, torch was built for {built}", cure)
+    return Row("GPUs", "ok", found)
+
+
+def _assess_cores(cores: int, ranks: int) -> Row:
+    found, most = f"no GPU: {ranks} CPU ranks over gloo on {cores} cores", cores * MAX_CPU_RANKS_PER_CORE
+    if ranks > most:
+        return Row("GPUs", "wrong", found, f"give at most {most} slots, or use machines with GPUs")
+    if ranks > cores:
+        return Row("GPUs", "warning", found, "ranks that share a core slow each other down: at most one a core")
+    return Row("GPUs", "ok", found)
+
+
+# Of each GPU: the verdict, the number, up to which all is well, and what is said of it if it is not.
+GPU_LIMITS: list[tuple[Verdict, str, float, str]] = [
+    ("wrong", "ecc_uncorrected", 0, "uncorrected memory errors"),
+    ("warning", "temperature_c", HOT_C, "degrees C"),
+    ("warning", "memory_used_mib", USED_MIB, "MiB taken already"),
+]
+GPU_CURES = {
+    "wrong": "reset or replace the GPU: nvidia-smi -q -d ECC, dmesg",
+    "warning": "nvidia-smi -q -d PERFORMANCE; end what else runs",
+}
+
+
+def assess_gpu_health(gpus: Sequence[Facts]) -> list[Row]:
+    """Assess memory errors, heat, and memory that is in use; nothing without a GPU."""
+    found: dict[Verdict, list[str]] = {}
+    for number, gpu in enumerate(gpus):
+        for verdict, name, most, said in GPU_LIMITS:
+            if gpu[name] > most:
+                found.setdefault(verdict, []).append(f"GPU {number}: {gpu[name]:.0f} {said}")
+    for verdict in ("wrong", "warning"):
+        if verdict in found:
+            return [Row("GPU health", verdict, "; ".join(found[verdict]), GPU_CURES[verdict])]
+    least = min((gpu["memory_mib"] for gpu in gpus), default=0)
+    return [Row("GPU health", "ok", f"no memory errors, not too hot, {least / 1024:.0f} GiB each")] if gpus else []
+
+
+def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) -> list[Row]:
+    """Compare memory, /dev/shm, open files, the log folder, and a container's cores with what the ranks need.
+
+    Ranks, NCCL, DeepSpeed and loader workers exchange data through /dev/shm. If it is full, one ends in a bus error.
+    """
+    free, total, shm_free, shm_total = (
+        format_bytes(facts[f"{name}_bytes"]) for name in ("memory_free", "memory", "shm_free", "shm")
+    )
+    path, log_free, problem = (facts["log_folder"][name] for name in ("path", "free_bytes", "problem"))
+    log_cure = "free space there, name another --log-dir, or keep fewer checkpoints (--keep-last)"
+    if problem:
+        log_cure = "give the folder to the user who trains, free space there, or name another one with --log-dir"
+    rows = [
+        _limit(
+            Row("memory", "warning", f"{free} of {total} free", "end what else runs there, or take fewer ranks"),
+            facts["memory_free_bytes"],
+            ranks * MEMORY_BYTES_PER_RANK,
+        ),
+        _limit(
+            Row(
+                "/dev/shm",
+                "wrong",
+                f"{shm_free} of {shm_total} free",
+                "mount -o remount,size=8g /dev/shm (in a container: --shm-size=8g), or remove what was left there",
+            ),
+            facts["shm_free_bytes"],
+            ranks * SHARED_BYTES_PER_RANK,
+        ),
+        _limit(
+            Row(
+                "open files",
+                "warning",
+                f"limit {facts['open_files']}",
+                "ulimit -n 65536, or nofile in /etc/security/limits.conf",
+            ),
+            facts["open_files"],
+            OPEN_FILES_OF_A_RANK + 4 * all_ranks,
+            str,
+        ),
+        Row("log folder", "wrong", f"{path} cannot be written to: {problem}", log_cure)
+        if problem
+        else _limit(
+            Row("log folder", "wrong", f"{path}: {format_bytes(log_free)} free", log_cure),
+            log_free,
+            LOG_BYTES + saved_bytes,
+        ),
+    ]
+    if facts["cpu_quota"]:
+        cure = "a higher CPU limit: docker run --cpus, Kubernetes resources.limits.cpu"
+        cores = Row("cores", "warning", f"{facts['cpu_quota']}: {facts['cores']} usable", cure)
+        rows.append(_limit(cores, facts["cores"], ranks, str))
+    return rows
+
+
+def _limit(row: Row, available: float, needed: float, show: Callable[[float], str] = format_bytes) -> Row:
+    """Return the row with what is needed, or as "ok" if that much is available."""
+    if available >= needed:
+        return Row(row.check, "ok", row.found)
+    return replace(row, found=f"{row.found}, {show(needed)} needed")
+
+
+def assess_versions(hosts: Mapping[str, Facts], here: Mapping[str, str]) -> list[Row]:
+    """Compare Python, libraries and code, uncommitted changes included; this machine's decide a tie."""
+    cure = "the same commit (git status, git pull) and make setup in the repository there, or share its folder"
+    same = ", ".join(f"{name} {version[:12]}" for name, version in here.items())
+    differing = differences({**{host: facts["software"] for host, facts in hosts.items()}, HERE: here}, here)
+    rows = [Row("versions", "wrong", found, cure, host) for host, found in differing.items()]
+    return rows or [Row("versions", "ok", f"{same} on every host")]
+
+
+def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
+    """Compare the hosts' copies of the data set, of those that could load it; the first one's decides a tie."""
+    copies = {host: facts["data"] for host, facts in hosts.items() if "hash" in facts["data"]}
+    if not copies:
+        return []
+    cure = "copy the data set there anew, or share its folder; only you know which of two copies is right"
+    first = next(iter(copies.values()))
+    rows = [
+        Row("same data", "wrong", f"{copies[host]['holds']}: {found}", cure, host)
+        for host, found in differences(copies, {"hash": first["hash"]}).items()
+    ]
+    return rows or [Row("same data", "ok", f"{first['holds']} on every host")]
+
+
+def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
+    """Return a row of the paths that failed, if any did: of the host that is in most of them, as a target if in one.
+
+    Args:
+        failed: from which host to which one, and the port there.
+    """
+    ends = Counter([target for _, target, _ in failed] + [source for source, _, _ in failed])
+    found = some_of([f"{source} cannot connect to {target}, port {port}" for source, target, port in failed])
+    return [
+        Row("connections", "wrong", found, f"a firewall on {host} or before it: open all ports between the hosts", host)
+        for host, _ in ends.most_common(1)
+    ]
+
+
+def assess_all_reduce(answers: Mapping[str, Facts], ranks: int, way: str) -> Row:
+    """Return the row of the all-reduce, with its rate as nccl-tests counts it.
+
+    Args:
+        answers: of `measure_network`, by host.
+        ranks: that took part.
+        way: by which the ranks reach each other, for the row.
+    """
+    problems = {host: answer["problem"] for host, answer in answers.items() if "problem" in answer}
+    if problems:
+        cure = "look at cables and MTU (ip link on each, ping -M do -s 1472 HOST); for NCCL set NCCL_DEBUG=INFO"
+        found = f"the ranks cannot exchange: {next(iter(problems.values()))}"
+        return Row("all-reduce", "wrong", found, cure, some_of(list(problems)))
+    answer = next(iter(answers.values()))
+    rate = answer["bytes"] / answer["seconds"] * 2 * (ranks - 1) / ranks  # nccl-tests, doc/PERFORMANCE.md
+    found = f"{ranks} ranks, {answer['backend']} {way}: {format_bytes(answer['bytes'])} at {format_bytes(rate)}/s"
+    return Row("all-reduce", "ok", found)

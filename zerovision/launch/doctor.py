@@ -1,0 +1,368 @@
+"""Finds out what is wrong before a run starts.
+
+python scripts/doctor.py                                            # this machine
+python scripts/doctor.py --data ~/photos                            # and whether this data set loads
+python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # all of its machines, and the network between them
+python scripts/doctor.py --hosts node01,node02 --json
+python scripts/doctor.py --check-data ~/photos                      # every image of a data set
+
+Inside a Slurm job it examines the job's machines. Arguments after -- are the training's own (train_distributed.py
+--help). Exit code: 0 nothing is wrong, 1 something is, 2 a mistake in the arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zerovision.launch.assess import (
+    Row,
+    Verdict,
+    assess_all_reduce,
+    assess_copies,
+    assess_machine,
+    assess_paths,
+    assess_versions,
+    join_hosts,
+    some_of,
+)
+from zerovision.launch.hosts import HERE, host_names, read_hostfile, split_hosts
+from zerovision.launch.machine_facts import Facts
+from zerovision.launch.nodes import AGENT, POLL_SECONDS, Nodes
+from zerovision.launch.rendezvous import reachable_addresses, unshared
+from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.places import REPO_ROOT, log_folder
+from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES
+from zerovision.training.base.units import format_duration
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.command_line import OneLineParser, parse_args
+from zerovision.training.config.values import changed_flags
+from zerovision.training.data import DATASETS, data_options, find_dataset
+from zerovision.training.data.settings import DATA_ROOT
+from zerovision.training.observe.environment import software
+from zerovision.training.world.network_interfaces import interface_of
+
+SOMETHING_WRONG_EXIT_CODE = 1
+# Flags of the training that the doctor has too; the training's parser checks their values.
+TRAINING_FLAGS = {
+    "--data": "examine whether this data set is there, and the same on all machines",
+    "--log-dir": "folder of all logs (default: logs/ beside scripts/)",
+}
+REACH_SECONDS = 60.0  # for a connection
+# Time limits of the answers.
+FACTS_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 300.0, 30.0, 60.0, 60.0  # a data set may be long to list
+COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
+WIDTH_IN_FILES = 180  # characters: rows stay whole in a log file
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be examined.
+
+    Attributes:
+        slots: ranks by host, in their order; 0 for all GPUs of a host, or one CPU rank.
+        shell: that leads to the hosts, a key of `zerovision.launch.hosts.SHELLS`.
+        config: of the training, or the defaults.
+        has_data: whether its data set is examined.
+        has_training: whether it is known what will be trained.
+    """
+
+    slots: Mapping[str, int]
+    shell: str
+    config: TrainConfig
+    has_data: bool = False
+    has_training: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this machine alone is to train."""
+        return list(self.slots) == [HERE]
+
+    @property
+    def log_dir(self) -> str:
+        """The absolute path of the folder of all logs."""
+        return str(Path(self.config.log_dir).expanduser().absolute() if self.config.log_dir else log_folder())
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line; `training_arguments` are those after `--`, then the doctor's own `TRAINING_FLAGS`.
+
+    Raises:
+        UserError: for a mistake.
+        SystemExit: after `--help`.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    datasets = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values()).replace("%", "%%")
+    parser = OneLineParser("doctor", __doc__)
+    only = f"only decode every image of a data set and count its classes ({datasets})"
+    parser.add_argument("--check-data", metavar="DATA", help=only)
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--hostfile", type=Path, help="examine these machines: lines of 'name slots=N'")
+    hosts.add_argument("--hosts", metavar="A,B", help="examine these machines")
+    hosts.add_argument("--here", action="store_true", help="examine this machine alone, also inside a Slurm job")
+    parser.add_number("--nodes", 1, MOST_NODES, metavar="N", help="machines to take, from the top (default: all)")
+    parser.add_number("--gpus-per-node", 1, MOST_GPUS_PER_NODE, metavar="G", help="GPUs (or CPU ranks) to take on each")
+    for flag, meaning in TRAINING_FLAGS.items():
+        parser.add_argument(flag, help=meaning)
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    given = parser.parse(arguments[:end])
+    own = {flag: getattr(given, flag[2:].replace("-", "_")) for flag in TRAINING_FLAGS}
+    given.has_training = end + 1 < len(arguments)
+    given.training_arguments = arguments[end + 1 :]
+    given.training_arguments += [f"{flag}={value}" for flag, value in own.items() if value is not None]
+    return given
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the check that the command line asks for and return the exit code.
+
+    Raises:
+        UserError: for a mistake in the arguments.
+    """
+    if given.check_data is not None:
+        from zerovision.planning.data_check import check_data, print_report  # imports torch
+
+        config, _ = parse_args([*given.training_arguments, f"--data={given.check_data}"])
+        report = check_data(data_options(config))
+        print_report(given.check_data, report)
+        return SOMETHING_WRONG_EXIT_CODE if report.unreadable else 0
+    return print_examination(request_of(given), as_json=given.json)
+
+
+def print_examination(request: Request, *, as_json: bool = False) -> int:
+    """Examine, and print the rows; return the exit code."""
+    start = time.monotonic()
+    rows = examine(request)
+    seconds = time.monotonic() - start
+    if as_json:
+        content = {"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}
+        print(json.dumps(content, indent=1))
+    else:
+        print_rows(rows, seconds)
+    return SOMETHING_WRONG_EXIT_CODE if any(row.verdict == "wrong" for row in rows) else 0
+
+
+def request_of(given: argparse.Namespace) -> Request:
+    """Return what is to be examined.
+
+    Raises:
+        UserError: for a mistake in the training's arguments or the names of the machines.
+    """
+    config, _ = parse_args(given.training_arguments)
+    node_list = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")
+    slots, shell = {HERE: 0}, "local"
+    if given.hostfile:
+        slots, shell = read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1), "ssh"
+    elif given.hosts:
+        slots, shell = dict.fromkeys(split_hosts(given.hosts, given.nodes or 1), 0), "ssh"
+    elif node_list:
+        try:
+            slots, shell = dict.fromkeys(host_names(node_list), 0), "srun"
+        except UserError as error:
+            raise UserError(f"{error} Name the machines with --hosts.") from None
+    elif given.nodes and given.nodes > 1:
+        raise UserError(f"--nodes {given.nodes}: name the machines with --hostfile or --hosts.")
+    slots = {host: given.gpus_per_node or promised for host, promised in list(slots.items())[: given.nodes]}
+    return Request(slots, shell, config, given.has_training or given.data is not None, given.has_training)
+
+
+def data_fields(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of the data set's `DataOptions`, with an absolute path: agents run in another folder."""
+    options, folder = dataclasses.asdict(data_options(config)), Path(os.path.expanduser(config.data))
+    if not find_dataset(config.data).is_path or not (os.path.exists(folder) or "/" in config.data):
+        return options
+    root = config.data_root if config.data_root == DATA_ROOT else os.path.abspath(os.path.expanduser(config.data_root))
+    return options | {"data": str(folder.absolute()), "data_root": root}
+
+
+def examine(request: Request) -> list[Row]:
+    """Return all rows; equal rows of several hosts are one row."""
+    with closing(Nodes(request.shell)) as nodes:
+        hosts, rows = _facts(nodes, request)
+        if hosts and not request.is_alone:
+            rows = rows or [Row("hosts", "ok", f"{some_of(list(hosts))} answer")]
+            rows += assess_versions(hosts, software()) + assess_copies(hosts)
+            rows += _examine_shared_logs(nodes, request.log_dir, hosts)
+        has_gpus, all_ranks = any(facts["gpus"] for facts in hosts.values()), sum(request.slots.values())
+        saved_bytes = max((facts["data"].get("saved_bytes", 0) for facts in hosts.values()), default=0)
+        for host, facts in hosts.items():
+            found = assess_machine(
+                facts, request.slots[host], all_ranks, cluster_has_gpus=has_gpus, saved_bytes=saved_bytes
+            )
+            rows += [replace(row, host=host) for row in found]
+        rows += _examine_network(nodes, request, hosts)
+    if request.is_alone:
+        rows = [replace(row, host="") for row in rows]
+    return join_hosts(rows)
+
+
+def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]:
+    """Return the facts of the hosts that answer, and the rows of the others."""
+    nodes.connect(list(request.slots))
+    deadline = time.monotonic() + REACH_SECONDS
+    while time.monotonic() < deadline and any(
+        host not in nodes.found and not nodes.shell_of[host].failure() for host in request.slots
+    ):
+        time.sleep(POLL_SECONDS)
+    config = request.config
+    answers = nodes.ask(
+        list(nodes.found),
+        "facts",
+        "facts",
+        FACTS_SECONDS,
+        log_dir=request.log_dir,
+        data=data_fields(config) if request.has_data else None,
+        training=[f"--model-type={config.model_type}", *changed_flags(config, TrainConfig())]
+        if request.has_training
+        else None,
+    )
+    hosts, rows = {}, []
+    for host in request.slots:
+        answer, shell = answers.get(host, {}), nodes.shell_of[host]
+        if answer and "problem" not in answer:
+            hosts[host] = answer
+            continue
+        if answer:
+            why = f"the examination fails: {answer['problem']}", "bring the code there to the same commit"
+        elif shell.failure():
+            why = explain(host, shell.process.returncode, "\n".join(shell.lines))
+        elif host not in nodes.found:
+            why = f"no answer within {REACH_SECONDS:.0f} s", f"log in to {host} and look what hangs"
+        else:
+            why = f"no answer within {FACTS_SECONDS:.0f} s", f"log in to {host} and look what hangs"
+        rows.append(Row("hosts", "wrong", *why, host))
+    return hosts, rows
+
+
+def _examine_shared_logs(nodes: Nodes, log_dir: str, hosts: Mapping[str, Facts]) -> list[Row]:
+    """Let the first host write a file into the log folder and the others look for it."""
+    writing = [host for host, facts in hosts.items() if not facts["log_folder"]["problem"]]
+    if len(writing) < 2:
+        return []
+    found = unshared(nodes, writing, log_dir)
+    if len(writing) == len(found) == 2:  # either may be the odd one
+        del found[writing[0]]
+    cure = "give a --log-dir on a disk that all hosts share, or mount it there"
+    rows = [Row("shared logs", "wrong", reason, cure, host) for host, reason in found.items()]
+    return rows or [Row("shared logs", "ok", f"what {writing[0]} writes in the log folder appears on every host")]
+
+
+def _examine_network(nodes: Nodes, request: Request, hosts: Mapping[str, Facts]) -> list[Row]:
+    """Let the hosts on which torch loads connect to each other, and then measure an all-reduce of all ranks."""
+    hosts = {host: facts for host, facts in hosts.items() if not facts["import_problem"]}
+    use_gpu = all(facts["gpus"] and facts["torch_cuda"] for facts in hosts.values())
+    ranks = {host: _ranks(request.slots[host], facts, use_gpu) for host, facts in hosts.items()}
+    if sum(ranks.values()) < 2:
+        return []
+    known = [facts["address"] or _address_of(host) for host, facts in hosts.items()]
+    own = {host: facts["own_addresses"] for host, facts in hosts.items()}
+    addresses = dict(zip(hosts, reachable_addresses(known, list(own.values())), strict=True))
+    if len(hosts) > 1 and (rows := assess_paths(_failed_paths(nodes, addresses))):
+        return rows
+    interfaces = {host: interface_of(addresses[host], own[host]) for host in hosts}
+    first = next(iter(hosts))
+    answers = nodes.ask(
+        list(hosts),
+        "all-reduce",
+        "all-reduce",
+        NETWORK_SECONDS + JOIN_SECONDS,
+        ranks=list(ranks.items()),
+        address=addresses[first],
+        port=hosts[first]["spare_port"],
+        run_id=secrets.token_hex(8),
+        use_gpu=use_gpu,
+        interfaces=interfaces,
+        join_seconds=JOIN_SECONDS,
+        seconds=NETWORK_SECONDS,
+    )
+    answers |= {host: {"problem": "no answer"} for host in hosts if host not in answers}
+    way = f"over {', '.join(sorted({*interfaces.values()} - {''})) or 'an unknown interface'}"
+    return [assess_all_reduce(answers, sum(ranks.values()), way if len(hosts) > 1 else "within one machine")]
+
+
+def _ranks(slots: int, facts: Facts, use_gpu: bool) -> int:
+    """Return how many ranks a host has in the network's check: at most its GPUs, or its cores if no host has GPUs."""
+    most = len(facts["gpus"]) if use_gpu else facts["cores"]
+    return min(slots or (most if use_gpu else 1), most)
+
+
+def _address_of(host: str) -> str:
+    """Return the IPv4 or IPv6 address of a name, '' if it has none here."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[Any]]:
+    """Let all hosts listen, each connect to the first and to the next one in a ring; return the paths that failed."""
+    opened = nodes.ask(list(addresses), "listen", "listen", PATHS_SECONDS, addresses=addresses)
+    ports = {host: answer["port"] for host, answer in opened.items() if "port" in answer}
+    hosts = list(ports)
+    following = dict(zip(hosts, hosts[1:] + hosts[:1], strict=True))
+    targets = {
+        host: [(other, addresses[other], ports[other]) for other in sorted({hosts[0], following[host]} - {host})]
+        for host in hosts
+    }
+    tried = nodes.ask(hosts, "reach", "reach", PATHS_SECONDS, targets=targets)
+    return [path for answer in tried.values() for path in answer.get("failed", ())]
+
+
+# Text on stderr (OpenSSH's messages) -> what was found, and the cure; the first that matches counts.
+SSH_COMPLAINTS = {
+    "IDENTIFICATION HAS CHANGED": ("its host key is another one than before", "if that is right: ssh-keygen -R {host}"),
+    "Host key verification failed": ("its host key is unknown to ssh", "ssh {host} once and accept the key"),
+    "Could not resolve hostname": ("no such host name", "correct the name, or add it to the DNS or to /etc/hosts"),
+    "Permission denied": ("ssh wants a password", "ssh-copy-id {host} (the key must be one that ssh takes unasked)"),
+    "Too many authentication failures": ("ssh offers too many keys", "name one key in ~/.ssh/config: IdentityFile"),
+    "Connection refused": ("no ssh server answers (connection refused)", "start sshd on {host}, or correct its port"),
+    "timed out": ("no answer (timed out): the host is down, or a firewall drops", "switch {host} on; open port 22"),
+    "No route to host": ("no route to the host: it is down, or in another network", "switch {host} on"),
+    "Network is unreachable": ("its network cannot be reached from here", "check the routes of this machine"),
+    "can't open file": ("the repository is not there at the same path", "put {root} on {host}, or share its folder"),
+    "closed by": ("ssh server closed the connection", "look into the log of sshd on {host} (MaxStartups, AllowUsers)"),
+    "reset by": ("the connection was reset", "look into the log of sshd on {host} (MaxStartups, a firewall)"),
+}
+NOT_FOUND_CODES = (126, 127)  # of a shell: cannot be run, not found
+
+
+def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
+    """Return why there is no agent on a host, and what to do, from exit code and stderr of what was to start it."""
+    for sign, (found, cure) in SSH_COMPLAINTS.items():
+        if sign in complaint:
+            return found, cure.format(host=host, root=REPO_ROOT)
+    if code in NOT_FOUND_CODES:
+        return f"{sys.executable} is not there", f"make setup in {REPO_ROOT} on {host}, or share the folder"
+    last = (complaint.strip() or "nothing on stderr").splitlines()[-1].strip()
+    return f"the agent ended with code {code}: {last[:200]}", f"try: ssh {host} {' '.join(AGENT)}"
+
+
+def print_rows(rows: Sequence[Row], seconds: float) -> None:
+    """Print one line per row, then how many there are of each verdict."""
+    has_hosts = any(row.host for row in rows)
+    table = Table("check", "", *(["host"] if has_hosts else []), "found", "cure", box=None, pad_edge=False)
+    for row in rows:
+        cells = [*([row.host] if has_hosts else []), row.found, row.cure]
+        table.add_row(
+            row.check, f"[{COLOURS[row.verdict]}]{row.verdict}[/]", *(escape(printable(text)) for text in cells)
+        )
+    Console(highlight=False, width=shutil.get_terminal_size((WIDTH_IN_FILES, 0)).columns).print(table)
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in COLOURS}
+    end = f"{counts['wrong']} wrong, {counts['warning']} warning(s), {counts['ok']} ok"
+    print(f"{end}; {format_duration(round(seconds))}")

@@ -1,0 +1,254 @@
+"""What an agent finds out about its machine for the doctor: software, limits, GPUs, disks, data, and the network."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerovision.training.base.atomic_write import existing_part
+from zerovision.training.base.control_groups import free_memory, quota_note, usable_cores, usable_memory
+from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.observe.environment import software
+from zerovision.training.world.network_interfaces import free_port, own_addresses
+
+if TYPE_CHECKING:
+    import torch
+
+SHARED_MEMORY = Path("/dev/shm")
+CONNECT_SECONDS = 3.0
+REPEATS = 3  # of an all-reduce
+FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}
+LONG_ENOUGH_SECONDS = 0.1  # a message that takes as long is large enough: its latency is a small part
+
+Facts = dict[str, Any]
+_listening: list[socket.socket] = []  # until the process ends
+
+
+def machine_facts(_node: str, order: Mapping[str, Any]) -> Facts:
+    """Return what this machine has, ready for JSON.
+
+    Args:
+        order: with `log_dir`, the folder of all logs, which need not exist yet; `data`, the fields of the data set's
+            `DataOptions`, None if it is not looked at; `training`, the flags of the training, None if there is none.
+    """
+    shared_memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+    return {
+        "software": software(),
+        "cores": usable_cores(),
+        "cpu_quota": quota_note(),
+        "memory_bytes": usable_memory(),
+        "memory_free_bytes": free_memory(),
+        "shm_bytes": shared_memory.total if shared_memory else 0,
+        "shm_free_bytes": shared_memory.free if shared_memory else 0,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "log_folder": log_folder_facts(Path(order["log_dir"])),
+        "spare_port": free_port(),
+        "own_addresses": own_addresses(),
+        **gpu_facts(),
+        **torch_facts(),
+        "data": data_facts(order["data"], order["training"]) if order["data"] else {},
+    }
+
+
+def gpu_facts() -> Facts:
+    """Return `gpus`, `driver`, `driver_cuda` of this machine, and as `gpu_problem` why NVML fails ('' if not)."""
+    import pynvml as nvml
+
+    facts: Facts = {"gpus": [], "driver": "", "driver_cuda": None, "gpu_problem": ""}
+    try:
+        nvml.nvmlInit()
+        facts["driver"] = nvml.nvmlSystemGetDriverVersion()
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        facts["driver_cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
+        for number in range(nvml.nvmlDeviceGetCount()):
+            gpu = nvml.nvmlDeviceGetHandleByIndex(number)
+            memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
+            errors = 0
+            with contextlib.suppress(nvml.NVMLError_NotSupported):  # memory without ECC
+                kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+                errors = nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC)
+            facts["gpus"].append(
+                {
+                    "name": nvml.nvmlDeviceGetName(gpu),
+                    "memory_mib": memory.total / 2**20,
+                    "memory_used_mib": memory.used / 2**20,
+                    "temperature_c": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+                    "ecc_uncorrected": errors,
+                }
+            )
+    except nvml.NVMLError_LibraryNotFound:
+        pass  # no driver, so no GPU
+    except nvml.NVMLError as error:
+        facts["gpu_problem"] = str(error)
+    return facts
+
+
+def torch_facts() -> Facts:
+    """Return why torch and torchvision do not fit together (None if they do), and the CUDA that torch was built for.
+
+    CUDA must not be initialized here: the ranks of the network check are forked from this process.
+    """
+    try:
+        import torch
+        import torchvision  # noqa: F401  fails if its operators were built for another torch
+    except Exception as error:
+        return {"import_problem": f"{type(error).__name__}: {error}"[:200], "torch_cuda": None}
+    return {"import_problem": None, "torch_cuda": torch.version.cuda}
+
+
+def log_folder_facts(folder: Path) -> Facts:
+    """Return `path`, `free_bytes`, and as `problem` why nothing can be written there (None if it can)."""
+    existing, problem = existing_part(folder), None
+    try:
+        with tempfile.TemporaryFile(dir=existing, prefix=".doctor-") as file:
+            file.write(b"0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        problem = error.strerror or str(error)
+    return {"path": str(folder), "free_bytes": shutil.disk_usage(existing).free, "problem": problem}
+
+
+def data_facts(options: Mapping[str, Any], training: Sequence[str] | None) -> Facts:
+    """Return what a data set `holds`, its `hash`, and the `saved_bytes` of a training on it; or the `problem`."""
+    from zerovision.training.data import DataOptions, load_data
+
+    try:
+        found = load_data(replace(DataOptions(**options), cache="off", download=False))
+    except (UserError, FileServerError) as error:
+        return {"problem": str(error)}
+    counts = f"{sum(found.train_counts)} + {sum(found.val_counts)} images"
+    shown = f"{options['data']}: {len(found.class_names)} classes, {counts}"
+    saved_bytes = 0
+    if training is not None:
+        from zerovision.planning.run_workload import workload_of
+
+        with contextlib.suppress(Exception):  # a network that cannot be counted without data
+            config = replace(parse_args(training)[0], image_channels=found.preprocessing.channels)
+            saved_bytes = workload_of(config, len(found.class_names), found.train.sizes[-1]).saved_bytes
+    return {"holds": shown, "hash": found.fingerprint, "saved_bytes": saved_bytes}
+
+
+def open_port(node: str, order: Mapping[str, Any]) -> Facts:
+    """Listen at this machine's address among the `addresses` of all, and return the `port`."""
+    _listening.append(socket.create_server((order["addresses"][node], 0), backlog=1024))
+    return {"port": _listening[-1].getsockname()[1]}
+
+
+def try_paths(node: str, order: Mapping[str, Any]) -> Facts:
+    """Connect to the other machines that `targets` has for this one: name, address and port; return those `failed`."""
+    targets = order["targets"].get(node, [])
+    return {"failed": [(node, name, port) for name, address, port in targets if not _connects(address, port)]}
+
+
+def _connects(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
+    """Run this machine's ranks of the network check; a collective of all machines' agents.
+
+    Args:
+        node: this machine's name in `ranks`.
+        order: with `ranks`, name and number of ranks of every machine, in the order of the ranks; `address` and `port`
+            of the first, where the ranks meet; the `run_id` of their store; `use_gpu` for NCCL between GPUs instead of
+            gloo between CPUs; `interfaces`, by which each machine reaches the others ('' leaves the choice to gloo and
+            NCCL); `join_seconds`, how long ranks wait for each other, and `seconds` for all of it.
+
+    Returns:
+        `bytes` and `seconds` of an all-reduce, and the `backend`; `problem` if the check failed.
+    """
+    names = [name for name, _ in order["ranks"]]
+    counts = [count for _, count in order["ranks"]]
+    first, count = sum(counts[: names.index(node)]), counts[names.index(node)]
+    ranks = [(order, order["interfaces"][node], first + local_rank, local_rank) for local_rank in range(count)]
+    # Forked, because torch is imported already. The end of the pool sends SIGTERM, which an agent only notes.
+    default = (signal.SIGTERM, signal.SIG_DFL)
+    with multiprocessing.get_context("fork").Pool(count, signal.signal, default) as pool:
+        try:
+            answers = pool.starmap_async(_run_rank, ranks, chunksize=1).get(order["seconds"])
+        except multiprocessing.TimeoutError:
+            return {"problem": "no end within the time allowed"}
+    return next((answer for answer in answers if "problem" in answer), answers[0])
+
+
+def _run_rank(order: Mapping[str, Any], interface: str, rank: int, local_rank: int) -> Facts:
+    """Run one rank of the check and return what it measured, or the `problem`."""
+    import torch
+    import torch.distributed as dist
+
+    from zerovision.training.world.store import open_store
+
+    if interface:
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
+    torch.set_num_threads(1)
+    ranks, use_gpu = order["ranks"], order["use_gpu"]
+    size = sum(count for _, count in ranks)
+    limit = datetime.timedelta(seconds=order["join_seconds"])
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    try:
+        place, is_alone = (order["address"], order["port"]), len(ranks) == 1
+        store = open_store(*place, limit, order["run_id"], is_host=rank == 0, is_alone=is_alone)
+        if use_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        size_bytes, seconds = _measure_all_reduce(device)
+        dist.barrier()
+    except Exception as error:
+        return {"problem": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+    if rank == 0:  # the store ends with this process: let the others end first
+        time.sleep(0.2)
+    return {"bytes": size_bytes, "seconds": seconds, "backend": dist.get_backend()}
+
+
+def _measure_all_reduce(device: torch.device) -> tuple[int, float]:
+    """Return bytes and seconds of an all-reduce of float32 that bandwidth decides; a collective."""
+    import torch
+    import torch.distributed as dist
+
+    size = FIRST_BYTES
+    while True:
+        values = torch.zeros(size // 4, device=device)
+        seconds = min(_time_all_reduce(values) for _ in range(REPEATS))
+        slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks take the same way
+        if (seconds := slowest.item()) > LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
+            return size, seconds
+        size *= 4
+
+
+def _time_all_reduce(values: torch.Tensor) -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    values[0].item()  # waits for the device
+    start = time.perf_counter()
+    dist.all_reduce(values)
+    values[0].item()
+    return time.perf_counter() - start
+
+
+# By the kind of the order.
+ANSWERS: dict[str, Callable[[str, Mapping[str, Any]], Facts]] = {
+    "facts": machine_facts,
+    "listen": open_port,
+    "reach": try_paths,
+    "all-reduce": measure_network,
+}
