@@ -19,7 +19,7 @@ ROOMS = {  # limit and end
     "zerovision/training/config": (807, 500),
     "zerovision/training/base": (1063, 550),
     "zerovision/training/world": (626, 450),
-    "zerovision/training/data": (4505, 2900),
+    "zerovision/training/data": (4395, 2900),
     "zerovision/training/recipe": (582, 1050),
     "zerovision/training/engines": (2880, 2250),
     "zerovision/training/checkpoint": (807, 600),
@@ -27,8 +27,8 @@ ROOMS = {  # limit and end
     "zerovision/training": (2887, 1400),
     "zerovision/launch": (2563, 1800),
     "zerovision/planning": (945, 1000),
-    "zerovision/delivery": (3274, 2400),
-    "zerovision/extras": (1518, 1300),
+    "zerovision/delivery": (3267, 2400),
+    "zerovision/extras": (1515, 1300),
 }
 ELSEWHERE = {"zerovision/commands": "scripts"}  # in whose room such a folder counts
 

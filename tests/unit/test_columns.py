@@ -14,8 +14,9 @@ from made_data import write_csv
 from PIL import Image
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.data import DataOptions, layout_of, load_data, load_whole
+from zerovision.training.data import DataOptions, list_images, load_data
 from zerovision.training.data.columns import FactColumns, find_column
+from zerovision.training.data.division import parts_there
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
@@ -149,10 +150,9 @@ def test_a_test_part_alone_can_be_loaded_as_a_whole_and_is_no_training(source, t
     else:
         data = SOURCES[source](tmp_path / "set", rows(split=["test"]))
     options = DataOptions(data=str(data), image_size=16)
-    layout = layout_of(options)
-    assert (layout.train, bool(layout.val), bool(layout.test)) == ([], False, True)
-    assert len(load_whole(options, "test").val) == (6 if source == "folder" else 24)
-    with pytest.raises(UserError, match=r"no training image|no train/ beside"):
+    assert parts_there(list_images(options)) == ["test"]
+    assert len(load_data(options, "test").val) == (6 if source == "folder" else 24)
+    with pytest.raises(UserError, match="has no training image: add a folder train/"):
         load_data(options)
 
 

@@ -198,7 +198,7 @@ def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
     assert [(one.part, one.path, one.size) for one in listed] == [
         (part, path, (copies / path).stat().st_size)
         for part, set_ in pair.parts.items()
-        for path in (set_.source.path(index) for index in range(len(set_)))
+        for path in (set_.source.images.path(index) for index in range(len(set_)))
     ]
     assert all((one.digest > 0) == (one.part != "test") for one in listed)
     with gzip.open(file, "rt", newline="") as stream:
@@ -213,7 +213,7 @@ def test_images_that_were_trained_on_are_scored_apart(tmp_path):
     pair = load_data(DataOptions(data=str(data), image_size=8))
     assert own["samples"] == len(pair.val)
     assert "trained_on" not in own
-    trained = pair.train.source.path(0)
+    trained = pair.train.source.images.path(0)
     shutil.copyfile(data / trained, data / "a" / "renamed copy.png")
     make_images(tmp_path / "more", 2, seed=7)
     (tmp_path / "more/b/0.png").rename(data / "b" / "fresh.png")
@@ -221,8 +221,8 @@ def test_images_that_were_trained_on_are_scored_apart(tmp_path):
     for place in ("", moved):  # in its own place, and elsewhere
         scores = evaluate(folder, place)
         now = load_data(DataOptions(data=str(data), image_size=8))
-        judged = {now.val.source.path(index) for index in range(len(now.val))} if not place else None
-        known = {pair.train.source.path(index) for index in range(len(pair.train))} | {"a/renamed copy.png"}
+        judged = {now.val.source.images.path(index) for index in range(len(now.val))} if not place else None
+        known = {pair.train.source.images.path(index) for index in range(len(pair.train))} | {"a/renamed copy.png"}
         total = len(judged) if judged else 42
         among = len(known & judged) if judged else 31
         assert scores.get("trained_on", {"samples": 0})["samples"] == among

@@ -20,10 +20,11 @@ from torchvision.transforms import InterpolationMode, v2
 from tests.rounding import ELEMENTWISE, assert_same_but_rounding
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.data.folder import layout_of, split_class
-from zerovision.training.data.folder_parts import part_kind
+from zerovision.training.data.division import share_held_out, unit_hashes
+from zerovision.training.data.images import ImagesBuilder
+from zerovision.training.data.parts import part_kind
 from zerovision.training.data.reading.decode import decode_exact
-from zerovision.training.data.reading.sources import FileSource, ImageFile
+from zerovision.training.data.reading.sources import FileSource
 
 
 def make_images(root: Path, counts: dict[str, int], suffix: str = "png", size: tuple[int, int] = (40, 30)) -> Path:
@@ -135,27 +136,29 @@ def test_split_is_disjoint_complete_and_of_about_the_wanted_size(tmp_path):
         assert abs(held_out - total / 4) < 4 * (total * 0.25 * 0.75) ** 0.5  # four standard deviations
 
 
+def held_out(paths: list[str], fraction: float) -> set[str]:
+    chosen = share_held_out(unit_hashes(paths, 0), np.zeros(len(paths), dtype=np.int64), fraction)
+    return {path for path, is_chosen in zip(paths, chosen, strict=True) if is_chosen}
+
+
 def test_each_class_has_about_its_share_held_out_and_growing_moves_few_images():
     generator = np.random.Generator(np.random.PCG64(0))
     moved = kept = 0
     for _ in range(300):
         paths = [f"c{generator.integers(1e9)}/{number}.png" for number in range(generator.integers(2, 400))]
-        files, fraction = [(path, 1, 0) for path in paths], float(generator.uniform(0.1, 0.4))
-        before, after = (
-            {file[0] for file in split_class(part, fraction)[1]} for part in (files[: len(files) // 2], files)
-        )
-        expected = fraction * len(files)
-        assert 1 <= len(after) < len(files)
+        fraction, half = float(generator.uniform(0.1, 0.4)), len(paths) // 2
+        before, after = (held_out(part, fraction) for part in (paths[:half], paths))
+        expected = fraction * len(paths)
+        assert 1 <= len(after) < len(paths)
         assert abs(len(after) - expected) <= 1.5 + 0.1 * expected
-        moved += len(before - after) + len((after - before) & set(paths[: len(files) // 2]))
-        kept += len(files) // 2
+        moved += len(before - after) + len((after - before) & set(paths[:half]))
+        kept += half
     assert moved < 0.03 * kept
 
 
 def test_eleven_images_are_split_as_the_fraction_says_whatever_their_names():
     """By the hash alone 7 of 11 were held out."""
-    held_out = {len(split_class([(f"{k}/{n}.png", 1, 0) for n in range(11)], 0.2)[1]) for k in range(500)}
-    assert held_out == {1, 2, 3}
+    assert {len(held_out([f"{k}/{n}.png" for n in range(11)], 0.2)) for k in range(500)} == {1, 2, 3}
 
 
 def test_each_image_is_held_out_in_one_fold_and_each_class_in_all_alike(tmp_path):
@@ -283,7 +286,7 @@ def test_val_part_names_the_folder_to_validate_on(tmp_path):
     assert load(tmp_path, val_part="none").class_names == ["fold0", "fold1", "fold2"]
     (tmp_path / "fold0").rename(tmp_path / "Train")
     (tmp_path / "fold1").rename(tmp_path / "Test")
-    assert layout_of(DataOptions(data=str(tmp_path))).test == str(tmp_path / "Test")
+    assert len(load(tmp_path).test) == 5
     pair = load(tmp_path, val_part="Test")
     assert (len(pair.train), len(pair.val), pair.test) == (5, 5, None)
 
@@ -467,9 +470,9 @@ def _one_folder_deeper(root):
         (_loose_images, "no image in a class folder"),
         (lambda root: shutil.rmtree(root / "b"), "one class only, 'a'"),
         (lambda root: (root / "hollow").mkdir(), "no image in class 'hollow'"),
-        (_single_images, "one image per class"),
+        (_single_images, "each class has one image or group"),
         (_different_classes, r"only in the training part: 'cow'; only in the validation part: 'hen'"),
-        (_val_only, r"no train/ beside"),
+        (_val_only, r"has no training image: add a folder train/"),
         (_test_beside_classes, r"put the class folders 'a', 'b' into .*/train"),
         (_parts_without_classes, r"no class folders in them: expected test1/CLASS/IMAGE"),
         (_two_validation_parts, r"more than one val part, 'Validation', 'val': give --val-part NAME"),
@@ -517,17 +520,30 @@ def test_a_wrong_option_is_one_clear_line(values, message):
         load_data(DataOptions(**values))
 
 
-def test_the_list_of_files_takes_less_than_100_bytes_an_image():
+def test_the_table_of_images_takes_less_than_100_bytes_an_image():
     """With names as long as ImageNet's, for 1,000 and for 100,000 images alike; a worker process gets as much."""
     for count in (1000, 100_000):
-        files = [
-            ImageFile(f"train/n{number % 50:08}/n{number % 50:08}_{number}.JPEG", 100_000, number % 50)
-            for number in range(count)
-        ]
-        source = FileSource(Path("/data"), files, decode_exact)
-        tensors = [value for value in vars(source).values() if isinstance(value, torch.Tensor)]
-        folders = sum(map(sys.getsizeof, source._folders))
-        assert (sum(tensor.nbytes for tensor in tensors) + folders) / count < 100
+        builder = ImagesBuilder()
+        paths = [f"train/n{number % 50:08}/n{number % 50:08}_{number}.JPEG" for number in range(count)]
+        for number, path in enumerate(paths):
+            builder.add(path, number % 50, state=(100_000, 0))
+        source = FileSource(builder.build(Path("/data")), decode_exact)
+        tensors = [source.labels, source.images.text, *source.images.columns.values()]
+        folders = sum(map(sys.getsizeof, source.images.words["folder"]))
+        assert (sum(tensor.nbytes for tensor in tensors) + folders) / count < 110
         for index in (0, 1, count - 1):
-            assert source.name(index) == f"/data/{files[index].path}"
-            assert source.labels[index] == files[index].label
+            assert source.name(index) == f"/data/{paths[index]}"
+            assert source.labels[index] == index % 50
+
+
+def test_images_are_in_the_order_of_their_paths_as_text():
+    """Also where one folder is in another, names that are no UTF-8, and folders whose names go on before the slash."""
+    random = np.random.default_rng(0)
+    segments = ["a", "a-b", "a b", "a.b", "b", "\udcff", "\u00e9", "z\U0001f600"]
+    paths = ["/".join([*random.choice(segments, random.integers(0, 4)), f"{n}"]) for n in random.permutation(500)]
+    builder = ImagesBuilder()
+    for path in paths:
+        builder.add(path, "x")
+    images = builder.build(Path("/data"))
+    assert [*images.paths(images.in_order())] == sorted(paths)
+    assert [*images.paths()] == paths

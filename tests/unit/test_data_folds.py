@@ -12,31 +12,25 @@ from PIL import Image
 from sklearn.model_selection import StratifiedGroupKFold
 
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.data.folds import Member, held_out_units, unit_hash
+from zerovision.training.data.division import folds_of, join_copies, unit_hashes
 from zerovision.training.data.reading.images import ImageError
 
 
-def members_of(units: list[str], labels: list[str]) -> list[Member]:
-    """Images of different bytes."""
-    return [
-        Member(unit, label, number, lambda: pytest.fail("read without need"))
-        for number, (unit, label) in enumerate(zip(units, labels, strict=True))
-    ]
-
-
-def folds_of(members: list[Member], folds: int, seed: int = 0) -> np.ndarray:
+def folds(units: list[str], labels: list[str], count: int, seed: int = 0) -> np.ndarray:
     """The fold of each image, after a check that each unit is in one."""
-    held_out = [held_out_units(members, folds, fold, seed) for fold in range(1, folds + 1)]
-    assert sum(map(len, held_out)) == len({member.unit for member in members}) == len(set().union(*held_out))
-    return np.array([next(n for n, units in enumerate(held_out) if member.unit in units) for member in members])
+    numbers = [sorted({*labels}).index(label) for label in labels]
+    found = folds_of(unit_hashes(units, seed), np.array(numbers), count)
+    assert len({*zip(units, found.tolist(), strict=True)}) == len({*units})
+    return found
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_where_each_image_is_alone_a_fold_is_a_piece_of_the_order_of_hashes(seed):
     paths = [f"{label}/{number}.png" for label, count in (("a", 23), ("b", 11)) for number in range(count)]
-    found = folds_of(members_of(paths, [path[0] for path in paths]), 4, seed)
+    found = folds(paths, [path[0] for path in paths], 4, seed)
     for label in "ab":
-        ranked = sorted((unit_hash(path, seed), path) for path in paths if path[0] == label)
+        own = [path for path in paths if path[0] == label]
+        ranked = sorted(zip(unit_hashes(own, seed).tolist(), own, strict=True))
         for fold in range(4):
             piece = ranked[len(ranked) * fold // 4 : len(ranked) * (fold + 1) // 4]
             assert {path for _, path in piece} == {
@@ -58,7 +52,7 @@ def test_groups_are_divided_as_evenly_as_by_scikit_learn(draw, mixed):
     for image in range(30):
         groups.append(f"{image}.png")
         labels.append(random.choice(3))
-    found = folds_of(members_of(groups, list(map(str, labels))), 5)
+    found = folds(groups, list(map(str, labels)), 5)
     theirs = np.zeros(len(groups), dtype=int)
     splitter = StratifiedGroupKFold(5, shuffle=True, random_state=0)
     for fold, (_, test) in enumerate(splitter.split(groups, labels, groups)):
@@ -88,11 +82,11 @@ def test_equal_files_are_in_one_fold_whatever_they_are_called(tmp_path):
         writer = csv.DictWriter(stream, ["path", "label"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    for folds in (2, 3, 5):
+    for count in (2, 3, 5):
         held_out = {}
         for data in (tmp_path, table):
-            for fold in range(1, folds + 1):
-                val = load_data(DataOptions(data=str(data), folds=folds, fold=fold, image_size=8, cache="off")).val
+            for fold in range(1, count + 1):
+                val = load_data(DataOptions(data=str(data), folds=count, fold=fold, image_size=8, cache="off")).val
                 names = {Path(val.source.name(index)).relative_to(tmp_path).as_posix() for index in range(len(val))}
                 assert held_out.setdefault(fold, names) == names, "the folder and the table have the same folds"
                 for together in ({"a/0.bmp", "a/9.bmp", "b/4.bmp"}, {"b/13.bmp", "b/20.bmp"}):
@@ -114,7 +108,16 @@ def test_an_unreadable_file_is_no_copy():
     def missing() -> bytes:
         raise ImageError("x.png", "no such file")
 
-    members = [Member(f"{number}.png", "a", 7, missing if number < 2 else lambda: b"same") for number in range(4)]
-    found = folds_of(members, 3)
+    units = unit_hashes([f"{number}.png" for number in range(4)], 0)
+    names = "{}.png".format
+    joined = join_copies(units, np.full(4, 7), names, lambda place: missing() if place < 2 else b"same")
+    assert joined.tolist() == [*units[:2].tolist(), units[2], units[2]]
+    found = folds_of(joined, np.zeros(4, dtype=np.int64), 3)
     assert found[2] == found[3]
     assert sorted(Counter(found.tolist()).values()) == [1, 1, 2]
+
+
+def test_only_files_of_equal_size_are_read():
+    units = unit_hashes(["a", "b", "c"], 0)
+    unread = join_copies(units, np.array([1, 2, 3]), str, lambda place: pytest.fail("read without need"))
+    assert unread.tolist() == units.tolist()

@@ -29,7 +29,7 @@ from zerovision.training.config.command_line import parse_args, training_parser
 from zerovision.training.config.values import allowed_names
 from zerovision.training.data import DATASETS, DataOptions, load_data
 from zerovision.training.data.augmentations import AUGMENTATIONS
-from zerovision.training.data.folder import layout_of
+from zerovision.training.data.folder import listing
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.recipe.rules import ALLOWED
 from zerovision.training.recipe.schedule import SCHEDULES
@@ -108,7 +108,7 @@ def test_a_path_that_no_file_can_have_is_one_line(use, word):
     with pytest.raises(UserError, match=r"does not exist|neither a file|no folder of that name exists"):
         use(word)
     with pytest.raises(UserError, match="no folder of that name exists"):
-        layout_of(DataOptions(data=word))
+        listing(DataOptions(data=word))
     assert data_fields(TrainConfig(data=word))["data"].endswith(word)
 
 

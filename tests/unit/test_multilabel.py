@@ -71,12 +71,12 @@ def test_columns_and_lists_give_the_same_targets(tables):
     held_out = []
     for column, table in tables.items():
         data = load_data(options(table, column))
-        held_out.append({data.val.source.path(index) for index in range(len(data.val))})
+        held_out.append({data.val.source.images.path(index) for index in range(len(data.val))})
         counts = np.zeros(3, dtype=int)
         for part in (data.train, data.val):
             for batch in Loader(part, EvaluationPlan(len(part), 16, 1), 0):
                 for index, weight, target in zip(batch.indices.tolist(), batch.weights, batch.targets, strict=True):
-                    expected = [float(truth[part.source.path(index)][name]) for name in data.class_names]
+                    expected = [float(truth[part.source.images.path(index)][name]) for name in data.class_names]
                     assert target.tolist() == expected
                     counts += int(weight) * np.array(expected, dtype=int)
         assert [a + b for a, b in zip(data.train_counts, data.val_counts, strict=True)] == counts.tolist()
@@ -244,7 +244,7 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
         code, _, err = call("evaluate", run, *flag)
         assert (code, err.count("\n")) == (2, 1)
 
-    paths = [data.val.source.root / data.val.source.path(index) for index in range(len(data.val))]
+    paths = [data.val.source.images.root / path for path in data.val.source.images.paths()]
     code, out, _ = call("predict", run, *paths, "--format", "csv", "--top-k", 1)
     rows = list(csv.DictReader(io.StringIO(out)))
     for row, own in zip(rows, probabilities, strict=True):

@@ -69,11 +69,10 @@ def empty(folder: Path) -> None:
 
 
 def seen(dataset) -> list[tuple]:
-    source = dataset.source
+    source, images = dataset.source, dataset.source.images
     source.expect(range(len(dataset)))
-    return [
-        (source.path(n), int(source.sizes[n]), int(source.labels[n]), source.content(n)) for n in range(len(dataset))
-    ]
+    facts = zip(images.paths(), images["size"].tolist(), source.labels.tolist(), strict=True)
+    return [(*known, images.content(n)) for n, known in enumerate(facts)]
 
 
 def trained(data: str | Path, root: Path, **values) -> str:
@@ -102,7 +101,7 @@ def test_files_are_fetched_whole_and_once_before_they_are_read(server, kinds, tm
     deadline = time.monotonic() + 20
     while len(server.requests) < blocks and time.monotonic() < deadline:
         time.sleep(0.01)
-    source.content(0)
+    source.images.content(0)
     assert len({*server.requests}) == len(server.requests) == blocks
 
 
@@ -180,7 +179,7 @@ def test_what_stays_broken_ends_with_one_line_that_names_the_shard(
         pair.train.source.read(0)
     assert words in str(problem.value)
     assert "\n" not in str(problem.value)
-    assert pair.train.source._archive._copies._pool is None, "nothing is waited for"
+    assert pair.train.source.images.archive._copies._pool is None, "nothing is waited for"
 
 
 def test_an_index_beside_saves_reading_all_and_tells_damage_from_the_first_byte(server, kinds, tmp_path, impatient):

@@ -257,7 +257,7 @@ def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:
     source = data.datasets.val.source
     if data.trained_images is None or not isinstance(source, FileSource):
         return torch.zeros(len(batch.indices), dtype=torch.bool)
-    paths = [source.path(index) for index in batch.indices.tolist()]
+    paths = [*source.images.paths(batch.indices.numpy())]
     return torch.from_numpy(data.trained_images.contain(batch.digests, paths))
 
 

@@ -18,10 +18,10 @@ from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import ENVIRONMENT, IMAGES
 from zerovision.training.config import TrainConfig
-from zerovision.training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
+from zerovision.training.data import DataOptions, find_dataset, list_images, load_data
 from zerovision.training.data.class_names import clean
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
-from zerovision.training.data.folder_parts import Layout
+from zerovision.training.data.division import parts_there
 from zerovision.training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
 from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.tasks.multilabel import thresholds_of
@@ -107,18 +107,16 @@ def load_evaluation_data(
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
     if thresholds_of(metadata) is not None:
         options = dataclasses.replace(options, task=MULTILABEL)
-    divided = cache(lambda: load_data(options))  # once, also where its files tell whether it is the run's
+    listed = cache(lambda: list_images(options))  # once, also where its files tell whether it is the run's
+    divided = cache(lambda: load_data(options, images=listed()))
     is_own = _is_own(data, trained_on, known, divided)
     if not choice.data and not is_own:
         raise UserError(_no_data(data, known, divided))
     if not is_own:  # which may have parts, that are not divided
         options = dataclasses.replace(options, folds=0)
-    layout = layout_of(options)
-    split = _resolve_split(choice.split, options, layout, is_own=is_own)
-    if layout and not layout.train:
-        datasets = load_whole(options, split)
-    else:
-        datasets = load_whole(options) if split == "all" else divided()
+    parts = ["train", "val"] if listed() is None else parts_there(listed())
+    split = _resolve_split(choice.split, options, parts, is_own=is_own)
+    datasets = load_data(options, split, listed()) if split == "all" or "train" not in parts else divided()
     is_changed = is_own and known.fingerprint not in ("", divided().fingerprint)
     notes = []
     if is_changed:
@@ -167,27 +165,24 @@ def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], Da
         return False
 
 
-def _resolve_split(split: str, options: DataOptions, layout: Layout | None, *, is_own: bool) -> str:
-    """Return what "auto" means: what was held out; of a folder that was not trained on all images, if it has no parts.
+def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is_own: bool) -> str:
+    """Return what "auto" means: what was held out; of data that was not trained on all images, if it has no parts.
 
     If that has no validation part, but a test part, the test part.
 
     Raises:
         UserError: if the data has no such part.
     """
-    is_undivided = layout is not None and not layout.is_divided
-    has_train, has_val, has_test = (layout.train, layout.val, layout.test) if layout else (True, True, False)
-    there = {"val": has_val or has_train, "train": has_train, "test": has_test}  # val may be held out from train
-    given = " or ".join(name for name, is_there in there.items() if is_there)
+    is_undivided = [*parts] == ["train"]
+    there = {"val": {"train", "val"}, "train": {"train"}, "test": {"test"}}  # val may be held out from train
+    given = " or ".join(name for name, of in there.items() if of & {*parts})
     if split == "all" and not is_undivided:
         raise UserError(f"--split all is for data without parts; '{options.data}' has some: give {given}.")
-    if not there.get(split, True):
+    if not there.get(split, {*parts}) & {*parts}:
         raise UserError(f"--split {split}: '{options.data}' has no {split} part: give {given}.")
-    if split != "auto" or is_own or layout is None:
+    if split != "auto" or is_own or "val" in parts:
         return "val" if split == "auto" else split
-    if layout.val:
-        return "val"
-    return "all" if is_undivided else "test" if layout.test else "val"
+    return "all" if is_undivided else "test" if "test" in parts else "val"
 
 
 def _data_options(preprocessing: Preprocessing, config: TrainConfig, choice: ImageSettings, data: str) -> DataOptions:

@@ -21,10 +21,10 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, archives, data_options, load_data
-from zerovision.training.data.archives import CLASS_NAMES, Entry, identity_of, index_of, write_index
+from zerovision.training.data.archives import CLASS_NAMES, identity_of, index_of, write_index
 from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.folder_parts import TRAIN
+from zerovision.training.data.parts import TRAIN
 from zerovision.training.data.reading.formats import IMAGE_EXTENSIONS
 from zerovision.training.data.reading.remote_files import checksum_of
 from zerovision.training.data.reading.sources import FileSource, Source, digest_of
@@ -77,8 +77,8 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
             for file, count in _write_part(folder, part, dataset, shard_bytes):
                 done = Packed(done.images + count, done.shards + 1, done.bytes + file.stat().st_size)
         repeated = archives.read(TAR, DataOptions(data=str(folder)))
-        if len(repeated.records) != done.images:
-            raise UserError(f"{len(repeated.records)} of {done.images} images are in the tar files: pack them again.")
+        if len(repeated) != done.images:
+            raise UserError(f"{len(repeated)} of {done.images} images are in the tar files: pack them again.")
     return done
 
 
@@ -97,10 +97,11 @@ def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int
         file, digests = folder / f"{part}-{number:06}.tar", []
         with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
             while index is not None:
-                entry, suffix, content = _sample(source, index)
-                facts = {"path": entry.path, "weight": entry.weight}
+                path, suffix, content = _sample(source, index)
+                weights = source.loss_weights
+                facts = {"path": path, "weight": 1.0 if weights is None else float(weights[index])}
                 for kind, data in (
-                    (LABEL, str(entry.label).encode()),
+                    (LABEL, str(int(source.labels[index])).encode()),
                     (suffix, content),
                     (FACTS, json.dumps(facts).encode()),
                 ):
@@ -113,30 +114,27 @@ def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int
         yield file, len(digests)
 
 
-def _sample(source: Source, index: int) -> tuple[Entry, str, bytes]:
-    """Return an image of a set as an entry, with the suffix of its format and its bytes."""
-    label = int(source.labels[index])
+def _sample(source: Source, index: int) -> tuple[str, str, bytes]:
+    """Return the path of an image of a set, the suffix of its format, and its bytes."""
     if isinstance(source, FileSource):
-        content, path = source.content(index), source.path(index)
-        weight = 1.0 if source.loss_weights is None else float(source.loss_weights[index])
+        path = source.images.path(index)
         suffix = os.path.splitext(path)[1].lower()
-        entry = Entry(path, label, 0, len(content), weight)
-        return entry, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # a format is told by the content
+        content = source.images.content(index)
+        return path, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # a format is told by the content
     image = source.read(index)
     if source.values != BYTES or image.shape[0] not in PNG_CHANNELS:
         raise UserError(f"images of {image.shape[0]} channel(s) of {source.values} cannot be packed: keep the arrays.")
     stream = io.BytesIO()
     to_pil_image(image).save(stream, "PNG")
-    content = stream.getvalue()
-    return Entry(f"{index:09}.png", label, 0, len(content)), ".png", content
+    return f"{index:09}.png", ".png", stream.getvalue()
 
 
 def _check(file: Path, digests: list[int]) -> None:
     """Read a tar file and compare its images with the digests of what was packed; write its index."""
     index, (state, inode) = TAR.scan(file), identity_of(file.stat())
     index = index._replace(columns=TAR.columns, state=state, file=inode, checksum=checksum_of(file))
-    reader = TAR.open([file], [index.state])
-    found = [digest_of(reader.read(0, entry.place, entry.size)) for entry in index.entries]
-    if found != digests:
+    reader, images = TAR.open([file], [index.state]), index.images
+    places = zip(images["place"].tolist(), images["size"].tolist(), strict=True)
+    if [digest_of(reader.read(0, place, size)) for place, size in places] != digests:
         raise UserError(f"'{file}' does not contain what was written to it: the disk may be failing; pack it again.")
     write_index(index, index_of(file))

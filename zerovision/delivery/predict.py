@@ -27,7 +27,7 @@ from zerovision.training.base.control_groups import limit_threads, usable_cores
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
-from zerovision.training.data.folder_listing import SYSTEM_NAMES
+from zerovision.training.data.folder import SYSTEM_NAMES
 from zerovision.training.data.label_sets import SEPARATOR
 from zerovision.training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from zerovision.training.data.reading.image_notes import collected_notes

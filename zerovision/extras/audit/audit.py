@@ -17,7 +17,7 @@ from torch import nn
 from zerovision.delivery.evaluation_data import audit_options
 from zerovision.delivery.settings import ImageSettings
 from zerovision.delivery.trained_model import find_model, slug
-from zerovision.extras.audit.catalogue import Catalogue, embeddings, groups_of_table, picture_features
+from zerovision.extras.audit.catalogue import Catalogue, embeddings, picture_features
 from zerovision.extras.audit.copies import find_copies
 from zerovision.extras.audit.findings import (
     DROP,
@@ -86,7 +86,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
     wanted, values = seen_as and seen_as.values, datasets.preprocessing.values
     if trained and wanted != values:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {values}: convert it.")
-    catalogue = Catalogue(datasets, groups_of_table(options))
+    catalogue = Catalogue(datasets)
     if settings.fixes and not catalogue.are_files:
         raise UserError("--fixes: these images are no files, so no table can name them: change the arrays instead.")
     if settings.fixes:

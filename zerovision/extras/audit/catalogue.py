@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from torch import nn
 from zerovision.extras.audit.copies import SIDE
 from zerovision.models.image_size import as_names
 from zerovision.models.weights_metadata import Preprocessing
-from zerovision.training.data import DataOptions, find_dataset
 from zerovision.training.data.augment import viewable
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.loader import Loader, most_workers
@@ -33,10 +31,6 @@ IMAGES_WORTH_WORKERS = 1000  # fewer are read before a process has started
 class Catalogue:
     """The images of all parts, numbered in the order of the parts.
 
-    Args:
-        datasets: the data.
-        groups: see `groups_of_table`.
-
     Attributes:
         class_names: name of each label; of images with several labels, of each set of them.
         num_classes: of the data.
@@ -47,7 +41,7 @@ class Catalogue:
         unreadable: reason by number, of the images that `read` could not read.
     """
 
-    def __init__(self, datasets: DatasetPair, groups: Mapping[str, str] | None = None) -> None:
+    def __init__(self, datasets: DatasetPair) -> None:
         self._sets = datasets.parts
         self._starts = np.cumsum([0, *map(len, self._sets.values())])
         self.class_names, self.num_classes = datasets.label_names, len(datasets.class_names)
@@ -55,9 +49,7 @@ class Catalogue:
         self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])
         self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])
         self.unreadable: dict[int, str] = {}
-        self.groups = [""] * len(self)
-        if groups:
-            self.groups = [groups.get(self.name(number), "") for number in range(len(self))]
+        self.groups = [group for set_ in self._sets.values() for group in _groups(set_)]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -145,16 +137,12 @@ class Catalogue:
         return list(self._sets)[part], number - int(self._starts[part])
 
 
-def groups_of_table(options: DataOptions) -> dict[str, str]:
-    """Return the group of each image that has one, by full path; nothing of data that are no list.
-
-    The list is read again: a training needs no groups any more once it is divided.
-    """
-    module = importlib.import_module(find_dataset(options.data).module)
-    if not hasattr(module, "listing"):
-        return {}
-    listing = module.listing(options)
-    return {str(listing.root / one.path): one.group for one in listing.records if one.group}
+def _groups(set_: ImageDataset) -> list[str]:
+    """Return the group of each image, '' of an image of its own."""
+    if not isinstance(set_.source, FileSource):
+        return [""] * len(set_)
+    images = set_.source.images
+    return [images.words["group"][code] for code in images["group"].tolist()]
 
 
 def _whole(set_: ImageDataset) -> Preprocessing:

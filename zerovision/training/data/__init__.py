@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -24,7 +23,7 @@ from zerovision.training.data.settings import BAD_IMAGES_USAGE, DATASETS, URL, D
 if TYPE_CHECKING:
     from zerovision.training.config import TrainConfig
     from zerovision.training.data.datasets import DatasetPair
-    from zerovision.training.data.folder_parts import Layout
+    from zerovision.training.data.images import Images
 
 TABLE_EXTENSIONS = (".csv", ".tsv")
 ARCHIVES = {".tar": "tar", ".parquet": "parquet"}  # the name in `DATASETS` by the suffix of the files
@@ -90,57 +89,43 @@ def data_options(config: TrainConfig) -> DataOptions:
     return DataOptions(mean=mean, std=std, made_for=tuple(made_for), **values)
 
 
-def load_data(options: DataOptions) -> DatasetPair:
+def load_data(options: DataOptions, whole: str = "", images: Images | None = None) -> DatasetPair:
     """Load the training and validation set that `options` names; the same on every rank.
+
+    Args:
+        options: Of the data.
+        whole: "all" to divide nothing, or "train", "val" or "test" for the images of that part alone: they are both
+            sets, and are not cached. For data of `DatasetEntry.has_parts`.
+        images: What `list_images` has listed by these options, None to list it.
 
     Raises:
         UserError: An option or the data is invalid; see the module of the data set.
     """
+    from zerovision.training.data.datasets import make_file_datasets
+    from zerovision.training.data.division import divided, parts_there, undivided
+
     _check_options(options)
-    was_on = gc.isenabled()
-    gc.disable()  # collections, which find no garbage in lists of millions of images, take half of the time
-    try:
-        found = _found(options)
-        if options.folds and not (find_dataset(options.data).has_parts and not found("layout_of").val):
-            raise UserError(
-                f"--folds {options.folds}: --data {options.data} has a validation part of its own: leave --folds out, "
-                "or give a folder, table, tar or Parquet files without one."
-            )
-        return found("load")
-    finally:
-        if was_on:
-            gc.enable()
+    images = list_images(options) if images is None else images
+    if options.folds and not whole and (images is None or "val" in parts_there(images)):
+        raise UserError(
+            f"--folds {options.folds}: --data {options.data} has a validation part of its own: leave --folds out, "
+            "or give a folder, table, tar or Parquet files without one."
+        )
+    if images is None:
+        return importlib.import_module(find_dataset(options.data).module).load(options)
+    if whole:
+        return make_file_datasets([undivided(images, whole, options)], replace(options, cache="off"))
+    return make_file_datasets(divided(images, options), options)
 
 
-def load_whole(options: DataOptions, part: str = "") -> DatasetPair:
-    """Load data of `DatasetEntry.has_parts` without dividing it: both sets of the pair are all images, uncached.
-
-    Args:
-        options: Of the data.
-        part: "val" or "test" for the images of that part alone, of data without training images.
+def list_images(options: DataOptions) -> Images | None:
+    """Return the images of data that lists them one by one, None of any other.
 
     Raises:
         UserError: As `load_data`.
     """
-    return _found(options)("load_whole", part)
-
-
-def layout_of(options: DataOptions) -> Layout | None:
-    """Return the parts of data of `DatasetEntry.has_parts`, None for any other.
-
-    Raises:
-        UserError: As `load_data`.
-    """
-    return _found(options)("layout_of") if find_dataset(options.data).has_parts else None
-
-
-def _found(options: DataOptions) -> Callable[..., Any]:
-    """Return what calls a function of a data set's module by name; of `records` if the module lists the images."""
-    module = importlib.import_module(find_dataset(options.data).module)
-    if not hasattr(module, "listing"):
-        return lambda name, *more: getattr(module, name)(options, *more)
-    records, listing = importlib.import_module("zerovision.training.data.records"), module.listing(options)
-    return lambda name, *more: getattr(records, name)(listing, options, *more)
+    entry = find_dataset(options.data)
+    return importlib.import_module(entry.module).listing(options) if entry.has_parts else None
 
 
 def bad_image_share(value: str) -> Fraction:

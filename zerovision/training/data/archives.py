@@ -1,36 +1,40 @@
 """Folders of archives, files that contain encoded images: which ones there are, and an index of each beside it.
 
 An index says where every image is, and its label. It is made when an archive is first read, or was changed: beside it,
-or below `--data-root` if nothing can be written there. It is JSON, and nothing in it is a path that is opened.
+or below `--data-root` if nothing can be written there. It is a NumPy file without objects, and nothing in it is a path
+that is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
+import io
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
 
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.data import DataOptions
-from zerovision.training.data.class_names import Label, number_classes, read_class_names
+from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.columns import unused_notes
-from zerovision.training.data.folder_parts import part_kind
+from zerovision.training.data.division import with_classes
+from zerovision.training.data.images import COLUMNS, WORDS, Archive, Images, concatenated
+from zerovision.training.data.parts import part_kind
 from zerovision.training.data.reading.remote_files import UNKNOWN_CHECKSUM, checksum_of
 from zerovision.training.data.reading.retry import entries_of, is_file, is_folder, patiently
-from zerovision.training.data.reading.sources import Archive
-from zerovision.training.data.records import Listing, Record
 
-FORMAT = 3
-SUFFIX = ".index.json"
+FORMAT = 4
+SUFFIX = ".index.npz"
 CACHE = "indexes"  # below --data-root
 CLASS_NAMES = "classnames.txt"  # the name of each label of a whole number, one a line, as CLIP's data sets have it
 LABEL_TYPES = (str, int)
@@ -40,33 +44,11 @@ _NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of 
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 
 
-class Entry(NamedTuple):
-    """An image of an archive: a line of its index.
-
-    Attributes:
-        path: Its name, see `ImageFile`.
-        label: Name or number of its class, see `label_of`.
-        place: See `ImageFile`.
-        size: In bytes.
-        weight: Of its loss.
-        group: See `Record`.
-        part: As of `Record`, if the archive says it of each image.
-    """
-
-    path: str
-    label: Label
-    place: int
-    size: int
-    weight: float = 1.0
-    group: str = ""
-    part: str = ""
-
-
 class Index(NamedTuple):
     """What an archive contains.
 
     Attributes:
-        entries: The images.
+        images: As they are read.
         class_names: Of the labels, if the archive says them.
         left_out: Samples without an image, or without a label where files may have such.
         columns: As of `Kind`.
@@ -77,7 +59,7 @@ class Index(NamedTuple):
         checksum: See `checksum_of`; `UNKNOWN_CHECKSUM` unless the file is, or was, read behind a URL.
     """
 
-    entries: list[Entry]
+    images: Images
     class_names: Sequence[str] = ()
     left_out: int = 0
     columns: Sequence[str] = ()
@@ -104,8 +86,8 @@ class Kind(NamedTuple):
     columns: Sequence[str] = ()
 
 
-def read(kind: Kind, options: DataOptions) -> Listing:
-    """Return the images of archives, in a folder, in its folders of parts, or of one file; the part is in the name.
+def read(kind: Kind, options: DataOptions) -> Images:
+    """Return the images of archives, in a folder, in its folders of parts, or of one file; see `listing_of`.
 
     Raises:
         UserError: There is none, or one that cannot be read, or that has an image without a label.
@@ -117,23 +99,17 @@ def read(kind: Kind, options: DataOptions) -> Listing:
     root = root if is_folder(root) else root.parent
     indexes = [open_index(kind, file, options.root / CACHE) for file in files]
     archive = kind.open(files, [index.state for index in indexes])
-    return listing_of(root, files, indexes, archive, options, (root / CLASS_NAMES).read_bytes)
+    return listing_of(root, indexes, archive, options, (root / CLASS_NAMES).read_bytes)
 
 
 def listing_of(
-    root: PurePath,
-    files: Sequence[PurePath],
-    indexes: Sequence[Index],
-    archive: Archive,
-    options: DataOptions,
-    read_names: Callable[[], bytes],
-) -> Listing:
-    """Return what archives contain by their indexes.
+    root: PurePath, indexes: list[Index], archive: Archive, options: DataOptions, read_names: Callable[[], bytes]
+) -> Images:
+    """Return what archives contain by their indexes, each image in the part that its column or its file names.
 
     Args:
         root: Folder of the archives.
-        files: The archives.
-        indexes: Of each; their entries are taken out.
+        indexes: Of each of the archive's files.
         archive: What reads them.
         options: Of the data.
         read_names: Returns the content of `CLASS_NAMES`, or raises OSError.
@@ -141,32 +117,21 @@ def listing_of(
     Raises:
         UserError: There is no image, or a label without a name.
     """
+    files, notes = archive.files, list(_notes(indexes))
+    if not any(len(index.images) for index in indexes):
+        more = f" ({notes[-1]})" if notes else ""
+        raise UserError(f"--data {options.data}: there is no image in {len(files)} {files[0].suffix} file(s){more}.")
     parts = [_part_of(file, root) for file in files]
     if not (options.val_part or any(part_kind(part)[0] for part in parts)):
         parts = [""] * len(parts)
-    class_names, numbers = _classes(root, indexes, options, read_names)
-    records: list[Record] = []
-    for number, (part, index) in enumerate(zip(parts, indexes, strict=True)):
-        records += [
-            Record(
-                entry.path,
-                class_names[numbers[entry.label]],
-                entry.part or part,
-                entry.group,
-                size=entry.size,
-                changed_ns=index.state[1],
-                weight=entry.weight,
-                archive=number,
-                place=entry.place,
-            )
-            for entry in index.entries
-        ]
-        index.entries.clear()  # of millions of images there is room for one list of them
-    notes = list(_notes(indexes))
-    if not records:
-        more = f" ({notes[-1]})" if notes else ""
-        raise UserError(f"--data {options.data}: there is no image in {len(files)} {files[0].suffix} file(s){more}.")
-    return Listing(root, records, class_names, archive, notes)
+    given = _given_names(root, indexes, read_names)
+    tables = []
+    for index, part in zip(indexes, parts, strict=True):
+        images = index.images.renamed("part", {name: name or part for name in index.images.words["part"]})
+        images.columns["changed"][:] = index.state[1]
+        tables.append(images)
+    found = replace(concatenated(tables), root=root, archive=archive, notes=notes)
+    return with_classes(found, given, f"--data {options.data}")
 
 
 def _notes(indexes: Sequence[Index]) -> Iterator[str]:
@@ -198,19 +163,16 @@ def _part_of(file: PurePath, root: PurePath) -> str:
     return own if file.parent == root or part_kind(own)[0] else file.parent.name
 
 
-def _classes(
-    root: PurePath, indexes: Sequence[Index], options: DataOptions, read_names: Callable[[], bytes]
-) -> tuple[list[str], dict[Label, int]]:
-    """Return the names of the classes, and the number of each label; see `number_classes`."""
+def _given_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[[], bytes]) -> list[str]:
+    """Return the names of the classes that the files, or a file beside them, have in an order; [] without."""
     named = {tuple(index.class_names) for index in indexes} - {()}
     if len(named) > 1:
         raise UserError(f"the files in '{root}' have different names of classes: make them alike.")
-    given = list(named.pop()) if named else []
-    if not given:
-        with contextlib.suppress(OSError):
-            given = read_class_names(read_names(), str(root / CLASS_NAMES))
-    labels = {entry.label for index in indexes for entry in index.entries}
-    return number_classes(labels, given, f"--data {options.data}")
+    if named:
+        return [*named.pop()]
+    with contextlib.suppress(OSError):
+        return read_class_names(read_names(), str(root / CLASS_NAMES))
+    return []
 
 
 def open_index(kind: Kind, file: Path, cache: Path) -> Index:
@@ -251,57 +213,48 @@ def kept_index_of(file: PurePath, cache: Path) -> Path:
 
 def index_from(read: Callable[[], bytes]) -> Index | None:
     """Return the index that a file has; None if it cannot be read, or is none."""
-    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError, OverflowError):
-        return _parsed(json.loads(read()))
-    return None
+    try:
+        content = read()
+    except OSError:
+        return None
+    try:
+        return _parsed(content)
+    except Exception:  # a damaged file may end in anything
+        return None
 
 
 def write_index(index: Index, place: Path) -> None:
     """Write an index; raise OSError if that fails."""
-    with replacing(place) as temporary:
-        temporary.write_text(
-            json.dumps({"format": FORMAT} | index._asdict()), encoding="utf-8", errors="surrogateescape"
+    images, facts = index.images, index._asdict() | {"format": FORMAT, "words": index.images.words}
+    del facts["images"]
+    content = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
+    with replacing(place) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, facts=content, text=images.text.numpy(), **{f"of_{name}": images[name] for name in COLUMNS})
+
+
+def _parsed(content: bytes) -> Index:
+    """Return an index from the content of its file; raise one of many errors if it is none."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        facts, text, columns = (
+            json.loads(file["facts"].tobytes()),
+            file["text"],
+            {name: file[f"of_{name}"] for name in COLUMNS},
         )
-
-
-def _parsed(content: Any) -> Index:
-    """Return an index from its JSON; raise one of several errors if it is none."""
-    if content["format"] != FORMAT:
+    words, names = facts.pop("words"), {name: tuple(facts[name]) for name in ("class_names", "columns", "unused")}
+    limits = {name: len(words[name]) for name in WORDS} | {"start": len(text) - columns["length"].astype(np.int64) + 1}
+    for name, kind in COLUMNS.items():
+        column, limit = columns[name], limits.get(name, np.inf)
+        if (
+            column.dtype != kind
+            or column.shape != columns["label"].shape
+            or not ((column >= 0) & (column < limit)).all()
+        ):
+            raise ValueError(name)
+    for name, some in (words | names | {"dotted": facts["dotted"][1:]}).items():
+        if not all(type(word) in (LABEL_TYPES if name == "label" else (str,)) for word in some):
+            raise ValueError(name)
+    if facts.pop("format") != FORMAT or text.dtype != np.uint8:
         raise ValueError
-    (size, changed_ns), (inode, inode_ns) = content["state"], content["file"]
-    labels: dict[Label, Label] = {}
-
-    def entries() -> Iterator[Entry]:
-        for path, label, place, length, weight, group, part in content["entries"]:
-            if not (type(place) is type(length) is int and 0 <= place < 2**62 and 0 <= length < 2**62):
-                raise ValueError
-            same = labels.setdefault(label, label)
-            entry = Entry(path, same, place, length, weight, group, sys.intern(part))
-            is_plain = type(weight) is float and weight == 1 and type(path) is type(group) is str
-            yield entry if is_plain and type(label) in LABEL_TYPES else checked(entry)
-
-    texts = [(*content[name],) for name in ("class_names", "columns", "unused")]
-    dotted, example = content["dotted"]
-    if not all(type(text) is str for text in (*itertools.chain(*texts), example)):
-        raise ValueError
-    names, columns, unused = texts
-    return Index(
-        [*entries()],
-        names,
-        int(content["left_out"]),
-        columns,
-        unused,
-        (int(dotted), example),
-        (size, changed_ns),
-        (inode, inode_ns),
-        int(content["checksum"]),
-    )
-
-
-def checked(entry: Entry) -> Entry:
-    """Return an entry with its weight as a float; raise ValueError or TypeError if a value is none that it may have."""
-    weight = float(entry.weight)
-    is_sound = 0 <= weight < float("inf") and type(entry.label) in LABEL_TYPES
-    if not is_sound or not all(type(text) is str for text in (entry.path, entry.group, entry.part)):
-        raise ValueError
-    return entry._replace(weight=weight if weight != 1 else 1.0)  # one object for most of them
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    images = Images(PurePath(), tensors, words, torch.from_numpy(text))
+    return Index(images, **(facts | names | {name: tuple(facts[name]) for name in ("dotted", "state", "file")}))

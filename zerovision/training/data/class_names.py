@@ -129,6 +129,13 @@ def read_class_names(content: bytes, file: str) -> list[str]:
     return names
 
 
+def first_names(names: Collection[str]) -> str:
+    """Return names of classes for a message, the first of them if they are many."""
+    listed = [repr(name) for name in list(names)[:NAMED]]
+    more = len(names) - len(listed)
+    return ", ".join(listed) + (f" and {more} more" if more else "")
+
+
 def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     """Yield one note that names the classes which hardly are what somebody meant; nothing if there are none."""
     alike = defaultdict(list)

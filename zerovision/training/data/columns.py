@@ -15,7 +15,7 @@ NAMED = 5
 
 
 class Facts(NamedTuple):
-    """What is known of an image beside its label; see `Record`."""
+    """What is known of an image beside its label; see `Images`."""
 
     part: str = ""
     group: str = ""

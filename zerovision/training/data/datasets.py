@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import PurePath
 
 import numpy as np
 import torch
@@ -25,21 +23,22 @@ from zerovision.training.data.augment import CROP_DRAWS, BoxChooser, evaluation_
 from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation, augmentation_of
 from zerovision.training.data.bad_images import bad_image_budget
 from zerovision.training.data.batch_transforms import BatchTransforms
-from zerovision.training.data.class_names import notes_on_names
+from zerovision.training.data.class_names import first_names, notes_on_names
+from zerovision.training.data.division import fingerprint
 from zerovision.training.data.image_sizes import SizeRamp, size_ramp
-from zerovision.training.data.label_sets import LabelSets
+from zerovision.training.data.images import Images
+from zerovision.training.data.label_sets import LabelSets, make_label_sets
 from zerovision.training.data.mixing import Mixing
 from zerovision.training.data.policies import build_policy
 from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
 from zerovision.training.data.reading.image_numbers import note_unused_range
 from zerovision.training.data.reading.images import ImageError
-from zerovision.training.data.reading.sources import Archive, ArraySource, FileSource, ImageFile, Source, open_files
+from zerovision.training.data.reading.sources import ArraySource, FileSource, Source, open_files
 from zerovision.training.data.settings import MULTILABEL, NUMBERS
 from zerovision.training.data.values import BYTES, statistics
 from zerovision.training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-NAMES_IN_MESSAGE = 5
 IMAGES_OF_STATISTICS, SIDE_OF_STATISTICS, VALUES_OF_STATISTICS = 64, 128, 2**26  # of files read as numbers
 IMBALANCE = 15  # from which on a run notes it
 
@@ -220,13 +219,6 @@ PHOTOGRAPHS = DatasetDefaults(224, "crop_flip", centre_crop=True, mean=IMAGENET_
 RGBA_PHOTOGRAPHS = replace(PHOTOGRAPHS, mean=(*IMAGENET_MEAN, 0.5), std=(*IMAGENET_STD, 0.5))  # alpha: -1 to 1
 
 
-def first_names(names: Collection[str]) -> str:
-    """Return names of classes for a message, the first of them if they are many."""
-    listed = [repr(name) for name in list(names)[:NAMES_IN_MESSAGE]]
-    more = len(names) - len(listed)
-    return ", ".join(listed) + (f" and {more} more" if more else "")
-
-
 def _preprocessing(size: ImageSize, source: Source, options: DataOptions, defaults: DatasetDefaults) -> Preprocessing:
     """Return the evaluation transform for images of a size."""
     is_cropped = defaults.centre_crop if options.fit == "auto" else options.fit == "crop"
@@ -357,45 +349,33 @@ def make_array_datasets(
     return make_dataset_pair(train, val, class_names, defaults, options, digest.hexdigest(), notes)
 
 
-def make_file_datasets(
-    root: PurePath,
-    parts: Sequence[list[ImageFile]],
-    class_names: list[str],
-    options: DataOptions,
-    notes: Iterable[str],
-    test: list[ImageFile] | None = None,
-    archive: Archive | None = None,
-    label_sets: LabelSets | None = None,
-) -> DatasetPair:
-    """As `make_dataset_pair`, of training and validation files below `root`; one list of files is used as both.
+def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> DatasetPair:
+    """As `make_dataset_pair`, of training, validation and test images, or of images that are both sets.
 
     The fingerprint is that of the images' names, sizes and labels, whether they are files or in an archive.
     """
+    given = [part for part in parts if len(part)] or [parts[0]]
+    first, trained, archive = given[0], given[:2], given[0].archive
+    class_names, label_sets = [*first.words["label"]], None
+    if first.classes is not None:
+        label_sets, class_names = make_label_sets(class_names, first.classes)
+    for part, what in zip(given, ("validation", "validation", "test"), strict=False) if archive else ():
+        if part is not first or len(given) == 1:
+            archive.check_room(what, np.unique(part["file"]).tolist())
     longest = max(
         side for size in (options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size) for side in sides(size)
     )
-    sources, cache_notes = open_files(root, parts, longest, options, archive)
-    read_once = replace(options, cache="off")
-    tested = open_files(root, [test], longest, read_once, archive)[0][0] if test else None
-    known = "\0".join([*class_names, *(label_sets.names if label_sets else ())])
-    digest = hashlib.sha256(known.encode("utf-8", "surrogateescape"))
-    for part in parts:
-        digest.update(b"\n\n")
-        for file in sorted(part):
-            more = f"\0()\0{file.weight}" if file.weight != 1 else ""  # as runs with weights have it since 0.1
-            digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}{more}\n"))
-    all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
-    if options.decode != NUMBERS and (options.cache != "off" or not hasattr(archive, "expect")):  # else nothing is read
-        all_notes += note_unused_range(sources[0], options.max_megapixels * 10**6)
-    if options.decode == NUMBERS and len(sources[0].labels):
-        if tested and tested.values != sources[0].values:
-            raise UserError(f"the test images are {tested.values}, the others {sources[0].values}: give all one type.")
-        mean, std = _statistics_of_some(sources[0])
+    sources, cache_notes = open_files(given, longest, options)
+    train, val, test = sources[0], sources[:2][-1], sources[2] if len(sources) > 2 else None
+    notes, defaults = [*first.notes, *cache_notes], RGBA_PHOTOGRAPHS if train.channels == 4 else PHOTOGRAPHS
+    if options.decode != NUMBERS and (options.cache != "off" or not (archive and archive.is_remote)):
+        notes += note_unused_range(train, options.max_megapixels * 10**6)  # of remote ones nothing would be read else
+    if options.decode == NUMBERS and len(first):
+        mean, std = _statistics_of_some(train)
         defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
-        options = options if sources[0].values == BYTES else replace(options, mean=None, std=None)
-    return make_dataset_pair(
-        sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes, tested, label_sets
-    )
+        options = options if train.values == BYTES else replace(options, mean=None, std=None)
+    known = fingerprint(trained, [*class_names, *(label_sets.names if label_sets else ())])
+    return make_dataset_pair(train, val, class_names, defaults, options, known, notes, test, label_sets)
 
 
 def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:

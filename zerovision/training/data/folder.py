@@ -2,137 +2,167 @@
 
 from __future__ import annotations
 
-import bisect
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from zerovision.training.base.errors import UserError, nearest, ours, shown
 from zerovision.training.data import DATASETS, DataOptions
-from zerovision.training.data.class_names import label_of, number_classes
-from zerovision.training.data.datasets import DatasetPair, first_names, make_file_datasets
-from zerovision.training.data.folder_listing import FolderListing, FoundFile
-from zerovision.training.data.folder_parts import CLASSES_ANYWAY, Layout, find_layout
-from zerovision.training.data.folds import Member, held_out_units, unit_hash
-from zerovision.training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
-from zerovision.training.data.reading.images import read_file
-from zerovision.training.data.reading.retry import is_folder
-from zerovision.training.data.reading.sources import ImageFile
+from zerovision.training.data.class_names import first_names, label_of
+from zerovision.training.data.columns import Facts
+from zerovision.training.data.division import with_classes
+from zerovision.training.data.images import Images, ImagesBuilder
+from zerovision.training.data.parts import PARTS, TEST, TRAIN, VAL, find_parts
+from zerovision.training.data.reading.formats import ARRAY_EXTENSION, CURES, IMAGE_EXTENSIONS
+from zerovision.training.data.reading.retry import FolderEntry, entries_of, is_folder, patiently
 from zerovision.training.data.settings import NUMBERS
 
-Classes = dict[str, list[FoundFile]]  # the name, see `label_of`, and the images
-TOLERANCE = 0.1  # of the expected number of held-out images, and one image
+NAMES_IN_NOTE = 5
+# What operating systems and file servers leave in every folder, in lower case; names with a dot in front besides.
+SYSTEM_NAMES = frozenset(
+    {
+        *("@eadir", "@recycle", "@recently-snapshot", "@sharebin", "@tmp", "#recycle", "#snapshot"),
+        *("$recycle.bin", "recycler", "recycled", "system volume information", "found.000", "lost+found"),
+        *("__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"),
+    }
+)
 
 
-def load(options: DataOptions) -> DatasetPair:
-    """Load a folder of classes; hidden files, files without an image's extension, FIFOs and devices are skipped.
+class FolderListing:
+    """Lists the folders below `root`, and counts what it follows and passes over.
+
+    Args:
+        root: The data folder, resolved.
+        more: Extensions of files that are images, beside the usual ones.
+    """
+
+    def __init__(self, root: Path, more: tuple[str, ...] = ()) -> None:
+        self.root, self._extensions = root, (*IMAGE_EXTENSIONS, *more)
+        self._links: set[str] = set()
+        self._system: dict[str, str] = {}  # path and name
+        self._other_files: Counter[str] = Counter()
+        self._loose: set[str] = set()
+
+    def entries(self, folder: str) -> list[FolderEntry]:
+        """Return what a folder contains, sorted by name, without hidden files and those of the system.
+
+        Raises:
+            UserError: The folder cannot be listed; a link is broken.
+        """
+        try:
+            entries = entries_of(folder)
+        except OSError as error:
+            raise UserError(f"the folder {folder!r} cannot be listed: {error.strerror}.") from None
+        kept = []
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name.casefold() in SYSTEM_NAMES:
+                self._system[entry.path] = entry.name
+            else:
+                kept.append(entry)
+        broken = [entry.path for entry in kept if entry.is_symlink() and not self._exists(entry.path)]
+        if broken:
+            more = f" and {len(broken) - 1} more beside it are" if len(broken) > 1 else " is"
+            raise UserError(f"the symbolic link {broken[0]!r}{more} broken: remove or repair it.")
+        return kept
+
+    def folders(self, folder: str) -> list[FolderEntry]:
+        """Return the folders in a folder."""
+        return [entry for entry in self.entries(folder) if entry.is_dir()]
+
+    def count_loose(self, entries: Iterable[FolderEntry]) -> None:
+        """Count the images among the entries of a folder of classes, which belong to no class."""
+        self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
+
+    def starts_with_images(self, folder: str) -> bool:
+        """Return whether a folder contains images itself, and not just in folders below it."""
+
+        def starts() -> bool:
+            with os.scandir(folder) as scan:  # not all of it: a class may have a million
+                return any(self._is_image(entry.name) and not entry.is_dir() for entry in scan)
+
+        return patiently(starts, folder)
+
+    def images(self, folder: str) -> Iterator[FolderEntry]:
+        """Yield the images in a folder and all folders below it; other files are counted."""
+        for entry in self._files_below(folder, [os.path.realpath(folder)]):
+            if not entry.is_file():
+                self._other_files["not a regular file"] += 1
+            elif self._is_image(entry.name):
+                yield entry
+            else:
+                self._other_files[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
+
+    def notes(self) -> Iterator[str]:
+        """Yield a line each on what was passed over and what was followed."""
+        if self._other_files:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self._other_files.most_common(NAMES_IN_NOTE))
+            yield f"skipped {self._other_files.total()} files that are not images by type or extension: {kinds}"
+            for kind, cure in CURES.items():
+                if kind in self._other_files:
+                    yield f"{self._other_files[kind]} {kind} could be read: {cure}"
+        if self._system:
+            names = ", ".join(sorted(set(self._system.values()))[:NAMES_IN_NOTE])
+            yield f"passed over {len(self._system)} hidden files and folders of the system: {names}"
+        if self._loose:
+            first = os.path.relpath(min(self._loose), self.root)
+            yield f"{len(self._loose)} images beside the class folders belong to no class, and are not used: {first}"
+        if self._links:
+            first = os.path.relpath(min(self._links), self.root)
+            yield f"followed {len(self._links)} symbolic links, such as {first}; the folder of a link is its class"
+
+    def _files_below(self, folder: str, chain: Sequence[str]) -> Iterator[FolderEntry]:
+        """Yield the files below a folder; `chain` has the real paths of the folders that lead there."""
+        for entry in self.entries(folder):
+            if not entry.is_dir():
+                yield entry
+                continue
+            real = os.path.realpath(entry.path)
+            if entry.is_symlink() and any(Path(one).is_relative_to(real) for one in chain):
+                raise UserError(f"the symbolic link {entry.path!r} leads to a folder that contains it: remove it.")
+            yield from self._files_below(entry.path, [*chain, real])
+
+    def _exists(self, link: str) -> bool:
+        """Return whether a link leads anywhere, and count it."""
+        try:
+            patiently(partial(os.stat, link), link)
+        except OSError:
+            return False
+        self._links.add(link)
+        return True
+
+    def _is_image(self, name: str) -> bool:
+        return os.path.splitext(name)[1].lower() in self._extensions
+
+
+def listing(options: DataOptions) -> Images:
+    """Return the images of a folder of classes; hidden files, other files, FIFOs and devices are passed over.
 
     Raises:
         UserError: The folder is missing or empty; a class has no image; there is one class only; the parts have
             different classes, or it is not clear which is which; a symbolic link is broken or leads in a circle.
     """
-    listing = open_listing(options)
-    layout = find_layout(listing, options.val_part)
-    if not layout.train:
-        raise UserError(f"'{listing.root}' has parts, but no train/ beside: add one; {CLASSES_ANYWAY}.")
-    names = ClassNames()
-    if layout.is_divided:
-        listing.count_loose(listing.entries(str(listing.root)))
-    train = _merged(read_classes(listing, folder, names) for folder in layout.train)
-    if layout.val is None:
-        train, val = hold_out(listing.root, train, options)
-    else:
-        val = read_classes(listing, layout.val, names)
-        compare_classes(train, val, "validation part")
-    if not any(val.values()):
-        few = "fewer images per class than --folds" if options.folds else "one image per class"
-        raise UserError(f"'{listing.root}' has {few}, so none is left for validation: add images or val/.")
-    test = read_classes(listing, layout.test, names, may_lack=True) if layout.test else None
-    if test is not None:
-        compare_classes(train, train | test, "test part")  # which may lack some
-    return _make_datasets(listing, [train, val], test, names, options, layout.notes)
-
-
-def load_whole(options: DataOptions, part: str = "") -> DatasetPair:
-    """Load one folder of classes without splitting it: to evaluate a model on images that it was not trained on.
-
-    Both sets of the pair are the whole folder, or its part "val" or "test"; nothing is cached.
-
-    Raises:
-        UserError: As `load`.
-    """
-    listing, names = open_listing(options), ClassNames()
-    top = getattr(find_layout(listing, options.val_part), part) if part else str(listing.root)
-    classes = read_classes(listing, top, names)
-    return _make_datasets(listing, [classes], None, names, replace(options, cache="off"))
-
-
-def layout_of(options: DataOptions) -> Layout:
-    """Return the parts of a folder.
-
-    Raises:
-        UserError: As `load`.
-    """
-    return find_layout(open_listing(options), options.val_part)
-
-
-class ClassNames:
-    """Names of classes by their folders; those that differ in Unicode form, or in blanks at the ends, are one class."""
-
-    def __init__(self) -> None:
-        self._folders: dict[str, dict[str, None]] = {}
-
-    def of(self, folder: str) -> str:
-        """Return the name of the class of a folder; raise UserError if the folder's name is no label."""
-        try:
-            name = str(label_of(folder))
-        except ValueError as error:
-            raise UserError(f"the class folder {shown(folder)}: {error}: rename it.") from None
-        self._folders.setdefault(name, {})[folder] = None
-        return name
-
-    def notes(self) -> list[str]:
-        """Return a note if one name was met in several forms."""
-        several = [name for name, folders in self._folders.items() if len(folders) > 1]
-        if not several:
-            return []
+    folder = FolderListing(_resolve_root(options.data), (ARRAY_EXTENSION,) if options.decode == NUMBERS else ())
+    tops, notes = find_parts(folder, options.val_part)
+    if tops[0][0]:
+        folder.count_loose(folder.entries(str(folder.root)))
+    builder, folders_of = ImagesBuilder(), defaultdict[str, set[str]](set)
+    classes: dict[str, set[str]] = defaultdict(set)
+    for part, top in tops:
+        classes[part] |= _add_classes(builder, folder, top, part, folders_of)
+    if classes[TRAIN] and classes[VAL]:
+        _compare(classes[TRAIN], classes[VAL], "validation part")
+    if classes[TRAIN] and classes[TEST]:
+        _compare(classes[TRAIN], classes[TRAIN] | classes[TEST], "test part")  # which may lack some
+    notes += folder.notes()
+    if several := [name for name, folders in folders_of.items() if len(folders) > 1]:
         ways = "in two Unicode forms, or with blanks at an end"
-        return [f"{len(several)} class names are written {ways}, taken as one: {first_names(several)}"]
-
-
-def _make_datasets(
-    listing: FolderListing,
-    parts: Sequence[Classes],
-    test: Classes | None,
-    names: ClassNames,
-    options: DataOptions,
-    notes: Iterable[str] = (),
-) -> DatasetPair:
-    class_names, numbers = number_classes(parts[0], (), f"--data {options.data}")
-
-    def files(part: Classes) -> list[ImageFile]:
-        return [
-            ImageFile(path, size, numbers[name], changed_ns)
-            for name in class_names
-            for path, size, changed_ns in sorted(part.get(name, []))
-        ]
-
-    return make_file_datasets(
-        listing.root,
-        [files(part) for part in parts],
-        class_names,
-        options,
-        [*notes, *listing.notes(), *names.notes()],
-        test=None if test is None else files(test),
-    )
-
-
-def open_listing(options: DataOptions) -> FolderListing:
-    """Return the listing of the folder that `options` names; raise UserError if there is none."""
-    more = (ARRAY_EXTENSION,) if options.decode == NUMBERS else ()
-    return FolderListing(_resolve_root(options.data), more)
+        notes.append(f"{len(several)} class names are written {ways}, taken as one: {first_names(several)}")
+    found = replace(builder.build(folder.root), notes=notes)
+    found = found.renamed("part", {"": TRAIN} | {part: part for part in PARTS}, PARTS)
+    return with_classes(found, (), f"--data {options.data}")
 
 
 def _resolve_root(data: str) -> Path:
@@ -145,95 +175,58 @@ def _resolve_root(data: str) -> Path:
     return root.resolve()
 
 
-def read_classes(listing: FolderListing, top: str, names: ClassNames, *, may_lack: bool = False) -> Classes:
-    """List the images of each class folder directly below `top`.
+def _add_classes(
+    builder: ImagesBuilder, folder: FolderListing, top: str, part: str, folders_of: dict[str, set[str]]
+) -> set[str]:
+    """Add the images of each class folder directly below `top`, and return the classes.
 
-    Raises:
-        UserError: There are no classes; one has no image, unless it may lack some.
+    Folders whose names differ in Unicode form, or in blanks at the ends, are one class, see `folders_of`.
     """
-    entries = listing.entries(top)
+    entries = folder.entries(top)
     if not entries:
         raise UserError(f"the data folder {top!r} is empty: give it one folder of images per class.")
-    listing.count_loose(entries)
-    classes: Classes = {}
-    folders = [entry for entry in entries if entry.is_dir()]
-    for folder in folders:
-        classes.setdefault(names.of(folder.name), []).extend(listing.images(folder.path))
-    if not any(classes.values()):
+    folder.count_loose(entries)
+    counts: Counter[str] = Counter()
+    folders, start, facts = (
+        [entry for entry in entries if entry.is_dir()],
+        len(f"{folder.root}".rstrip("/")) + 1,
+        Facts(part),
+    )
+    for entry in folders:
+        name = _class_of(entry.name)
+        folders_of[name].add(entry.name)
+        counts[name] += 0
+        for image in folder.images(entry.path):
+            status = image.stat()
+            builder.add(image.path[start:], name, facts, state=(status.st_size, status.st_mtime_ns))
+            counts[name] += 1
+    if not any(counts.values()):
         raise UserError(
             f"no image in a class folder below {top!r}: expected {os.path.basename(top)}/CLASS/IMAGE "
             f"with one of {', '.join(IMAGE_EXTENSIONS)}."
         )
-    empty = [name for name, files in classes.items() if not files]
-    if empty and not may_lack:
+    empty = [name for name, count in counts.items() if not count]
+    if empty and part != TEST:
         raise UserError(f"no image in class {first_names(empty)} of {top!r}: add images or remove the folder.")
-    if len(classes) == 1 and not may_lack:
-        inside = len(listing.folders(folders[0].path)) > 1
+    if len(counts) == 1 and part != TEST:
+        inside = len(folder.folders(folders[0].path)) > 1
         cure = f"give --data {folders[0].path}, if its folders are the classes" if inside else "add another one"
         raise UserError(
-            f"{top!r} has one class only, {next(iter(classes))!r}, at least two class folders are needed: {cure}."
+            f"{top!r} has one class only, {next(iter(counts))!r}, at least two class folders are needed: {cure}."
         )
-    return classes
+    return {*counts}
 
 
-def _merged(parts: Iterable[Classes]) -> Classes:
-    merged: Classes = {}
-    for part in parts:
-        for name, files in part.items():
-            merged.setdefault(name, []).extend(files)
-    return merged
+def _class_of(folder: str) -> str:
+    try:
+        return str(label_of(folder))
+    except ValueError as error:
+        raise UserError(f"the class folder {shown(folder)}: {error}: rename it.") from None
 
 
-def compare_classes(train: Classes, other: Classes, what: str) -> None:
+def _compare(train: Collection[str], other: Collection[str], what: str) -> None:
     """Raise UserError unless two parts have the same classes."""
-    only_train, only_other = sorted(train.keys() - other.keys()), sorted(other.keys() - train.keys())
-    if only_train or only_other:
-        sides = (("the training part", only_train), (f"the {what}", only_other))
-        found = [f"only in {part}: {first_names(names)}" for part, names in sides if names]
+    sides = (("the training part", {*train} - {*other}), (f"the {what}", {*other} - {*train}))
+    found = [f"only in {part}: {first_names(sorted(names))}" for part, names in sides if names]
+    if found:
         raise UserError(f"the training part and the {what} must have the same classes; {'; '.join(found)}.")
-
-
-def hold_out(root: Path, classes: Classes, options: DataOptions) -> tuple[Classes, Classes]:
-    """Return the training and the validation files, by `split_class` or in folds."""
-    if options.folds:
-        members = [
-            Member(path, name, size, partial(read_file, root / path))
-            for name, files in classes.items()
-            for path, size, _ in files
-        ]
-        held_out = held_out_units(members, options.folds, options.fold, options.split_seed)
-        split = {
-            name: [[file for file in files if (file[0] in held_out) == is_val] for is_val in (False, True)]
-            for name, files in classes.items()
-        }
-    else:
-        split = {
-            name: [*split_class(files, options.val_fraction, options.split_seed)] for name, files in classes.items()
-        }
-    train, val = ({name: parts[side] for name, parts in split.items()} for side in (0, 1))
-    return train, val
-
-
-def split_class(
-    files: Sequence[FoundFile], val_fraction: float, seed: int = 0
-) -> tuple[list[FoundFile], list[FoundFile]]:
-    """Return the training and the validation files of one class.
-
-    A file is held out if the hash of its path is below `val_fraction`: that depends on no other file, so adding images
-    moves none, and on no seed of a run, so that runs of different seeds are evaluated on the same images. Chance alone
-    would hold out 7 of 11 images now and then: if the number is more than `TOLERANCE` and one image off the expected
-    one, the files with the next hashes make up for it, and only those can move when images are added. Of two or more
-    files, each part has at least one.
-
-    Args:
-        files: Of the class.
-        val_fraction: Share that is held out, above 0 and below 1.
-        seed: Another one holds out other files.
-    """
-    ranked = sorted((unit_hash(file[0], seed), file) for file in files)
-    expected = val_fraction * len(files)
-    slack = 1 + TOLERANCE * expected
-    held_out = bisect.bisect_left(ranked, (val_fraction,))
-    held_out = round(min(max(held_out, expected - slack), expected + slack))
-    held_out = min(max(held_out, 1), len(files) - 1)
-    return [file for _, file in ranked[held_out:]], [file for _, file in ranked[:held_out]]

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.data import DataOptions, archives, parquet
+from zerovision.training.data.division import in_parts
+from zerovision.training.data.images import Images
+from zerovision.training.data.parts import PARTS, TRAIN
 from zerovision.training.data.reading.remote import redacted
-from zerovision.training.data.records import Listing
 
 
-def listing(options: DataOptions) -> Listing:
+def listing(options: DataOptions) -> Images:
     """Return the images of a data set of the hub, or of one split as if there were no others.
 
     Raises:
@@ -43,8 +47,9 @@ def listing(options: DataOptions) -> Listing:
         raise UserError(f"hf:{repository} has {', '.join(configurations)}: give hf:{repository}/{configurations[0]}.")
     found = archives.read(parquet.kind_of(options), replace(options, data=str(folder)))
     if not split:
-        return found
-    parts = sorted({record.part for record in found.records})
+        return in_parts(found, options)
+    parts = sorted(found.words["part"])
     if split not in parts:
         raise UserError(f"hf:{repository} has no split {one_line(split)}; it has {', '.join(filter(None, parts))}.")
-    return found._replace(records=[record._replace(part="") for record in found.records if record.part == split])
+    chosen = found.take(np.flatnonzero(found["part"] == found.words["part"].index(split)))
+    return chosen.renamed("part", dict.fromkeys(parts, TRAIN), PARTS)

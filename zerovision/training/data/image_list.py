@@ -55,11 +55,11 @@ def list_images(data: DatasetPair, digests: Mapping[str, np.ndarray] | None = No
     for part, set_ in data.parts.items():
         source = set_.source
         if isinstance(source, FileSource):
-            own = (digests or {}).get(part, np.full(len(set_), UNKNOWN))
+            images, own = source.images, (digests or {}).get(part, np.full(len(set_), UNKNOWN))
             listed += [
-                ListedImage(part, names[label], size, digest, source.path(index))
-                for index, (label, size, digest) in enumerate(
-                    zip(source.labels.tolist(), source.sizes.tolist(), own.tolist(), strict=True)
+                ListedImage(part, names[label], size, digest, path)
+                for label, size, digest, path in zip(
+                    source.labels.tolist(), images["size"].tolist(), own.tolist(), images.paths(), strict=True
                 )
             ]
     return listed

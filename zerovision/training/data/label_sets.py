@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -157,14 +157,13 @@ def make_label_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[L
     return LabelSets(names, targets), classes
 
 
-def rarest_class(names: Iterable[str]) -> dict[str, str]:
+def rarest_class(images: Mapping[str, int]) -> dict[str, str]:
     """Return the rarest class of each set, '' of none: by which images are held out, so that each class has some.
 
     Args:
-        names: of the set of each image.
+        images: number of the images of each set.
     """
-    sets = Counter(names)
     counts: Counter[str] = Counter()
-    for name, images in sets.items():
-        counts.update(dict.fromkeys(classes_of(name), images))
-    return {name: min(classes_of(name), key=lambda one: (counts[one], one), default="") for name in sets}
+    for name, number in images.items():
+        counts.update(dict.fromkeys(classes_of(name), number))
+    return {name: min(classes_of(name), key=lambda one: (counts[one], one), default="") for name in images}

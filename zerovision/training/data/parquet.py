@@ -19,12 +19,12 @@ from typing import Any
 
 from zerovision.training.base.errors import FileServerError, UserError, one_line
 from zerovision.training.data import DataOptions, archives
-from zerovision.training.data.archives import Entry, Index, Kind
+from zerovision.training.data.archives import Index, Kind
 from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.columns import FactColumns, find_column
+from zerovision.training.data.division import in_parts
+from zerovision.training.data.images import ROW_BITS, Archive, Images, ImagesBuilder
 from zerovision.training.data.reading.retry import is_file, patiently
-from zerovision.training.data.reading.sources import ROW_BITS
-from zerovision.training.data.records import Listing
 from zerovision.training.data.table import Row, listing_of
 
 SUFFIX = ".parquet"
@@ -34,12 +34,12 @@ CACHE_BYTES = 256 * 2**20  # of row groups that a process keeps
 MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 
 
-def listing(options: DataOptions) -> Listing:
+def listing(options: DataOptions) -> Images:
     """Return the images of Parquet files; see `archives.read`, and `table.listing` for files without images."""
     path = Path(os.path.expanduser(options.data))
     if is_file(path) and not _image_columns(schema := _opened(path).schema_arrow, options.label_column):
         return listing_of(schema.names, _rows(path), options)
-    return archives.read(kind_of(options), options)
+    return in_parts(archives.read(kind_of(options), options), options)
 
 
 def kind_of(options: DataOptions) -> Kind:
@@ -138,7 +138,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
     if str(schema.field(labels).type) in ("halffloat", "float", "double"):
         raise UserError(f"'{file}': column {labels} has numbers with a fraction: give --label-column NAME.")
     facts = FactColumns(schema.names, [images, labels])
-    entries, left_out, first = list[Entry](), 0, 0
+    builder, left_out, first = ImagesBuilder(), 0, 0
     for group in range(opened.num_row_groups):
         size = opened.metadata.row_group(group).total_byte_size
         if size > MOST_GROUP_BYTES:
@@ -148,13 +148,13 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
         read = _group(file, opened, group, (images, labels, *facts.of_facts.values()))
         for row, found in enumerate(_rows_of_images(read, facts)):
             try:
-                entry = _entry(found, group << ROW_BITS | row, facts, f"{file.stem}-{first + row:09}")
+                is_added = _add(builder, found, group << ROW_BITS | row, facts, f"{file.stem}-{first + row:09}")
             except ValueError as error:
                 raise UserError(f"'{file}', row {first + row + 1}: {error}: give --label-column NAME.") from None
-            left_out += entry is None
-            entries += [entry] if entry else []
+            left_out += not is_added
         first += opened.metadata.row_group(group).num_rows
-    return Index(entries, _label_names(schema, labels), left_out, unused=tuple(facts.unused))
+    names = _label_names(schema, labels)
+    return Index(builder.build(file.parent), names, left_out, unused=tuple(facts.unused))
 
 
 def _rows_of_images(read: Sequence[Any], facts: FactColumns) -> Iterator[tuple[int | None, Any, Any, tuple[Any, ...]]]:
@@ -164,16 +164,21 @@ def _rows_of_images(read: Sequence[Any], facts: FactColumns) -> Iterator[tuple[i
     return zip(_lengths(_field(read[0], "bytes")), paths, labels, cells, strict=False)
 
 
-def _entry(
-    found: tuple[int | None, Any, Any, tuple[Any, ...]], place: int, facts: FactColumns, name: str
-) -> Entry | None:
-    """Return the entry of a row, None without an image or a label; `name` is that of an image without a path."""
+def _add(
+    builder: ImagesBuilder,
+    found: tuple[int | None, Any, Any, tuple[Any, ...]],
+    place: int,
+    facts: FactColumns,
+    name: str,
+) -> bool:
+    """Add the image of a row, if it has one and a label; `name` is that of an image without a path."""
     size, path, value, cells = found
     label = label_of(value)
     if size is None or label is None:
-        return None
+        return False
     known = facts.facts(dict(zip(facts.of_facts.values(), cells, strict=True)))
-    return Entry(clean(str(path or "")) or name, label, place, size, known.weight, known.group, known.part)
+    builder.add(clean(str(path or "")) or name, label, known, state=(size, 0), place=place)
+    return True
 
 
 def _lengths(contents: Any) -> list[int | None]:
@@ -190,7 +195,7 @@ def _label_names(schema: Any, column: str) -> list[str]:
     return []
 
 
-class ParquetArchive:
+class ParquetArchive(Archive):
     """Reads images of Parquet files, and keeps the row groups that were read last.
 
     Args:
@@ -203,9 +208,9 @@ class ParquetArchive:
         self.files, self._columns, self._states = files, columns, states
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
-    def read(self, archive: int, place: int, size: int) -> bytes:
+    def read(self, file: int, place: int, size: int) -> bytes:
         """See `Archive`."""
-        key, row = (archive, place >> ROW_BITS), place & ((1 << ROW_BITS) - 1)
+        key, row = (file, place >> ROW_BITS), place & ((1 << ROW_BITS) - 1)
         if key in self._groups:
             self._groups.move_to_end(key)
         else:
@@ -215,14 +220,14 @@ class ParquetArchive:
         group = self._groups[key]
         content = group[row].as_py() if row < len(group) else None
         if content is None or len(content) != size:
-            raise UserError(f"'{self.files[archive]}' has changed since the run began: start again.")
+            raise UserError(f"'{self.files[file]}' has changed since the run began: start again.")
         return content
 
-    def _group(self, archive: int, group: int) -> Any:
-        file = self.files[archive]
+    def _group(self, number: int, group: int) -> Any:
+        file = self.files[number]
         opened = _opened(file)
         status = os.stat(file)
-        if (status.st_size, status.st_mtime_ns) != self._states[archive]:
+        if (status.st_size, status.st_mtime_ns) != self._states[number]:
             raise UserError(f"'{file}' has changed since the run began: start again.")
         (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._columns)])
         return _field(images, "bytes")

@@ -220,7 +220,7 @@ def build_plan(
     """
     labels, places = source.labels, b""
     if config.order == "shards":
-        places = source.shards().tobytes() if isinstance(source, FileSource) else b""
+        places = source.images.shards().tobytes() if isinstance(source, FileSource) else b""
         if not places or len(_in_shards(places)[1]) < 2:
             raise UserError(
                 f"--order shards: --data {config.data} is not in several shards: give tar or Parquet files "

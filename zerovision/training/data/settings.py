@@ -29,10 +29,10 @@ class DatasetEntry:
     Attributes:
         usage: The value of `--data`.
         summary: One sentence for `--help`.
-        module: The module whose `load(options)` returns the `DatasetPair`, or `listing(options)` a `Listing`.
+        module: The module whose `load(options)` returns the `DatasetPair`, or, with `has_parts`, `listing(options)` an
+            `Images`.
         takes_name: Whether a colon and a name follow.
-        has_parts: Whether its images may be divided into parts, as those of all paths: a module without
-            `listing` then has `load_whole(options)` and `layout_of(options)`, too.
+        has_parts: Whether its images are listed one by one, and may be divided into parts, as those of all paths.
     """
 
     usage: str

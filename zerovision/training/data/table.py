@@ -6,21 +6,22 @@ import csv
 import io
 import os
 import stat
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from zerovision.training.base.errors import UserError, nearest, one_line, shown
 from zerovision.training.base.small_files import as_given
 from zerovision.training.data import DataOptions
-from zerovision.training.data.class_names import clean, label_of, number_classes
+from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.columns import FactColumns, find_column
+from zerovision.training.data.division import in_parts, with_classes
+from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.label_sets import columns_of, list_in, set_name, set_names
 from zerovision.training.data.reading.images import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
-from zerovision.training.data.records import Listing, Record
 from zerovision.training.data.settings import DATA_ROOT, MULTILABEL
 
 PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
@@ -30,7 +31,7 @@ MAX_BYTES = 4 * 10**9
 Row = tuple[int, Mapping[str, Any]]  # number of its last line, cells by column
 
 
-def listing(options: DataOptions) -> Listing:
+def listing(options: DataOptions) -> Images:
     """Return the images of a table.
 
     Raises:
@@ -40,17 +41,16 @@ def listing(options: DataOptions) -> Listing:
     return listing_of(header, rows, options)
 
 
-def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Listing:
+def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Images:
     """Return the images of a table; the errors are those of `listing`."""
     beside = Path(os.path.expanduser(options.data)).parent
     root = (options.root if options.data_root != DATA_ROOT else beside).resolve()
-    return _with_files(root, lines_of(header, rows, options), options)
+    return _with_files(lines_of(header, rows, root, options), options)
 
 
-def lines_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Listing:
+def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options: DataOptions) -> Images:
     """Return the lines of a table, whose files may be missing; the errors are those of `listing`."""
-    columns = _TableColumns(header, options)
-    records, labels, left_out = list[Record](), dict[Any, Any](), 0
+    columns, builder, left_out = _TableColumns(header, options), ImagesBuilder(), 0
     for line, row in rows:
         try:
             path = str(row.get(columns.path) or "")
@@ -61,16 +61,12 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -
             raise UserError(f"--data {options.data}, line {line}: {error}.") from None
         if label is None:
             left_out += 1
-            continue
-        label = labels.setdefault(label, label)  # one object of equal ones
-        records.append(Record(path, label, sys.intern(known.part), known.group, weight=known.weight))
-    if not records:
+        else:
+            builder.add(path, label, known)
+    if not len(builder):
         raise UserError(f"--data {options.data}: there is no line below the header.")
-    class_names, names = columns.names_of(labels, options)
-    if any(name != label for label, name in names.items()):
-        records = [record._replace(label=names[record.label]) for record in records]
     notes = [f"passed over {left_out} lines without a label"] if left_out else []
-    return Listing(Path(), records, class_names, notes=[*notes, *columns.notes()])
+    return columns.classified(replace(builder.build(root), notes=[*notes, *columns.notes()]), options)
 
 
 class _TableColumns(FactColumns):
@@ -108,25 +104,25 @@ class _TableColumns(FactColumns):
             raise ValueError(f"the cell of {self._labels[0]} is empty")
         return label_of(cells[0])
 
-    def names_of(self, labels: Collection[Any], options: DataOptions) -> tuple[Sequence[str], Mapping[Any, str]]:
-        """Return the class names in their order, none if they are the sorted labels, and the name of each label."""
-        if self._is_multilabel and len(self._classes) > 1:
-            return self._classes, {}
-        if self._is_multilabel:
-            return (), set_names(labels, options.label_separator, f"--data {options.data}, column {self._labels[0]}")
-        names, numbers = number_classes(labels, (), f"--data {options.data}")
-        return names, {label: names[number] for label, number in numbers.items()}
+    def classified(self, images: Images, options: DataOptions) -> Images:
+        """Return the images with their classes, or sets of classes, and parts; raise UserError if some are unknown."""
+        where, images = f"--data {options.data}", in_parts(images, options)
+        if not self._is_multilabel:
+            return with_classes(images, (), where)
+        of_cell = {name: name for name in images.words["label"]}
+        if len(self._classes) == 1:
+            of_cell = set_names([*of_cell], options.label_separator, f"{where}, column {self._labels[0]}")
+        images = images.renamed("label", of_cell, sorted({*of_cell.values()}))
+        return replace(images, classes=self._classes if len(self._classes) > 1 else ())
 
 
 def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
     """Return the header and the other rows of a text file, whose separator is the one that its header has."""
     try:
         content = read_file(file, MAX_BYTES)
-        first = content.decode("utf-8-sig", "strict").partition("\n")[0]
     except ImageError as error:
         raise UserError(f"--data {options.data}: the table cannot be read ({error.reason}).") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--data {options.data}: the table is not encoded as UTF-8: save it as CSV UTF-8.") from None
+    first = content.partition(b"\n")[0].decode("utf-8-sig", "replace")
     known = {*PATH_COLUMNS, options.path_column, options.label_column, *columns_of(options.label_column)}
     known = {name.casefold() for name in known}
     likeness = {
@@ -142,6 +138,10 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
             yield from reader
         except csv.Error as error:
             raise UserError(f"--data {options.data}, line {reader.line_num}: {one_line(error)}.") from None
+        except UnicodeDecodeError:
+            raise UserError(
+                f"--data {options.data}: the table is not encoded as UTF-8: save it as CSV UTF-8."
+            ) from None
 
     every = rows()
     header = [clean(name) for name in next(every, [])]
@@ -163,17 +163,17 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
     return header, cells()
 
 
-def _with_files(root: Path, listing: Listing, options: DataOptions) -> Listing:
-    """Return the lines with paths relative to `root`, sizes and times; changes their list.
+def _with_files(images: Images, options: DataOptions) -> Images:
+    """Return the images with paths relative to their root, sizes and times.
 
     Blanks at the ends of a path are not part of it, unless there is such a file. A path may lead anywhere, as a link in
     a folder may: what it leads to is read as an image, or is an error.
     """
-    real_folder = cache(lambda folder: f"{os.path.realpath(folder)}/")
+    root, real_folder = images.root, cache(lambda folder: f"{os.path.realpath(folder)}/")
     missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})
-    records = listing.records
-    for number, record in enumerate(records):
-        path = record.path
+    builder = ImagesBuilder()
+    for given in images.paths():
+        path = given
         if path != clean(path) and not os.path.lexists(os.path.join(root, path)):
             path = clean(path)
         if path.startswith(roots):
@@ -185,18 +185,17 @@ def _with_files(root: Path, listing: Listing, options: DataOptions) -> Listing:
             if stat.S_ISLNK(status.st_mode):
                 status, folder = patiently(partial(os.stat, full), full), os.path.dirname(os.path.realpath(full))
         except (OSError, ValueError):  # ValueError: a null character
-            missing.append(record.path)
+            missing.append(given)
             continue
         if not real_folder(folder).startswith(f"{root}/"):
-            outside.append(record.path)
-        path = record.path if path == record.path else path  # one string
-        records[number] = record._replace(path=path, size=status.st_size, changed_ns=status.st_mtime_ns)
+            outside.append(given)
+        builder.add(path, None, state=(status.st_size, status.st_mtime_ns))
     if missing:
         raise UserError(
-            f"--data {options.data}: {len(missing)} of {len(records)} images are missing below '{root}', such as "
+            f"--data {options.data}: {len(missing)} of {len(images)} images are missing below '{root}', such as "
             f"{shown(missing[0])}: paths are relative to the table, or give --data-root DIR."
         )
-    notes = [*listing.notes]
+    notes = [*images.notes]
     if outside:
-        notes.append(f"{len(outside)} of {len(records)} images lie outside of '{root}', such as {shown(outside[0])}")
-    return listing._replace(root=root, notes=notes)
+        notes.append(f"{len(outside)} of {len(images)} images lie outside of '{root}', such as {shown(outside[0])}")
+    return replace(images.with_files(builder), notes=notes)

@@ -12,19 +12,19 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from zerovision.training.base.errors import UserError, one_line, shown
 from zerovision.training.data import DataOptions, archives
-from zerovision.training.data.archives import Entry, Index, Kind, checked
+from zerovision.training.data.archives import Index, Kind
 from zerovision.training.data.class_names import MOST_DIGITS, Label, clean, label_of
 from zerovision.training.data.columns import FactColumns, find_column
+from zerovision.training.data.division import in_parts
+from zerovision.training.data.images import Archive, Images, ImagesBuilder
 from zerovision.training.data.reading.formats import IMAGE_EXTENSIONS
 from zerovision.training.data.reading.retry import patiently
-from zerovision.training.data.records import Listing
 
 LABEL, FACTS = ".cls", ".json"
 LABEL_KEYS = ("label", "cls", "class")  # of the JSON, if there is no .cls
@@ -34,9 +34,9 @@ MOST_LABEL_BYTES = 2**20
 READ_BYTES = 2**24
 
 
-def listing(options: DataOptions) -> Listing:
+def listing(options: DataOptions) -> Images:
     """Return the images of tar files; see `archives.read`."""
-    return archives.read(kind_of(options), options)
+    return in_parts(archives.read(kind_of(options), options), options)
 
 
 def kind_of(options: DataOptions) -> Kind:
@@ -46,39 +46,38 @@ def kind_of(options: DataOptions) -> Kind:
     return Kind(".tar", partial(scan, wanted, options.label_column), TarArchive, (wanted, options.label_column))
 
 
-@dataclass(frozen=True)
-class TarArchive:
+class TarArchive(Archive):
     """Reads images of tar files by their offset in bytes.
 
-    Attributes:
+    Args:
         files: The tar files.
         states: Of each, its size in bytes and the time of its last change in ns.
     """
 
-    files: Sequence[Path]
-    states: Sequence[tuple[int, int]]
+    def __init__(self, files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
+        self.files, self._states = files, states
 
-    def read(self, archive: int, place: int, size: int) -> bytes:
+    def read(self, file: int, place: int, size: int) -> bytes:
         """See `Archive`."""
-        file = self.files[archive]
+        path = self.files[file]
         try:
-            return patiently(partial(self._read, archive, place, size), file)
+            return patiently(partial(_read, path, self._states[file], place, size), path)
         except OSError as error:
             raise UserError(
-                f"'{file}' cannot be read: {error.strerror or error}. Restore it and start again."
+                f"'{path}' cannot be read: {error.strerror or error}. Restore it and start again."
             ) from None
 
-    def _read(self, archive: int, place: int, size: int) -> bytes:
-        file = self.files[archive]
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            content = os.pread(descriptor, size, place)
-        finally:
-            os.close(descriptor)
-        if (status.st_size, status.st_mtime_ns) != self.states[archive] or len(content) != size:
-            raise UserError(f"'{file}' has changed since the run began: start again.")
-        return content
+
+def _read(file: PurePath, state: tuple[int, int], place: int, size: int) -> bytes:
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        content = os.pread(descriptor, size, place)
+    finally:
+        os.close(descriptor)
+    if (status.st_size, status.st_mtime_ns) != state or len(content) != size:
+        raise UserError(f"'{file}' has changed since the run began: start again.")
+    return content
 
 
 def scan(extension: str, label_key: str, file: Path) -> Index:
@@ -111,7 +110,7 @@ class _Scan:
 
     def index(self) -> Index:
         """Return the index of the file; raise UserError for a sample that is not one image and one label."""
-        entries, keys, left_out = list[Entry](), set[str](), 0
+        builder, keys, left_out = ImagesBuilder(), set[str](), 0
         dotted, example = 0, ""
         for key, group in itertools.groupby(_members(self._file, self._tar), key=lambda member: _key_of(member.name)):
             members = [*group]
@@ -131,30 +130,31 @@ class _Scan:
                     f"'{self._file}': the sample {shown(key)} has several images, {' and '.join(images)}: choose one "
                     f"by --path-column {images[0][1:]}."
                 )
-            entry = self._entry(key, kinds[images[0]], kinds) if images else None
-            left_out += entry is None
-            entries += [entry] if entry else []
+            left_out += not (images and self._add(builder, key, kinds[images[0]], kinds))
         unused = [name for columns in self._columns.values() for name in columns.unused]
-        return Index(entries, left_out=left_out, unused=tuple(dict.fromkeys(unused)), dotted=(dotted, example))
+        found = builder.build(self._file.parent)
+        return Index(found, left_out=left_out, unused=tuple(dict.fromkeys(unused)), dotted=(dotted, example))
 
     def _is_image(self, kind: str) -> bool:
         return kind == self._extension if self._extension else kind in IMAGE_EXTENSIONS
 
-    def _entry(self, key: str, image: tarfile.TarInfo, kinds: Mapping[str, tarfile.TarInfo]) -> Entry | None:
-        """Return the entry of a sample, None if its label says that it has none."""
+    def _add(
+        self, builder: ImagesBuilder, key: str, image: tarfile.TarInfo, kinds: Mapping[str, tarfile.TarInfo]
+    ) -> bool:
+        """Add the image of a sample; return False if its label says that it has none."""
         texts = {kind: _text(self._file, self._tar, kinds[kind]) for kind in (LABEL, FACTS) if kind in kinds}
         try:
             facts = json.loads(texts.get(FACTS, "{}"))
             facts = facts if isinstance(facts, dict) else {}
             label = self._label(facts, texts.get(LABEL))
             if label is None:
-                return None
+                return False
             names = tuple(facts)
             if names not in self._columns:
                 self._columns[names] = FactColumns(names, [name for name in names if self._is_own(name)])
             known, path = self._columns[names].facts(facts), facts.get("path", image.name)
-            path = clean(path) if isinstance(path, str) else path
-            return checked(Entry(path, label, image.offset_data, image.size, known.weight, known.group, known.part))
+            builder.add(clean(path), label, known, state=(image.size, 0), place=image.offset_data)
+            return True
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             reason = f": {error}" if type(error) is ValueError and error.args else " has no label"
             raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from torchvision import datasets
 from zerovision.training.base.errors import FileServerError, UserError, one_line, unknown_name
 from zerovision.training.data import DataOptions
 from zerovision.training.data.datasets import DatasetPair, make_array_datasets, make_file_datasets
+from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.reading.retry import patiently
-from zerovision.training.data.reading.sources import ArraySource, ImageFile
+from zerovision.training.data.reading.sources import ArraySource
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def load(options: DataOptions) -> DatasetPair:
     class_names = _class_names(train)
     notes = [f"the validation images are torchvision's {'val' if entry.val == 'val' else 'test'} part"]
     if entry.files:
-        parts = [_list_files(dataset, entry.files, options.root) for dataset in (train, val)]
-        return make_file_datasets(options.root, parts, class_names, options, notes)
+        parts = [_list_files(dataset, entry.files, options.root, class_names) for dataset in (train, val)]
+        return make_file_datasets([replace(part, notes=notes) for part in parts], options)
     train_arrays, val_arrays = _array_source(train), _array_source(val)
     return make_array_datasets(
         train_arrays,
@@ -133,16 +134,17 @@ def _array_source(dataset: Any) -> ArraySource:
     return ArraySource(images.contiguous(), _labels(dataset))
 
 
-def _list_files(dataset: Any, attribute: str, root: Path) -> list[ImageFile]:
-    paths = getattr(dataset, attribute)
-    statuses = ((os.path.relpath(path, root), patiently(partial(os.stat, path), path)) for path in paths)
+def _list_files(dataset: Any, attribute: str, root: Path, class_names: list[str]) -> Images:
+    """Return the images of a part, in torchvision's order."""
+    builder = ImagesBuilder()
     try:
-        return [
-            ImageFile(path, status.st_size, label, status.st_mtime_ns)
-            for (path, status), label in zip(statuses, _labels(dataset).tolist(), strict=True)
-        ]
+        for path, label in zip(getattr(dataset, attribute), _labels(dataset).tolist(), strict=True):
+            status = patiently(partial(os.stat, path), path)
+            state = status.st_size, status.st_mtime_ns
+            builder.add(os.path.relpath(path, root), class_names[label], state=state)
     except OSError as error:
         raise UserError(
             f"torchvision's {type(dataset).__name__} is incomplete in {str(root)!r}: {one_line(error)}. Remove its "
             "folder and add --download."
         ) from None
+    return builder.build(root).renamed("label", {name: name for name in class_names}, class_names)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -25,6 +26,8 @@ from zerovision.training.data.archives import (
     write_index,
 )
 from zerovision.training.data.class_names import clean
+from zerovision.training.data.division import in_parts
+from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.reading.remote import UNMARKED, RemotePath, State, ask, files_below, state_of
 from zerovision.training.data.reading.remote_files import (
     CONNECTIONS,
@@ -33,13 +36,12 @@ from zerovision.training.data.reading.remote_files import (
     RemoteImages,
     checksum_of,
 )
-from zerovision.training.data.records import Listing
 from zerovision.training.data.tar_shards import kind_of as kind_of_tar
 
 COPIES = "remote"  # below --data-root
 
 
-def listing(options: DataOptions) -> Listing:
+def listing(options: DataOptions) -> Images:
     """Return the images behind a URL.
 
     Raises:
@@ -51,8 +53,8 @@ def listing(options: DataOptions) -> Listing:
     if root.suffix.lower() in TABLE_EXTENSIONS:
         copies = _copies([root], [_state(root)], options)
         with _reading(copies, 0) as copy:
-            lines = table.lines_of(*table.csv_rows(copy, options), options)
-        return _images(root.parent, lines, options)
+            lines = table.lines_of(*table.csv_rows(copy, options), root.parent, options)
+        return _with_states(lines, options)
     try:
         files = [root] if root.suffix in ARCHIVES else files_below(root)
     except OSError as error:
@@ -72,8 +74,8 @@ def listing(options: DataOptions) -> Listing:
     root = root.parent if root.suffix in ARCHIVES else root
     archive = RemoteArchive(copies, kind.open(copies.paths, copies.states))
     names = partial(ask, root / CLASS_NAMES, "cat_file")
-    found = archives.listing_of(root, files, indexes, archive, options, names)
-    return found._replace(notes=[*found.notes, note])
+    found = archives.listing_of(root, indexes, archive, options, names)
+    return in_parts(replace(found, notes=[*found.notes, note]), options)
 
 
 def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataOptions) -> Copies:
@@ -141,13 +143,13 @@ def _reading(copies: Copies, number: int) -> Iterator[Path]:
             raise UserError(str(error).replace(str(copy), str(file))) from None
 
 
-def _images(root: RemotePath, lines: Listing, options: DataOptions) -> Listing:
+def _with_states(lines: Images, options: DataOptions) -> Images:
     """Return the lines of a table with the sizes of their files, which are below its folder."""
-    records, is_quoted = lines.records, str(root).startswith("http")
-    paths = [os.path.normpath(clean(record.path).removeprefix(f"{root}/")) for record in records]
+    root, is_quoted = lines.root, str(lines.root).startswith("http")
+    paths = [os.path.normpath(clean(path).removeprefix(f"{root}/")) for path in lines.paths()]
     if outside := [path for path in paths if path.startswith(("/", ".."))]:
         raise UserError(
-            f"--data {options.data}: {len(outside)} of {len(records)} images lie outside of '{root}', such as "
+            f"--data {options.data}: {len(outside)} of {len(paths)} images lie outside of '{root}', such as "
             f"{shown(outside[0])}: a table behind a URL names images below its folder."
         )
     files = {path: root / (quote(path) if is_quoted else path) for path in dict.fromkeys(paths)}
@@ -155,22 +157,19 @@ def _images(root: RemotePath, lines: Listing, options: DataOptions) -> Listing:
         states = dict(zip(files, pool.map(_state_if_there, files.values()), strict=True))
     if missing := [path for path in paths if not states[path]]:
         raise UserError(
-            f"--data {options.data}: {len(missing)} of {len(records)} images are missing below '{root}', such as "
+            f"--data {options.data}: {len(missing)} of {len(paths)} images are missing below '{root}', such as "
             f"{shown(missing[0])}: paths are relative to the table."
         )
     known, numbers = [state for state in states.values() if state], {path: number for number, path in enumerate(files)}
-    found = [
-        record._replace(
-            path=path, size=known[numbers[path]][0], changed_ns=known[numbers[path]][1], place=numbers[path]
-        )
-        for record, path in zip(records, paths, strict=True)
-    ]
+    builder = ImagesBuilder()
+    for path in paths:
+        builder.add(path, None, state=known[numbers[path]], place=numbers[path])
     copies = _copies([*files.values()], known, options)
-    for path, (_, mark) in zip(copies.paths, known, strict=True):
+    for copy, (_, mark) in zip(copies.paths, known, strict=True):
         if mark == UNMARKED:
-            path.unlink(missing_ok=True)  # it may be of an earlier file
+            copy.unlink(missing_ok=True)  # it may be of an earlier file
     note = f"{sum(size for size, _ in known) / 1e9:.3g} GB behind the URL, kept in {copies.folder} as they are read"
-    return lines._replace(root=root, records=found, archive=RemoteImages(root, copies), notes=[*lines.notes, note])
+    return replace(lines.with_files(builder), archive=RemoteImages(root, copies), notes=[*lines.notes, note])
 
 
 def _state_if_there(file: RemotePath) -> State | None:

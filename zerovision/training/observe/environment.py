@@ -54,7 +54,7 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
         "memory_bytes": psutil.virtual_memory().total,
         "precision": precision,
         "data_fingerprint": data.fingerprint,
-        "data_folder": str(source.root) if isinstance(source := data.train.source, FileSource) else None,
+        "data_folder": str(source.images.root) if isinstance(source := data.train.source, FileSource) else None,
         "training_images": len(data.train),
         "validation_images": len(data.val),
         "test_images": len(data.test) if data.test else 0,

@@ -77,7 +77,7 @@ def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
     ranges = []
     for index in chosen:
         with suppress(ImageError):  # the loader reports it
-            ranges.append(whole_range(source.name(index), source.content(index), max_pixels))
+            ranges.append(whole_range(source.name(index), source.images.content(index), max_pixels))
     found = [each for each in ranges if each is not None]
     high, white = max(found, key=lambda each: each[0] / each[1], default=(0, 1))
     if not 0 < high < LITTLE_OF_RANGE * white:

@@ -19,9 +19,9 @@ from filelock import FileLock
 
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.data.images import Archive
 from zerovision.training.data.reading.remote import State, ask, state_of
 from zerovision.training.data.reading.retry import patiently
-from zerovision.training.data.reading.sources import Archive
 
 BLOCK_BYTES = 2**22  # of a request
 CONNECTIONS = 16  # of each process
@@ -159,29 +159,31 @@ class Copies:
         return self.__dict__ | {"_pool": None, "_coming": {}}
 
 
-class RemoteArchive:
-    """Reads archives behind URLs from their copies, by what reads these; see `Archive`."""
+class RemoteArchive(Archive):
+    """Reads archives behind URLs from their copies, by what reads these."""
+
+    is_remote = True
 
     def __init__(self, copies: Copies, archive: Archive) -> None:
         self.files, self._copies, self._archive = copies.files, copies, archive
 
-    def read(self, archive: int, place: int, size: int) -> bytes:
+    def read(self, file: int, place: int, size: int) -> bytes:
         """See `Archive`."""
         while True:
-            copy = self._copies.fetch(archive)
+            copy = self._copies.fetch(file)
             try:
-                return self._archive.read(archive, place, size)
+                return self._archive.read(file, place, size)
             except UserError as error:
                 if copy.exists():  # another process may have removed it
-                    raise UserError(str(error).replace(str(copy), str(self.files[archive]))) from None
+                    raise UserError(str(error).replace(str(copy), str(self.files[file]))) from None
 
-    def expect(self, images: Iterable[tuple[int, int, int]]) -> None:
-        """Begin to fetch what images are in that will be read, each given as to `read`."""
-        self._copies.expect(archive for archive, _, _ in images)
+    def expect(self, files: Iterable[int], places: Iterable[int]) -> None:
+        """See `Archive`."""
+        self._copies.expect(files)
 
-    def check_room(self, part: str, archives: Iterable[int]) -> None:
-        """Raise UserError if images that are read in an order of their own are in more files than are kept."""
-        size = sum(self._copies.states[archive][0] for archive in {*archives})
+    def check_room(self, part: str, files: Iterable[int]) -> None:
+        """See `Archive`."""
+        size = sum(self._copies.states[file][0] for file in {*files})
         if size > self._copies.max_bytes:
             raise UserError(
                 f"the images of the {part} part are in {size / 1e9:.3g} GB of files, --remote-cache-gb keeps "
@@ -189,18 +191,20 @@ class RemoteArchive:
             )
 
 
-class RemoteImages:
-    """Images that are remote files of their own below `root`, each by its number; see `Archive`."""
+class RemoteImages(Archive):
+    """Images that are remote files of their own below `root`, each by its number as its place."""
+
+    is_remote = True
 
     def __init__(self, root: PurePath, copies: Copies) -> None:
         self.files, self._copies = [root], copies
 
-    def read(self, archive: int, place: int, size: int) -> bytes:
+    def read(self, file: int, place: int, size: int) -> bytes:
         """See `Archive`."""
         while True:
             with suppress(FileNotFoundError):  # another process may have removed it
                 return self._copies.fetch(place).read_bytes()
 
-    def expect(self, images: Iterable[tuple[int, int, int]]) -> None:
-        """See `RemoteArchive`."""
-        self._copies.expect(place for _, place, _ in images)
+    def expect(self, files: Iterable[int], places: Iterable[int]) -> None:
+        """See `Archive`."""
+        self._copies.expect(places)

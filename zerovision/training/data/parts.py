@@ -1,17 +1,20 @@
-"""Which folders below a data folder are parts (training, validation, test), by their names, and which are classes."""
+"""Which folders and splits are parts (training, validation, test), by their names, and which folders are classes."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from zerovision.training.base.errors import UserError, nearest
-from zerovision.training.data.folder_listing import FolderListing
+from zerovision.training.base.errors import UserError, nearest, shown
+from zerovision.training.data import DataOptions
 
-TRAIN, VAL, TEST = "train", "val", "test"
+if TYPE_CHECKING:
+    from zerovision.training.data.folder import FolderListing
+
+PARTS = TRAIN, VAL, TEST = "train", "val", "test"
 KINDS = {
     **dict.fromkeys(("train", "training"), TRAIN),
     **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "eval", "evaluation"), VAL),
@@ -23,22 +26,7 @@ CLASSES_ANYWAY = f"if they are classes, give --val-part {NO_PARTS}"
 NAMES_SHOWN = 5
 
 
-class Layout(NamedTuple):
-    """The parts of a data folder; below each, one folder per class.
-
-    Attributes:
-        train: Folders of the training images; none of data that a model can be evaluated on alone.
-        val: Folder of the validation images; None if they are held out from the training images.
-        test: Folder of the images that are judged once after training; None without.
-        is_divided: Whether there are parts: without them the data folder itself is the training part.
-        notes: Lines for the user.
-    """
-
-    train: list[str]
-    val: str | None = None
-    test: str | None = None
-    is_divided: bool = True
-    notes: Sequence[str] = ()
+Tops = list[tuple[str, str]]  # name and folder of each part, with a folder for each class in it
 
 
 class _Folder(NamedTuple):
@@ -57,8 +45,8 @@ class _Folder(NamedTuple):
     subfolders: frozenset[str]
 
 
-def find_layout(listing: FolderListing, val_part: str = "") -> Layout:
-    """Find the parts of a data folder.
+def find_parts(listing: FolderListing, val_part: str = "") -> tuple[Tops, list[str]]:
+    """Return the parts of a data folder, itself as the part '' if it has none, and notes for the user.
 
     Args:
         listing: Of the folder.
@@ -70,7 +58,7 @@ def find_layout(listing: FolderListing, val_part: str = "") -> Layout:
     """
     root = str(listing.root)
     if val_part == NO_PARTS:
-        return Layout([root], is_divided=False)
+        return [("", root)], []
     entries = listing.folders(root)
     kinds = _kinds([entry.name for entry in entries])
     folders = [_describe(listing, entry.name, entry.path, kinds[entry.name]) for entry in entries]
@@ -87,7 +75,7 @@ def find_layout(listing: FolderListing, val_part: str = "") -> Layout:
         )
     _refuse_alike(root, folders)
     notes = [f"{_names(flat)} is taken for a class, because no other folder has the name of a part"] if flat else []
-    return Layout([root], is_divided=False, notes=notes)
+    return [("", root)], notes
 
 
 def part_kind(name: str) -> tuple[str, str]:
@@ -105,6 +93,29 @@ def part_kind(name: str) -> tuple[str, str]:
         elif word not in FILLERS:
             rest.append(word)
     return (kinds[0], " ".join(rest)) if len(kinds) == 1 else ("", " ".join(words))
+
+
+def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, str]:
+    """Return `TRAIN`, `VAL` or `TEST` for each split of a list; raise UserError if that is not known."""
+    chosen = options.val_part
+    if {*given} == {""} or chosen == NO_PARTS:
+        return dict.fromkeys(given, TRAIN)
+    found = {name: part_kind(name)[0] for name in given}
+    names = sorted(map(shown, given))
+    listed = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+    if chosen and chosen not in given:
+        raise UserError(
+            f"--val-part {chosen}: --data {options.data} has no such split.{nearest(chosen, given)} It has {listed}."
+        )
+    if chosen:
+        others = {name: TEST if kind == TEST else TRAIN for name, kind in found.items()}
+        return others | {chosen: VAL}
+    if unknown := sorted(name for name, kind in found.items() if not kind):
+        raise UserError(
+            f"--data {options.data}: the split {shown(unknown[0])} is none of train, val and test: rename it, or give "
+            f"--val-part NAME to validate on one of {listed}, or --val-part {NO_PARTS} to pass over all of them."
+        )
+    return found
 
 
 def _kinds(names: Sequence[str]) -> dict[str, str]:
@@ -130,7 +141,7 @@ def _describe(listing: FolderListing, name: str, path: str, kind: str) -> _Folde
     return _Folder(name, kind, path, frozenset(entry.name for entry in inside))
 
 
-def _chosen(root: str, folders: Sequence[_Folder], val_part: str) -> Layout:
+def _chosen(root: str, folders: Sequence[_Folder], val_part: str) -> tuple[Tops, list[str]]:
     by_name = {folder.name: folder for folder in folders}
     val = by_name.get(val_part.strip("/"))
     if val is None:
@@ -143,13 +154,16 @@ def _chosen(root: str, folders: Sequence[_Folder], val_part: str) -> Layout:
     train = [folder for folder in others if folder.kind == TRAIN] or [one for one in others if one is not test]
     if not train:
         raise UserError(f"--val-part {val_part}: {root!r} has no other folder with classes in it to train on.")
-    return Layout(
-        [one.path for one in train], val.path, test.path if test else None, notes=[_summary(train, val, test)]
-    )
+    return _tops(train, val, test), [_summary(train, val, test)]
 
 
-def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_Folder]) -> Layout:
-    """Return the layout of folders whose names are those of parts."""
+def _tops(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None) -> Tops:
+    others = [(name, part.path) for name, part in ((VAL, val), (TEST, test)) if part]
+    return [*((TRAIN, one.path) for one in train), *others]
+
+
+def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_Folder]) -> tuple[Tops, list[str]]:
+    """Return the parts of a data folder that has folders with the names of parts."""
     root, by_kind = str(listing.root), defaultdict(list)
     for part in parts:
         by_kind[part.kind].append(part)
@@ -166,7 +180,7 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
             f"{root}/train; {CLASSES_ANYWAY}."
         )
     if train is None:
-        return Layout([], val.path if val else None, test.path if test else None)
+        return _tops([], val, test), []
     flat = next((one for one in with_images if one.kind == VAL), None)
     if flat is not None:
         raise UserError(f"'{flat.path}' has no class folders: expected {flat.name}/CLASS/IMAGE.")
@@ -179,7 +193,7 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
     notes = [] if are_plain else [_summary([train], val, test)]
     if with_images:
         notes.append(f"not used: {_names(with_images)}, which have no class folders or are no part by their names")
-    return Layout([train.path], val.path if val else None, test.path if test else None, notes=notes)
+    return _tops([train], val, test), notes
 
 
 def _summary(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None) -> str:

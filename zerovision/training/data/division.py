@@ -1,0 +1,288 @@
+"""Divides a table of images into training, validation and test part, and puts each in the order that it is read in.
+
+What is held out is a function of the paths, or the groups, and of their classes: the same images give the same
+training, whatever lists them, in whatever order. Folds are made as scikit-learn's StratifiedGroupKFold makes them, the
+largest groups first, each into the fold that has least of its classes; groups and equal files stay together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from zerovision.training.base.errors import UserError, shown
+from zerovision.training.data import DataOptions
+from zerovision.training.data.class_names import number_classes
+from zerovision.training.data.images import Images, pieces
+from zerovision.training.data.label_sets import rarest_class
+from zerovision.training.data.parts import CLASSES_ANYWAY, PARTS, TRAIN, VAL, parts_of_splits
+from zerovision.training.data.reading.images import ImageError
+
+TOLERANCE = 0.1  # of the expected number of held-out images, and one image
+
+
+def with_classes(images: Images, class_names: Sequence[str], where: str) -> Images:
+    """Return the images with the names of their classes in the order of the classes' numbers.
+
+    Args:
+        images: As they are read.
+        class_names: That stand beside the labels, none if these tell, see `number_classes`.
+        where: Of the data, for messages.
+
+    Raises:
+        UserError: A label is none of the names.
+    """
+    names, numbers = number_classes(images.words["label"], class_names, where)
+    return images.renamed("label", {label: names[number] for label, number in numbers.items()}, names)
+
+
+def in_parts(images: Images, options: DataOptions) -> Images:
+    """Return the images of a list in the parts of `PARTS`; raise UserError if it is not known which those are."""
+    return images.renamed("part", parts_of_splits(images.words["part"], options), PARTS)
+
+
+def parts_there(images: Images) -> list[str]:
+    """Return which of `PARTS` have images."""
+    return [PARTS[number] for number in np.unique(images["part"])]
+
+
+def divided(images: Images, options: DataOptions) -> list[Images]:
+    """Return the training, the validation and the test images, each in the order of their classes, then of their paths.
+
+    Raises:
+        UserError: There is none to train or to validate on; a group is in two parts; all weights are 0.
+    """
+    where, part = f"--data {options.data}", images["part"]
+    there = parts_there(images)
+    if TRAIN not in there:
+        raise UserError(f"{where} has no training image: add a folder train/, or the split train; {CLASSES_ANYWAY}.")
+    _check_groups(images, where)
+    if VAL not in there:
+        rows = np.flatnonzero(part == 0)
+        part = part.copy()
+        part[rows[_held_out(images, rows, options)]] = 1
+    if not (part == 1).any():
+        few = "fewer images or groups than --folds" if options.folds else "one image or group"
+        raise UserError(f"{where}: each class has {few}, so none is left for validation: add images, or a part val.")
+    order = _in_order(images)
+    return _weighted([images.take(order[part[order] == number]) for number in range(len(PARTS))], where)
+
+
+def undivided(images: Images, part: str, options: DataOptions) -> Images:
+    """Return the images of one of `PARTS`, or all of them, in the order of `divided`."""
+    order = _in_order(images)
+    rows = order[images["part"][order] == PARTS.index(part)] if part in PARTS else order
+    return _weighted([images.take(rows)], f"--data {options.data}")[0]
+
+
+def fingerprint(parts: Sequence[Images], names: Iterable[str]) -> str:
+    """Return a sha256 that changes with these names, of classes and sets, and with path, size, label and weight."""
+    digest = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape"))
+    for part in parts:
+        digest.update(b"\n\n")
+        for rows in pieces(part.in_order()):
+            facts = (part[name][rows].tolist() for name in ("size", "label", "weight"))
+            for path, size, label, weight in zip(part.paths(rows), *facts, strict=True):
+                more = f"\0()\0{weight}" if weight != 1 else ""  # as runs with weights have it since 0.1
+                digest.update(os.fsencode(f"{path}\0{size}\0{label}{more}\n"))
+    return digest.hexdigest()
+
+
+def _in_order(images: Images) -> np.ndarray:
+    rows = images.in_order()
+    return rows[np.argsort(images["label"][rows], kind="stable")]
+
+
+def _weighted(parts: list[Images], where: str) -> list[Images]:
+    """Return the parts with weights that are 1 on average in the first, as those of classes are."""
+    mean = math.fsum(parts[0]["weight"]) / max(1, len(parts[0]))
+    if not mean:
+        raise UserError(f"{where}: all training images have weight 0.")
+    return [replace(part, columns={**part.columns, "weight": part.columns["weight"] / mean}) for part in parts]
+
+
+def _check_groups(images: Images, where: str) -> None:
+    pairs = np.unique(images["group"].astype(np.int64) * len(PARTS) + images["part"])
+    groups, parts = np.divmod(pairs, len(PARTS))
+    for place in np.flatnonzero(groups[1:] == groups[:-1]):
+        if group := images.words["group"][groups[place]]:
+            raise UserError(
+                f"{where}: the group {shown(group)} is in {PARTS[parts[place]]} and in {PARTS[parts[place + 1]]}: put "
+                "all of it into one, or leave out the column split."
+            )
+
+
+def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndarray:
+    """Return which of the rows are held out, bool [n]: a share of each class, or a fold."""
+    names = images.words["label"]
+    if images.classes is not None:
+        counts = np.bincount(images["label"][rows], minlength=len(names)).tolist()
+        rarest = rarest_class(dict(zip(names, counts, strict=True)))
+        names = [rarest[name] for name in names]
+    classes = {name: number for number, name in enumerate(sorted({*names}))}
+    strata = np.array([classes[name] for name in names])[images["label"][rows]]
+    units, name_of = _units(images, rows, options.split_seed)
+    if not options.folds:
+        return share_held_out(units, strata, options.val_fraction)
+    joined = join_copies(units, images["size"][rows], name_of, lambda place: images.content(rows[place]))
+    return folds_of(joined, strata, options.folds) == options.fold - 1
+
+
+def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Callable[[int], str]]:
+    """Return the hash of what each image is never divided from, and its name: a group, or the images of one path.
+
+    Images of archives that are called alike are not one.
+    """
+    groups, apart = images.words["group"], np.zeros(len(rows), dtype=bool)
+    alone = np.array([not name for name in groups])[images["group"][rows]]
+
+    def name_of(place: int) -> str:
+        row = int(rows[place])
+        if not alone[place]:
+            return groups[images["group"][row]]
+        return images.path(row) + (f"\0{images['file'][row]}\0{images['place'][row]}" if apart[place] else "")
+
+    def names() -> Iterator[str]:
+        for place, path in enumerate(images.paths(rows)):
+            yield path if alone[place] else name_of(place)
+
+    units = unit_hashes(names(), seed)
+    file, place, own = images["file"][rows], images["place"][rows], np.flatnonzero(alone)
+    own = own[np.lexsort((place[own], file[own], units[own]))]
+    follow, before = own[1:], own[:-1]
+    are_others = (file[follow] != file[before]) | (place[follow] != place[before])
+    apart |= alone & np.isin(units, units[follow[(units[follow] == units[before]) & are_others]])
+    units[apart] = unit_hashes(map(name_of, np.flatnonzero(apart).tolist()), seed)
+    return units, name_of
+
+
+def unit_hashes(names: Iterable[str], seed: int) -> np.ndarray:
+    """Return 64 bits of each path or group by which it is held out, uint64 [N]; another seed gives others."""
+    salt = seed.to_bytes(8, "little") if seed else b""
+    hashes = (hashlib.blake2b(os.fsencode(name), digest_size=8, salt=salt).digest() for name in names)
+    return np.fromiter((int.from_bytes(one, "little") for one in hashes), dtype=np.uint64)
+
+
+def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np.ndarray:
+    """Return which images are held out, bool [N].
+
+    A unit is held out if its hash, as a number from 0 to 1, is below `fraction`: that depends on no other image, so
+    adding images moves none, and on no seed of a run, so that runs of different seeds are evaluated on the same
+    images. Chance alone would hold out 7 of 11 images now and then: if the number of a class is more than `TOLERANCE`
+    and one image off the expected one, the units with the next hashes make up for it, and only those can move when
+    images are added. Of two or more units, each side has at least one.
+
+    Args:
+        units: uint64 [N], see `unit_hashes`; images of one are on one side.
+        strata: int64 [N], the class; of a unit of several that of most of its images counts, of equally many the first.
+        fraction: Above 0 and below 1.
+    """
+    hashes, of_image = np.unique(units, return_inverse=True)
+    classes = int(strata.max(initial=0)) + 1
+    pairs, counts = np.unique(of_image * classes + strata, return_counts=True)
+    unit, stratum = np.divmod(pairs, classes)
+    by_unit = np.lexsort((-counts, unit))  # and by class, as it is sorted so
+    stratum_of = stratum[by_unit][np.unique(unit, return_index=True)[1]]
+    is_held_out = np.zeros(len(hashes), dtype=bool)
+    order = np.argsort(stratum_of, kind="stable")
+    for of_class in np.split(order, np.flatnonzero(np.diff(stratum_of[order])) + 1):
+        expected = fraction * len(of_class)
+        slack = 1 + TOLERANCE * expected
+        found = np.searchsorted(hashes[of_class] / 2.0**64, fraction)
+        found = round(min(max(float(found), expected - slack), expected + slack))
+        is_held_out[of_class[: min(max(found, 1), len(of_class) - 1)]] = True
+    return is_held_out[of_image]
+
+
+def join_copies(
+    units: np.ndarray, sizes: np.ndarray, name_of: Callable[[int], str], read: Callable[[int], bytes]
+) -> np.ndarray:
+    """Return the units, that of the first name for all with files of equal bytes; only those of equal size are read.
+
+    Args:
+        units: uint64 [N], see `unit_hashes`.
+        sizes: int64 [N], of the files in bytes.
+        name_of: Returns the name of an image's unit.
+        read: Returns the content of an image's file, or raises ImageError.
+    """
+    joined: dict[int, int] = {}
+    names: dict[int, str] = {}
+
+    def root(unit: int) -> int:
+        while unit in joined:
+            unit = joined[unit]
+        return unit
+
+    order = np.argsort(sizes, kind="stable")
+    for alike in np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1):
+        if len(alike) < 2 or (units[alike] == units[alike[0]]).all():
+            continue
+        first: dict[bytes, int] = {}
+        for place in alike.tolist():
+            try:
+                digest = hashlib.sha256(read(place)).digest()
+            except ImageError:  # which is told where it is read to be trained on
+                continue
+            unit = int(units[place])
+            names.setdefault(unit, name_of(place))
+            one, other = sorted((root(unit), root(first.setdefault(digest, unit))), key=names.__getitem__)
+            if one != other:
+                joined[other] = one
+    units = units.copy()
+    for place in np.flatnonzero(np.isin(units, np.array([*joined], dtype=np.uint64))).tolist():
+        units[place] = root(int(units[place]))
+    return units
+
+
+def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
+    """Return the fold of each image, int64 [N], from 0.
+
+    Units of one image are in the order of their hashes, of which each fold takes the next ones of a class: each is in
+    one fold, and when images are added only those at a fold's ends move to another.
+
+    Args:
+        units: uint64 [N], see `unit_hashes`; images of one are in one fold.
+        strata: int64 [N], the class of each image.
+        folds: How many there are.
+    """
+    hashes, of_image, images = np.unique(units, return_inverse=True, return_counts=True)
+    totals, fold_of = np.bincount(strata).tolist(), np.zeros(len(hashes), dtype=np.int64)
+    taken: list[Counter[int]] = [Counter() for _ in range(folds)]
+    large: dict[int, Counter[int]] = {unit: Counter() for unit in np.flatnonzero(images > 1).tolist()}
+    in_large = images[of_image] > 1
+    for unit, stratum in zip(of_image[in_large].tolist(), strata[in_large].tolist(), strict=True):
+        large[unit][stratum] += 1
+    for unit in sorted(large, key=lambda unit: (-images[unit], unit)):
+        number = min(range(folds), key=lambda number: (*_fullness(taken[number], large[unit], totals), number))
+        fold_of[unit] = number
+        taken[number].update(large[unit])
+    single, stratum = of_image[~in_large], strata[~in_large]
+    for label in np.unique(stratum).tolist():
+        own = np.sort(single[stratum == label])
+        fold_of[own] = np.repeat(np.arange(folds), _shares(totals[label], [one[label] for one in taken], len(own)))
+    return fold_of[of_image]
+
+
+def _fullness(taken: Mapping[int, int], counts: Mapping[int, int], totals: Sequence[int]) -> tuple[float, int]:
+    """Return by how much a unit raises the sum over the classes of a fold's squared shares, and the fold's images."""
+    raised = sum(taken[label] * counts[label] / totals[label] ** 2 for label in sorted(counts))
+    return raised, sum(taken.values())
+
+
+def _shares(total: int, taken: Sequence[int], left: int) -> list[int]:
+    """Return how many of the images that are left each fold gets, so that they come as near to equal as they can."""
+    folds = len(taken)
+    wanted = [total * (number + 1) // folds - total * number // folds for number in range(folds)]
+    shares = [max(whole - has, 0) for whole, has in zip(wanted, taken, strict=True)]
+    while sum(shares) > left:  # a fold has more than its share in groups: those with the most give way
+        fullest = max(
+            (number for number in range(folds) if shares[number]), key=lambda at: (taken[at] + shares[at], at)
+        )
+        shares[fullest] -= 1
+    return shares

@@ -1,0 +1,227 @@
+"""The encoded images of a data set as one table: a row for each image, a column for each fact.
+
+Every reader (folder, table, tar, Parquet, hub, URL) returns an `Images`, `division` divides and orders it, and a
+`FileSource` reads images by it. Columns are tensors, which worker processes share; ten million rows are no objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from array import array
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerovision.training.data.columns import NO_FACTS, Facts
+from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError, read_file
+
+COLUMNS: dict[str, str] = {  # and their types, as of `array` and NumPy
+    **dict.fromkeys(("folder", "label", "part", "group"), "i"),  # numbers of `Images.words`
+    **dict.fromkeys(("start", "size", "changed", "place"), "q"),
+    **{"length": "i", "file": "i", "weight": "d"},
+}
+WORDS = ("folder", "label", "part", "group")
+ROWS_AT_A_TIME = 2**16  # of which the paths are text
+ROW_BITS = 32  # of a place in a Parquet file, above which is the number of the row group
+
+
+class Archive:
+    """Files that contain encoded images; can be sent to worker processes.
+
+    Attributes:
+        files: Their paths.
+        is_remote: Whether they are fetched before they are read.
+    """
+
+    files: Sequence[PurePath]
+    is_remote = False
+
+    def read(self, file: int, place: int, size: int) -> bytes:
+        """Return an image of so many bytes by where it is, see `Images`.
+
+        Raises:
+            UserError: The file is not the one any more that was listed.
+            FileServerError: It cannot be read now, see `patiently`.
+        """
+        raise NotImplementedError
+
+    def expect(self, files: Iterable[int], places: Iterable[int]) -> None:
+        """Begin to fetch images that will be read, if they are remote."""
+
+    def check_room(self, part: str, files: Iterable[int]) -> None:
+        """Raise UserError if files that are read in any order are more than are kept of remote ones."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """N encoded images.
+
+    The columns: `folder`, and `start` and `length` of the file's name in `text`, are the path; `label` is the class,
+    `part` that of the data set, `group` the images that it is never divided from ('': none); `size` in bytes and
+    `changed`, the time of the last change in ns; `weight` of its loss in training; `file`, the number of the archive's
+    file, and `place` in that: by bytes, or by row group and row, see `ROW_BITS`.
+
+    Attributes:
+        root: Folder that the paths are relative to; in an archive they are what the images are called there.
+        columns: Tensors [N] by name, see `COLUMNS`.
+        words: What the numbers in a column of `WORDS` stand for; of folders with a slash at the end.
+        text: uint8, names of files as bytes; all that is taken of a table has one text.
+        archive: What the images are in; None if each is a file of its own.
+        classes: Of a table of several labels the classes whose sets the labels are, or () if the sets tell them.
+        notes: Lines for the user.
+    """
+
+    root: PurePath
+    columns: Mapping[str, torch.Tensor]
+    words: Mapping[str, Sequence[Any]]
+    text: torch.Tensor
+    archive: Archive | None = None
+    classes: Sequence[str] | None = None
+    notes: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.columns["label"])
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self.columns[column].numpy()
+
+    def take(self, rows: np.ndarray) -> Images:
+        """Return some of the rows, int64 [n]."""
+        index = torch.from_numpy(rows)
+        return replace(self, columns={name: column[index] for name, column in self.columns.items()})
+
+    def renamed(self, column: str, words: Mapping[Any, Any], order: Sequence[Any] = ()) -> Images:
+        """Return the table with other words by those so far, numbered as in `order`, by default as they occur."""
+        order = order or [*dict.fromkeys(words.values())]
+        numbers = {word: number for number, word in enumerate(order)}
+        codes = torch.tensor([numbers[words[word]] for word in self.words[column]], dtype=torch.int32)
+        columns = {**self.columns, column: codes[self.columns[column]]}
+        return replace(self, columns=columns, words={**self.words, column: [*order]})
+
+    def with_files(self, builder: ImagesBuilder) -> Images:
+        """Return the table with the paths, states and places that a builder was given of the same images."""
+        files, names = builder.build(self.root), ("folder", "start", "length", "size", "changed", "place")
+        columns = {**self.columns, **{name: files.columns[name] for name in names}}
+        words = {**self.words, "folder": files.words["folder"]}
+        return replace(self, columns=columns, words=words, text=files.text)
+
+    def paths(self, rows: np.ndarray | None = None) -> Iterator[str]:
+        """Yield the paths of some rows as text, by default of all."""
+        text, folders = memoryview(self.text.numpy()), self.words["folder"]
+        for some in pieces(np.arange(len(self)) if rows is None else rows):
+            places = (self[name][some].tolist() for name in ("folder", "start", "length"))
+            for folder, start, length in zip(*places, strict=True):
+                yield folders[folder] + os.fsdecode(bytes(text[start : start + length]))
+
+    def path(self, row: int) -> str:
+        """Return the path of an image."""
+        return next(self.paths(np.array([row])))
+
+    def in_order(self) -> np.ndarray:
+        """Return the rows sorted by path, then by the other facts: whatever lists the images, it is one order.
+
+        One tree of folders is sorted after another, so that not all paths are text at a time.
+        """
+        folders, top = self.words["folder"], ""
+        tree, trees = np.empty(len(folders), dtype=np.int64), 0
+        for number in sorted(range(len(folders)), key=folders.__getitem__):
+            if not (trees and folders[number].startswith(top)):
+                top, trees = folders[number], trees + 1
+            tree[number] = trees
+        of_row, facts = tree[self["folder"]], ("place", "file", "weight", "changed", "label", "size")
+        rows = np.lexsort([*(self[fact] for fact in facts), of_row])
+        ends = np.cumsum(np.bincount(of_row, minlength=trees + 1))
+        for start, end in itertools.pairwise(ends.tolist()):
+            texts = [*self.paths(rows[start:end])]
+            rows[start:end] = rows[start:end][sorted(range(len(texts)), key=texts.__getitem__)]
+        return rows
+
+    def name(self, row: int) -> str:
+        """Return the path of an image, of one in an archive that of the archive's file and its name there."""
+        if self.archive is None:
+            return str(self.root / self.path(row))
+        return f"{self.archive.files[self['file'][row]]}/{self.path(row)}"
+
+    def content(self, row: int) -> bytes:
+        """Return the bytes of an image, undecoded; raise ImageError if they cannot be had."""
+        if self.archive is None:
+            return read_file(self.name(row))
+        file, place, size = (int(self[name][row]) for name in ("file", "place", "size"))
+        if size > MAX_FILE_BYTES:
+            raise ImageError(self.name(row), f"{size / 1e6:.0f} MB, more than {MAX_FILE_BYTES / 1e6:g} MB")
+        return self.archive.read(file, place, size)
+
+    def expect(self, rows: Sequence[int]) -> None:
+        """Begin to fetch images that will be read, if they are remote."""
+        if self.archive is not None and self.archive.is_remote:
+            self.archive.expect(self["file"][rows].tolist(), self["place"][rows].tolist())
+
+    def shards(self) -> np.ndarray:
+        """Return the shard of each image and its place in that, int64 [N, 2], or [0, 2] if each is a file of its own.
+
+        A shard is a tar file, of a larger one 4 GB, or a row group of a Parquet file.
+        """
+        if self.archive is None:
+            return np.empty((0, 2), dtype=np.int64)
+        return np.stack([self["file"].astype(np.int64) << 31 | self["place"] >> ROW_BITS, self["place"]], axis=1)
+
+
+def pieces(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield rows, some at a time."""
+    yield from (rows[start : start + ROWS_AT_A_TIME] for start in range(0, len(rows), ROWS_AT_A_TIME))
+
+
+class ImagesBuilder:
+    """Takes images one by one, as a reader finds them."""
+
+    def __init__(self) -> None:
+        self._columns, self._text = {name: array(kind) for name, kind in COLUMNS.items()}, bytearray()
+        self._words: dict[str, dict[Hashable, int]] = {name: {} for name in WORDS}
+
+    def __len__(self) -> int:
+        return len(self._columns["label"])
+
+    def add(
+        self, path: str, label: Hashable, facts: Facts = NO_FACTS, *, state: tuple[int, int] = (0, 0), place: int = 0
+    ) -> None:
+        """Add an image.
+
+        Args:
+            path: See `Images`.
+            label: The class, also before it has a name.
+            facts: What else is known.
+            state: Its size, and the time of its last change.
+            place: Where it is in its archive.
+        """
+        folder, slash, name = path.rpartition("/")
+        text = os.fsencode(name)
+        words = zip(self._words.values(), (folder + slash, label, facts.part, facts.group), strict=True)
+        codes = [known.setdefault(word, len(known)) for known, word in words]
+        row = (*codes, len(self._text), *state, place, len(text), 0, facts.weight)
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+        self._text += text
+
+    def build(self, root: PurePath) -> Images:
+        """Return the images, whose builder has none any more."""
+        columns = {name: torch.from_numpy(np.array(self._columns.pop(name))) for name in COLUMNS}
+        text = torch.from_numpy(np.array(self._text, dtype=np.uint8))
+        return Images(root, columns, {name: [*words] for name, words in self._words.items()}, text)
+
+
+def concatenated(tables: Sequence[Images]) -> Images:
+    """Return the rows of the tables of an archive's files, `file` being the number of each row's table."""
+    words = {name: {word: word for table in tables for word in table.words[name]} for name in WORDS}
+    for name, order in words.items():
+        tables = [table.renamed(name, order, [*order]) for table in tables]
+    columns = {name: torch.cat([table.columns[name] for table in tables]) for name in COLUMNS}
+    counts = torch.tensor([*map(len, tables)])
+    texts = torch.tensor([0, *(len(table.text) for table in tables)]).cumsum(0)
+    columns["start"] += texts[:-1].repeat_interleave(counts)
+    columns["file"] = torch.arange(len(tables), dtype=torch.int32).repeat_interleave(counts)
+    return replace(tables[0], columns=columns, words=tables[0].words, text=torch.cat([table.text for table in tables]))
