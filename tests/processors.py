@@ -3,7 +3,7 @@
 PyTorch's kernels, oneDNN's convolutions and MKL's products choose their instructions by the processor, and with them
 the order in which they add; threads divide the sums once more. Their variables make this processor choose as another
 does that has fewer instructions. What is compared within one processor must hold on each: up to rounding
-(`tests/rounding.py`), or to the bit where the documentation promises it.
+(`tests/kit.py`), or to the bit where the documentation promises it.
 
 The tests are those of files that compare tensors: of units with one thread and with two, of ranks, which have one
 thread each whatever is given, once. Recorded references are left out: `tests/references` compares them to the bit on

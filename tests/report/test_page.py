@@ -18,6 +18,7 @@ from made_runs import RESTARTED, make_run
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
+from tests.kit import wait_until
 from zerovision.delivery.report.page import write_report
 from zerovision.extras.audit.audit import audit
 from zerovision.extras.settings import AuditSettings
@@ -317,13 +318,6 @@ def test_printed_and_without_motion(browser, pages):
         assert page.locator("#chart-loss .canvas path.line").first.is_visible()
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(253, 252, 249)"
         assert page.pdf(format="A4").startswith(b"%PDF")
-
-
-def wait_until(condition, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.1)
 
 
 def test_follows_a_run(browser, tmp_path):

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from timm.utils import ModelEmaV3
 
-from tests.rounding import share_apart
+from tests.kit import share_apart
 from tests.training.engine_ranks import (
     configuration,
     make_batch,

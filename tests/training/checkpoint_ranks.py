@@ -17,7 +17,7 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
-from tests.recording import Recorder
+from tests.kit import Recorder
 from tests.stored_tensors import CountingFile
 from tests.training.engine_ranks import (
     CLASSES,

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tests.recording import Recorder
+from tests.kit import Recorder
 from tests.stored_tensors import in_memory
 from tests.training.engine_ranks import (
     BATCH_SIZE,

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.recording import Recorder
+from tests.kit import Recorder
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.data.reader import Batch

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.recording import Recorder
+from tests.kit import Recorder
 from tests.training.engine_ranks import configuration, make_batch, make_engine, make_model, weights_of
 from tests.training.no_shared_memory import without_shared_memory
 from zerovision.training.base.errors import RunEnded

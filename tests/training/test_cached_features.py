@@ -11,7 +11,7 @@ from commands import assert_user_error, launch, read_metrics, train_here
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.models.build import BuiltModel

@@ -17,7 +17,7 @@ from sklearn.metrics import (
 )
 from sklearn.preprocessing import label_binarize
 
-from tests.rounding import ROUNDING, assert_same_but_rounding, share_apart
+from tests.kit import ROUNDING, assert_same_but_rounding, share_apart
 from zerovision.training.engines.build_engine import ENGINES
 from zerovision.training.engines.strategies import STRATEGIES
 

@@ -12,7 +12,7 @@ from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
 
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding
 from tests.unit.exports import run_export
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.models import MODELS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
 from tests.training.checkpoint_ranks import DropoutNet
 from zerovision.training.checkpoint.manifest import read_manifest

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import DIVERGED_EXIT_CODE

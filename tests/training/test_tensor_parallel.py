@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding
 from tests.training.tensor_ranks import CLASSES, CLIPPING, NETWORKS, RATE, STEPS, make_network
 from zerovision.models.tensor_plan import TENSOR_PLANS, tensor_plan
 from zerovision.training.base.errors import UserError

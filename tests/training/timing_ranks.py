@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.recording import Recorder
+from tests.kit import Recorder
 from tests.training.engine_ranks import (
     CLASSES,
     configuration,

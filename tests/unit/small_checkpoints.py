@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.kit import ALONE
 from tests.stored_tensors import whole_tensors
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint.manifest import MANIFEST_FILE, Manifest, _digest, shard_name
@@ -23,9 +24,7 @@ from zerovision.training.checkpoint.store import (
     temporary_folder,
 )
 from zerovision.training.engines.parameter_shards import EngineState, ParameterShard, flat_shards, index_of
-from zerovision.training.world.world import World
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SHAPES = {"stem.weight": (4, 3), "stem.bias": (5,), "head.weight": (3, 2, 2), "scale": ()}
 GROUPS = (("stem.weight", "head.weight"), ("stem.bias", "scale"))
 MOMENTS = ("exp_avg", "exp_avg_sq")

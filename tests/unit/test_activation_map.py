@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.delivery.activation_map import activation_maps, picture_of
 from zerovision.models.build import build_model
 from zerovision.models.ensemble import Ensemble

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from tests.kit import png
 from tests.unit.made_data import KINDS, make_photos
 from zerovision.delivery.pack import pack
 from zerovision.training.base.errors import UserError
@@ -26,12 +26,6 @@ from zerovision.training.data.archives import index_of
 from zerovision.training.data.reading.remote_files import checksum_of
 from zerovision.training.data.sampler import build_plan
 from zerovision.training.data.tar_shards import TAR
-
-
-def png(colour: str = "red", size: tuple[int, int] = (8, 8)) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", size, colour).save(stream, "PNG")
-    return stream.getvalue()
 
 
 def write_tar(file: Path, members: dict[str, bytes] | list[tuple[str, bytes]], **options) -> Path:

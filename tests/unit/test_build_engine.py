@@ -14,7 +14,7 @@ from small_checkpoints import ALONE
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.rounding import ROUNDING
+from tests.kit import ROUNDING
 from zerovision.models.build import BuiltModel
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError

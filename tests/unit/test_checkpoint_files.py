@@ -23,7 +23,7 @@ from small_checkpoints import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.rounding import ELEMENTWISE, assert_same_but_rounding
+from tests.kit import ELEMENTWISE, assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
 from zerovision.training.base import atomic_write
 from zerovision.training.base.atomic_write import unfinished

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_data import write_csv
-from PIL import Image
 from range_server import RangeServer
 
+from tests.kit import png
 from zerovision.planning.data_check import check_data
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
@@ -29,15 +29,12 @@ pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.
 EACH = 3  # images of each label
 
 
-def png(number: int) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8), (number % 256, 9, 9)).save(stream, "PNG")
-    return stream.getvalue()
-
-
 def rows(labels: Sequence) -> list[tuple[str, bytes, object]]:
     """Return name, content and label of each image."""
-    return [(f"{n:03}.png", png(n), label) for n, label in enumerate(label for label in labels for _ in range(EACH))]
+    return [
+        (f"{n:03}.png", png((n % 256, 9, 9)), label)
+        for n, label in enumerate(label for label in labels for _ in range(EACH))
+    ]
 
 
 def make_folder(root: Path, labels: Sequence[str]) -> Path:

@@ -20,6 +20,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
+from tests.kit import ALONE
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import SCORE_NAMES, best_epoch, merit
 from zerovision.training.base.progress import Progress
@@ -30,9 +31,7 @@ from zerovision.training.run import run
 from zerovision.training.tasks import scores as task_scores
 from zerovision.training.tasks.class_scores import check_best_by, count_classes, score_of
 from zerovision.training.tasks.scores import SampleRecorder, sample_losses
-from zerovision.training.world.world import World
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SAMPLES, CLASSES = 300, 7
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from made_data import write_csv
-from PIL import Image
 
+from tests.kit import png
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, list_images, load_data
 from zerovision.training.data.columns import FactColumns, find_column
@@ -21,16 +21,10 @@ from zerovision.training.data.division import parts_there
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
 
-def png(number: int) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8), (number, 9, 9)).save(stream, "PNG")
-    return stream.getvalue()
-
-
 def make_table(root: Path, rows: Sequence[dict]) -> Path:
     root.mkdir()
     for row in rows:
-        (root / row["path"]).write_bytes(png(0))
+        (root / row["path"]).write_bytes(png((0, 9, 9)))
     return write_csv(root / "list.csv", [*rows])
 
 
@@ -43,7 +37,7 @@ def make_table_of_parquet(root: Path, rows: Sequence[dict]) -> Path:
 def make_parquet(root: Path, rows: Sequence[dict]) -> Path:
     root.mkdir()
     images = [
-        {"image": {"bytes": png(n), "path": row["path"]}} | {k: v for k, v in row.items() if k != "path"}
+        {"image": {"bytes": png((n, 9, 9)), "path": row["path"]}} | {k: v for k, v in row.items() if k != "path"}
         for n, row in enumerate(rows)
     ]
     parquet.write_table(pyarrow.Table.from_pylist(images), root / "all.parquet")
@@ -54,7 +48,7 @@ def make_json(root: Path, rows: Sequence[dict]) -> Path:
     root.mkdir()
     with tarfile.open(root / "all.tar", "w") as tar:
         for n, row in enumerate(rows):
-            for name, content in ((f"{n:03}.png", png(n)), (f"{n:03}.json", json.dumps(row).encode())):
+            for name, content in ((f"{n:03}.png", png((n, 9, 9))), (f"{n:03}.json", json.dumps(row).encode())):
                 info = tarfile.TarInfo(name)
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
@@ -136,7 +130,7 @@ def make_parts(root: Path, parts: Sequence[str]) -> Path:
         for label in "ab":
             (root / part / label).mkdir(parents=True)
             for n in range(3):
-                (root / part / label / f"{n}.png").write_bytes(png(n))
+                (root / part / label / f"{n}.png").write_bytes(png((n, 9, 9)))
     return root
 
 
@@ -160,7 +154,7 @@ def make_flat(root: Path, names: Sequence[str]) -> Path:
     for name in names:
         (root / name).mkdir(parents=True)
         for n in range(4):
-            (root / name / f"{n}.png").write_bytes(png(n))
+            (root / name / f"{n}.png").write_bytes(png((n, 9, 9)))
     return root
 
 

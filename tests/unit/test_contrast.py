@@ -12,7 +12,7 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import ALONE, assert_same_but_rounding
 from tests.training.engine_ranks import configuration, make_engine
 from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
@@ -27,9 +27,7 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
 from zerovision.training.steps.accumulate import StepInput, TimedEngine
 from zerovision.training.tasks.contrast import NEIGHBOURS, TEMPERATURE, GradientCache, Neighbours, contrast
-from zerovision.training.world.world import World
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 CLASSES, IMAGES, CHUNK = 3, 32, 4
 LABELS = torch.tensor([0, 1, 2, 1] * (IMAGES // 4))
 NAMES = [f"class-{number}" for number in range(CLASSES)]

@@ -17,7 +17,7 @@ from timm.data import create_transform
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
-from tests.rounding import ELEMENTWISE, assert_same_but_rounding
+from tests.kit import ELEMENTWISE, assert_same_but_rounding
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.division import share_held_out, unit_hashes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from timm.data.mixup import Mixup
 
-from tests.rounding import ELEMENTWISE, assert_same_but_rounding
+from tests.kit import ELEMENTWISE, assert_same_but_rounding
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.mixing import Mixing

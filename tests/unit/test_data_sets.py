@@ -19,7 +19,7 @@ from sklearn.model_selection import train_test_split
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from tests.rounding import ELEMENTWISE, assert_same_but_rounding
+from tests.kit import ELEMENTWISE, assert_same_but_rounding
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import to_dtype
 
-from tests.rounding import ELEMENTWISE, ROUNDING, assert_same_but_rounding
+from tests.kit import ELEMENTWISE, ROUNDING, assert_same_but_rounding, train
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.predict import predict
@@ -31,9 +31,9 @@ from zerovision.training.data.augment import evaluation_transform
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.messages import _augmented_sample
-from zerovision.training.run import run
 
 SIDE, TRAIN, CLASSES = 12, 40, 4
+RECIPE = {"epochs": 2, "batch_size": 10, "learning_rate": 0.003}
 
 
 def draw(kind: str, count: int, *shape: int) -> np.ndarray:
@@ -166,19 +166,15 @@ def test_what_has_no_known_scale_is_one_line(tmp_path, wrong):
     assert "\n" not in str(caught.value)
 
 
-def train(folder: Path, data: str, **changes: object) -> Path:
-    quiet = {"progress": "off", "report": False, "log_dir": str(folder), "run_name": "run", "tensorboard": False}
-    recipe = {"model_type": "basic_cnn", "epochs": 2, "batch_size": 10, "learning_rate": 0.003}
-    assert run(TrainConfig(**quiet | recipe | {"data": data} | changes)) == 0
-    return folder / "runs" / "run"
-
-
 def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path, monkeypatch):
     data = save(tmp_path / "a.npz", "uint16")
-    folder = train(tmp_path / "whole", data, image_channels=1, epochs=10)
+    folder = train(tmp_path / "whole", data=data, **RECIPE | {"epochs": 10}, image_channels=1)
     parts = {"image_channels": 1, "schedule": "constant", "warmup_epochs": 0.0}
-    both = [train(tmp_path / name, data, epochs=epochs, **parts) for name, epochs in (("once", 2), ("twice", 1))]
-    train(tmp_path / "twice", data, resume="must", **parts)
+    both = [
+        train(tmp_path / name, data=data, **RECIPE | {"epochs": epochs} | parts)
+        for name, epochs in (("once", 2), ("twice", 1))
+    ]
+    train(tmp_path / "twice", data=data, resume="must", **RECIPE | parts)
     once, twice = (load_file(path / "model.safetensors") for path in both)
     assert all(torch.equal(tensor, twice[name]) for name, tensor in once.items())
 
@@ -226,7 +222,10 @@ def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path
 
 
 def test_floats_are_predicted_from_tiff_files_as_from_arrays(tmp_path):
-    folder, numbers = train(tmp_path, save(tmp_path / "a.npz", "float32"), epochs=1), draw("float32", 20, SIDE, SIDE)[7]
+    folder, numbers = (
+        train(tmp_path, data=save(tmp_path / "a.npz", "float32"), **RECIPE | {"epochs": 1}),
+        draw("float32", 20, SIDE, SIDE)[7],
+    )
     np.save(tmp_path / "0.npy", numbers)
     Image.fromarray(numbers).save(tmp_path / "1.tif")
     Image.fromarray((255 * numbers).astype(np.uint8)).save(tmp_path / "2.png")
@@ -262,7 +261,7 @@ REFUSED = {
 
 def test_arrays_are_predicted_and_others_are_one_line(tmp_path):
     """Of any number of channels, also from a folder."""
-    folder = train(tmp_path, save(tmp_path / "a.npz", "int16", 2), epochs=1)
+    folder = train(tmp_path, data=save(tmp_path / "a.npz", "int16", 2), **RECIPE | {"epochs": 1})
     (tmp_path / "images").mkdir()
     np.save(tmp_path / "images" / "0.npy", draw("int16", 20, SIDE, SIDE, 2)[0])
     for name, (content, _) in REFUSED.items():

@@ -20,7 +20,7 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding
 from zerovision.commands import run_command
 from zerovision.delivery.predict import Prediction, load_predictor
 from zerovision.delivery.prediction_output import FORMATS, write_predictions

@@ -14,6 +14,7 @@ from PIL import Image
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
+from tests.kit import ALONE
 from zerovision.delivery.evaluation_files import write_evaluation
 from zerovision.training.base.errors import UserError
 from zerovision.training.observe.evaluation import (
@@ -25,9 +26,7 @@ from zerovision.training.observe.evaluation import (
     write_scores,
 )
 from zerovision.training.tasks.scores import SampleRecorder, SampleScores, sample_losses
-from zerovision.training.world.world import World
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 NAMES = ["null", "<b>eins</b>", "zw\rei", "drei\n", "vier", "fünf", "六"]
 SAMPLES = 500
 

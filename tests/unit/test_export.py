@@ -25,7 +25,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from timm.data.readers.class_map import load_class_map
 
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding
 from zerovision.delivery.export import ExportRefused, onnx_format, safetensors_format
 from zerovision.delivery.export.comparison import check_agreement, compare
 from zerovision.delivery.export.export_job import CheckImages, tracing

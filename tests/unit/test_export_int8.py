@@ -13,7 +13,7 @@ import torch
 from exports import held_out, run_export, save_run
 from onnx import numpy_helper
 
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding
 
 WORDS = ("--format", "onnx", "--precision", "int8")
 

@@ -15,7 +15,7 @@ from exports import IMAGE_SIZE, ROOT, run_export, save_run
 from PIL import Image
 from torch import nn
 
-from tests.rounding import ELEMENTWISE, assert_same_but_rounding
+from tests.kit import ELEMENTWISE, assert_same_but_rounding
 from zerovision.delivery.calibration import PLAIN, Calibration, calibration_file
 from zerovision.delivery.export import ExportRefused
 from zerovision.delivery.export.comparison import compare_pictures

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.kit import wait_until
 from tests.unit.launching import REPO_ROOT
 from zerovision.launch.launch_folder import HeartbeatFolder
 from zerovision.training.base.atomic_write import unfinished
@@ -23,13 +23,6 @@ from zerovision.training.base.heartbeat import ENDED, RECORD_BYTES, Heartbeat, H
 def run_python(code: str, *arguments: object) -> subprocess.Popen:
     words = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     return subprocess.Popen(words, cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_the_last_beat_is_read_back(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.models.build import build_model
 from zerovision.models.dry_run import without_data
 from zerovision.models.preparation import starting_preparations

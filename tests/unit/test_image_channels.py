@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding, train
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.models import MODELS
@@ -35,7 +35,6 @@ from zerovision.training.data.reading.sources import ArraySource, grey
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.loop import seed_dropout
 from zerovision.training.recipe.whitening import whiten_stem
-from zerovision.training.run import run
 
 GENERATOR = np.random.default_rng(0)
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -227,18 +226,12 @@ def test_a_whitened_stem_of_airbench_fits_any_channels(tmp_path, channels):
 # --- whole runs --------------------------------------------------------------------------------------------------
 
 
-def train(folder, **changes):
-    quiet = {"progress": "off", "report": False, "log_dir": str(folder), "run_name": "run"}
-    assert run(TrainConfig(**{"model_type": "basic_cnn", "epochs": 1, "batch_size": 20} | quiet | changes)) == 0
-    return folder / "runs" / "run"
-
-
 def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
     """And the first images go to TensorBoard, which shows the first three channels."""
     data = save_arrays(tmp_path / "a.npz", 5)
     recipe = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0, "warmup_epochs": 0.0}
     recipe |= {"schedule": "constant", "augmentation": "none", "label_smoothing": 0.0, "gradient_clipping": 0.0}
-    folder = train(tmp_path, data=data, **recipe)
+    folder = train(tmp_path, data=data, batch_size=20, tensorboard=True, **recipe)
     torch.manual_seed(0)
     module = build_model("basic_cnn", num_classes=10, image_size=12, image_channels=5).module.train()
     loaded = load_data(DataOptions(data, augmentation="none"))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rounding import ROUNDING
+from tests.kit import ROUNDING
 from zerovision.training import auto_learning_rate
 from zerovision.training.auto_learning_rate import HIGHEST, LOWEST, _Losses, find_rate
 from zerovision.training.base.run_folder import LEARNING_RATE, METRICS

@@ -14,7 +14,7 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.models.ensemble import Ensemble
 from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args

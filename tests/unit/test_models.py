@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peers.job import mean_cross_entropy
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.models import MODELS, check_model_name
 from zerovision.models.build import BuiltModel, build_model, rebuild_model
 from zerovision.models.cnn_lstm import HAS_BF16

@@ -17,6 +17,7 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
 from test_evaluate_predict import ROOT, call
 
+from tests.kit import ALONE
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.report.page import write_report
@@ -37,10 +38,8 @@ from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.multilabel import best_thresholds
 from zerovision.training.tasks.scores import SampleRecorder, ScoreSums, sample_losses
 from zerovision.training.world.network_interfaces import free_port
-from zerovision.training.world.world import World
 
 __all__ = ["call"]  # a fixture
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 COLOURS = ["red", "green", "blue"]
 IMAGES = 90
 

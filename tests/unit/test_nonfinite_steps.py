@@ -12,7 +12,7 @@ from small_checkpoints import ALONE
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from tests.recording import Recorder
+from tests.kit import Recorder, assert_equal
 from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from zerovision.training.base.leaves import Leaves
 from zerovision.training.base.run_logger import Loggers
@@ -59,14 +59,6 @@ class Run:
         return copy.deepcopy(dict(self.model.named_buffers()))
 
 
-def assert_same(buffers, expected):
-    assert buffers.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert buffers[name].dtype == tensor.dtype
-        assert buffers[name].shape == tensor.shape
-        assert torch.equal(buffers[name], tensor), name
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 def test_no_images_are_kept_until_the_step_is_over(deferred):
     """They would fill a GPU's memory over the micro-steps of an accumulation."""
@@ -93,8 +85,8 @@ def test_a_skipped_step_leaves_no_trace_in_batchnorm():
         undisturbed(good.images)
         before = run.state()
         assert not run.step(SKIPPED, good, broken)
-        assert_same(run.state(), before)
-    assert_same(run.state(), dict(undisturbed.named_buffers()))
+        assert_equal(run.state(), before)
+    assert_equal(run.state(), dict(undisturbed.named_buffers()))
     assert run.guard.skipped == 4
 
 
@@ -103,7 +95,7 @@ def test_an_applied_step_keeps_its_statistics():
     assert run.step(APPLIED, batch_of([1, 2]), batch_of([3, 4], seed=1))
     for seed, indices in enumerate(([1, 2], [3, 4])):
         plain(batch_of(indices, seed).images)
-    assert_same(run.state(), dict(plain.named_buffers()))
+    assert_equal(run.state(), dict(plain.named_buffers()))
     assert run.log.messages == run.log.events == []
 
 
@@ -126,7 +118,7 @@ def test_counts_go_on_after_a_resume_and_begin_anew_after_a_good_step():
         run.step(SKIPPED)
     assert caught.value.exit_code == TOO_MANY_BAD_STEPS_EXIT_CODE
     assert str(caught.value).isprintable()
-    assert_same(run.state(), before)
+    assert_equal(run.state(), before)
 
 
 def test_no_limit_is_no_limit():
@@ -183,7 +175,7 @@ def test_a_search_of_fp16s_loss_scale_is_no_bad_step():
     for _ in range(5):
         assert not run.step(SKIPPED)
     assert (run.guard.skipped, run.guard.consecutive, run.log.events) == (5, 0, [])
-    assert_same(run.state(), before)
+    assert_equal(run.state(), before)
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
@@ -223,7 +215,7 @@ def test_buffers_keep_names_types_and_values():
     expected = copy.deepcopy(dict(module.named_buffers()))
     keys = list(module.state_dict())
     ModelBuffers(module)
-    assert_same(dict(module.named_buffers()), expected)
+    assert_equal(dict(module.named_buffers()), expected)
     assert list(module.state_dict()) == keys
     assert list(dict(module.named_buffers())) == list(expected)
 
@@ -263,12 +255,12 @@ def test_a_batchnorm_works_on_as_before_and_is_set_back(norm):
     buffers = ModelBuffers(module)
     for seed in range(3):
         assert torch.equal(module(images_of(seed)), plain(images_of(seed)))
-        assert_same(dict(module.named_buffers()), dict(plain.named_buffers()))
+        assert_equal(dict(module.named_buffers()), dict(plain.named_buffers()))
         kept = buffers.copy()
         module(images_of(seed + 100))
         assert not torch.equal(kept[0], buffers.copy()[0]), "the update must reach the flat copy"
         buffers.restore(kept)
-        assert_same(dict(module.named_buffers()), dict(plain.named_buffers()))
+        assert_equal(dict(module.named_buffers()), dict(plain.named_buffers()))
     assert torch.equal(module.eval()(images_of(9)), plain.eval()(images_of(9)))
 
 
@@ -333,7 +325,7 @@ def test_a_verdict_on_the_device_undoes_the_step_at_once_and_is_told_when_it_is_
         run.step(on_the_device(True))
         other.step(APPLIED)
     run.step(on_the_device(False), spoil=lambda losses: losses * torch.tensor([1.0, float("nan"), 1.0]))
-    assert_same(run.state(), other.state())
+    assert_equal(run.state(), other.state())
     assert run.guard.skipped == 0
     assert run.log.messages == []
     run.guard.settle()

@@ -16,7 +16,7 @@ from exports import save_run
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.models.build import build_model

@@ -12,7 +12,7 @@ from small_checkpoints import ALONE
 from timm.optim import Muon, create_optimizer_v2, list_optimizers, muon
 from torch import nn
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF, TrainConfig

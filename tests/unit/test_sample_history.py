@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.training.data.reader import Batch
 from zerovision.training.observe.sample_history import HISTORY, MOST_EPOCHS, SampleHistory, mean_probabilities
 from zerovision.training.world.world import World

@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
+from tests.kit import ALONE
 from zerovision.training.tasks.scores import LOSS_UNIT, ScoreSums
-from zerovision.training.world.world import World
-
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 
 
 def test_the_sums_of_losses_do_not_depend_on_their_order():

@@ -16,7 +16,7 @@ from made_data import train_loader
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.delivery.activation_map import _as_map
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict

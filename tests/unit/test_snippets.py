@@ -13,7 +13,7 @@ import torch
 from exports import IMAGE_SIZE, ROOT, run_export, save_run
 from PIL import Image
 
-from tests.rounding import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding
 from zerovision.delivery.predict import predict
 from zerovision.models.build import build_model
 from zerovision.training.checkpoint.weights import preprocess, read_metadata

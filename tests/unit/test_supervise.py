@@ -19,6 +19,7 @@ import psutil
 import pytest
 from torch.utils.file_baton import FileBaton
 
+from tests.kit import wait_until
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
 from zerovision.launch import node_run
 from zerovision.launch.launch_folder import HeartbeatFolder
@@ -98,13 +99,6 @@ def command_line(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return process.cmdline()
     return []
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = END_SECONDS) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def records(folder: Path, restart: int = 0) -> list[dict]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import DeviceType
 
-from tests.recording import Recorder
+from tests.kit import Recorder
 from tests.training.engine_ranks import loop_context
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 from pathlib import Path
@@ -16,6 +15,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
 
+from tests.kit import train
 from zerovision.models.build import BuiltModel, build_model
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.models.whole_input import WholeInputConv2d
@@ -31,7 +31,6 @@ from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer, tune
-from zerovision.training.run import run
 from zerovision.training.setup import set_up_engine
 from zerovision.training.world.world import World
 
@@ -44,6 +43,7 @@ ADAPTED = (  # with an example of a layer that has an adapter
     pytest.param("resnet18", "layer4.0.conv1", marks=pytest.mark.slow),
     ("test_convnext", "stages.2.blocks.0.mlp.fc1"),
 )
+SHORT = {"data": "fake", "epochs": 2, "batch_size": 128, "image_size": 16, "keep_last": 9}
 
 
 def built(model_type: str, word: str = "full", seed: int = 0, image_size: int = IMAGE_SIZE) -> BuiltModel:
@@ -393,16 +393,7 @@ def mobilenets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def head_first(logs, mobilenets) -> Path:
-    return train(logs, "head-first", **HEAD_FIRST, weights=str(mobilenets))
-
-
-def train(folder: Path, name: str, **changes) -> Path:
-    config = TrainConfig(
-        model_type="basic_cnn", data="fake", epochs=2, batch_size=128, image_size=16, log_dir=str(folder), run_name=name
-    )
-    quiet = {"progress": "off", "report": False, "tensorboard": False, "keep_last": 9}
-    assert run(dataclasses.replace(config, **quiet | changes)) == 0
-    return folder / "runs" / name
+    return train(logs, "head-first", **SHORT | HEAD_FIRST, weights=str(mobilenets))
 
 
 @pytest.fixture(autouse=True)
@@ -423,7 +414,7 @@ def logs(tmp_path_factory) -> Path:
 def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, channels, averages, logs, source, capsys):
     """The weights are for RGB; the first layer of a run on grey images is adapted, and frozen as that."""
     name = word.replace(":", "-")
-    whole = train(logs, name, tune=word, weights=str(source), image_channels=channels, **averages)
+    whole = train(logs, name, tune=word, **SHORT | averages, weights=str(source), image_channels=channels)
     before, after = load_file(source), load_file(whole / "model.safetensors")
     before["blocks.0.0.weight"] = adapt_input_conv(channels, before["blocks.0.0.weight"])
     assert after.keys() == before.keys()
@@ -441,17 +432,17 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
 
     # The starting weights do not matter any more: they are in the checkpoint's file.
     same = {"image_channels": channels, "resume": str(checkpoint), **averages}
-    resumed = train(logs, f"{name}-resumed", tune=word, **same)
+    resumed = train(logs, f"{name}-resumed", tune=word, **SHORT | same)
     for path in ("model.safetensors", "checkpoints/step-00002-0000000/shard-00000.safetensors"):
         assert (resumed / path).read_bytes() == (whole / path).read_bytes()
     assert read_config_file(resumed / "config.json")["weights"] == str(source)
     with pytest.raises(AssertionError):
-        train(logs, f"{name}-other", tune="full", **same)
+        train(logs, f"{name}-other", tune="full", **SHORT | same)
     assert f"was made with --tune '{word}', this run has 'full'" in capsys.readouterr().err
     *content, last = file.read_bytes()
     file.write_bytes(bytes([*content, last ^ 1]))
     with pytest.raises(AssertionError):
-        train(logs, f"{name}-damaged", tune=word, **same)
+        train(logs, f"{name}-damaged", tune=word, **SHORT | same)
     assert f"{file.name} is damaged: its sha256 does not match" in capsys.readouterr().err
 
 
@@ -459,5 +450,5 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
 @pytest.mark.parametrize("checkpoint", ["step-00000-0000007", "step-00001-0000000", "step-00001-0000001"])
 def test_a_run_goes_on_around_the_moment_at_which_the_backbone_joins(checkpoint, logs, mobilenets, head_first):
     changes = {**HEAD_FIRST, "weights": str(mobilenets), "resume": str(head_first / "checkpoints" / checkpoint)}
-    resumed = train(logs, f"head-first-{checkpoint}", **changes)
+    resumed = train(logs, f"head-first-{checkpoint}", **SHORT | changes)
     assert (resumed / "model.safetensors").read_bytes() == (head_first / "model.safetensors").read_bytes()

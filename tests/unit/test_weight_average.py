@@ -12,7 +12,7 @@ from timm.optim import Lookahead, create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from tests.rounding import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_equal, assert_same_but_rounding
 from zerovision.delivery.evaluate import evaluate
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.build_engine import build_engine
@@ -49,12 +49,6 @@ def train_step(engine: Engine, step: int) -> None:
     engine.step()
 
 
-def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(ours[name], expected[name]), name
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_ema_of_weights_and_buffers_is_timms_to_the_bit_and_leaves_the_training_alone(optimizer):
     engine, alone = make_engine(optimizer), make_engine(optimizer)
@@ -69,16 +63,16 @@ def test_the_ema_of_weights_and_buffers_is_timms_to_the_bit_and_leaves_the_train
         shadow.load_state_dict(raw)
         oracle.update(shadow, step=step)
         with averages.in_use():
-            assert_same(gather_weights(engine, ALONE), oracle.module.state_dict())
+            assert_equal(gather_weights(engine, ALONE), oracle.module.state_dict())
             engine.module.eval()
             with torch.no_grad():
                 inside = make_loss(engine.forward, 0)
                 # The engine's weights may lie otherwise in memory: the same weights, other kernels.
                 assert_same_but_rounding(inside, make_loss(oracle.module, 0))
             engine.module.train()
-        assert_same(gather_weights(engine, ALONE), raw)
+        assert_equal(gather_weights(engine, ALONE), raw)
     assert not torch.equal(oracle.module[0].weight, shadow[0].weight), "else the average means nothing"
-    assert_same(gather_weights(engine, ALONE), gather_weights(alone, ALONE))
+    assert_equal(gather_weights(engine, ALONE), gather_weights(alone, ALONE))
 
 
 def test_the_decay_warms_up_as_timms():
@@ -105,7 +99,7 @@ def test_a_skipped_step_leaves_the_ema_alone_also_if_the_verdict_is_on_the_devic
     averages_of = [ema_of(engine) for engine in engines]
     both[0].after_step(applied, 3)
     both[1].after_step(changes, 3)
-    assert_same(ema_of(engines[0]), ema_of(engines[1]))
+    assert_equal(ema_of(engines[0]), ema_of(engines[1]))
     is_same = all(torch.equal(now, averages_of[0][name]) for name, now in ema_of(engines[0]).items())
     assert is_same != changes
 
@@ -141,7 +135,7 @@ def test_averages_stay_when_the_optimizer_restarts():
     train_step(engine, 1)
     before = ema_of(engine)
     engine.restart_optimizer()
-    assert_same(ema_of(engine), before)
+    assert_equal(ema_of(engine), before)
     assert not any(shard.tensors["exp_avg"].any() for shard in engine.state().shards)
 
 
