@@ -23,11 +23,11 @@ ROOMS = {  # limit and end
     "zerovision/training/recipe": (582, 1050),
     "zerovision/training/engines": (2880, 2250),
     "zerovision/training/checkpoint": (807, 600),
-    "zerovision/training/observe": (1172, 1050),
-    "zerovision/training": (2887, 1400),
+    "zerovision/training/observe": (1170, 1050),
+    "zerovision/training": (2915, 1400),
     "zerovision/launch": (2563, 1800),
     "zerovision/planning": (945, 1000),
-    "zerovision/delivery": (3267, 2400),
+    "zerovision/delivery": (3241, 2400),
     "zerovision/extras": (1515, 1300),
 }
 ELSEWHERE = {"zerovision/commands": "scripts"}  # in whose room such a folder counts

@@ -34,7 +34,7 @@ from zerovision.training.checkpoint.weights import load_model, preprocess
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.engines.deepspeed_config import read_strategy_json
-from zerovision.training.tasks.scores import SampleRecorder, sample_losses
+from zerovision.training.tasks.labels import OneLabel
 from zerovision.training.world.world import World
 
 EPOCHS = 3
@@ -380,15 +380,15 @@ def test_every_ranks_memory_and_the_time_of_evaluation_are_told(run_folder):
 
 def test_scores_of_samples_are_scikit_learns_in_any_order_and_padded(predictions):
     labels, probabilities = predictions
-    recorder = SampleRecorder(10)
+    recorder = OneLabel(10).recorder()
     logits, targets = torch.from_numpy(probabilities).log(), torch.from_numpy(labels)
     # In uneven pieces of a random order, each with padding that must not count.
     for piece in torch.randperm(360, generator=torch.Generator().manual_seed(0)).split(77):
         padded = torch.cat([piece, piece[:5]])
         weights = torch.cat([torch.ones(len(piece)), torch.zeros(5)])
-        losses = sample_losses(logits[padded], targets[padded])
-        losses[-5:] = float("inf")
-        recorder.add(losses, logits[padded], targets[padded], weights, padded)
+        given = logits[padded]
+        given[-5:] = float("inf")
+        recorder.add(given, targets[padded], weights, padded)
     scores = recorder.gather(World(0, 0, 1, 1, torch.device("cpu")))
     details = scores.details
     np.testing.assert_array_equal(details.confusion(10), confusion_matrix(labels, probabilities.argmax(1)))

@@ -38,7 +38,8 @@ def own_run(run, tmp_path, monkeypatch) -> Path:
 def details(confidences: list[float], is_right: list[int]) -> SampleScores:
     labels = 1 - torch.tensor(is_right)
     zeros = torch.zeros_like(labels)
-    return SampleScores(zeros, labels, zeros, zeros.bool(), zeros.double(), torch.tensor(confidences).double())
+    losses, sure = zeros.double(), torch.tensor(confidences).double()
+    return SampleScores(zeros, labels, zeros, zeros.bool(), losses, sure, labels == zeros)
 
 
 @pytest.mark.parametrize(

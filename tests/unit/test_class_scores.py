@@ -30,7 +30,7 @@ from zerovision.training.observe.evaluation import describe_scores
 from zerovision.training.run import run
 from zerovision.training.tasks import scores as task_scores
 from zerovision.training.tasks.class_scores import check_best_by, count_classes, score_of
-from zerovision.training.tasks.scores import SampleRecorder, sample_losses
+from zerovision.training.tasks.labels import OneLabel
 
 SAMPLES, CLASSES = 300, 7
 
@@ -51,12 +51,11 @@ def made_predictions(decimals: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def recorded(labels, logits, batch_size, order):
     """The scores of an evaluation in batches of a size, in an order of them, the last filled up with weight 0."""
-    recorder = SampleRecorder(CLASSES, keeps_probabilities=True)
+    recorder = OneLabel(CLASSES).recorder(keeps_probabilities=True)
     for start in order(range(0, SAMPLES, batch_size)):
         places = torch.arange(start, start + batch_size)
         part, weights = places % SAMPLES, (places < SAMPLES).float()
-        losses = sample_losses(logits[part], labels[part])
-        recorder.add(losses, logits[part], labels[part], weights, part)
+        recorder.add(logits[part], labels[part], weights, part)
     return recorder.gather(ALONE)
 
 

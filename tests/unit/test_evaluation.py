@@ -25,7 +25,8 @@ from zerovision.training.observe.evaluation import (
     read_scores,
     write_scores,
 )
-from zerovision.training.tasks.scores import SampleRecorder, SampleScores, sample_losses
+from zerovision.training.tasks.labels import OneLabel
+from zerovision.training.tasks.scores import SampleScores
 
 NAMES = ["null", "<b>eins</b>", "zw\rei", "drei\n", "vier", "fünf", "六"]
 SAMPLES = 500
@@ -40,10 +41,9 @@ def judged():
     logits = 2 * torch.randn(SAMPLES, len(NAMES), generator=generator)
     logits[torch.arange(SAMPLES), labels] += 2
     logits[:, 6] = -20
-    recorder = SampleRecorder(len(NAMES))
+    recorder = OneLabel(len(NAMES)).recorder()
     for part in torch.arange(SAMPLES).split(64):
-        losses = sample_losses(logits[part], labels[part])
-        recorder.add(losses, logits[part], labels[part], torch.ones(len(part)), part)
+        recorder.add(logits[part], labels[part], torch.ones(len(part)), part)
     scores = recorder.gather(ALONE)
     return labels.numpy(), logits.double(), describe_scores(scores, NAMES, lambda index: f"image\r{index}")
 
@@ -92,7 +92,7 @@ def test_calibration_is_scikit_learns(judged):
 def test_a_confidence_between_two_bins_belongs_to_the_lower_one():
     confidences = np.linspace(0, 1, 16)[1:]
     ones = torch.ones(15, dtype=torch.int64)
-    details = SampleScores(ones, ones, ones, ones.bool(), ones.double(), torch.from_numpy(confidences))
+    details = SampleScores(ones, ones, ones, ones.bool(), ones.double(), torch.from_numpy(confidences), ones.bool())
     assert [one["samples"] for one in calibration_bins(details)] == [1] * 15
     assert [one["confidence"] for one in calibration_bins(details)] == confidences.tolist()
 
@@ -197,11 +197,11 @@ def test_no_other_folder_is_replaced(tmp_path: Path):
 
 def test_many_classes_get_a_table_of_pairs(tmp_path: Path):
     names = [f"class {number}" for number in range(1001)]
-    recorder = SampleRecorder(len(names))
+    recorder = OneLabel(len(names)).recorder()
     labels = torch.tensor([1000, 3])
     logits = torch.zeros(2, len(names))
     logits[:, 7] = 1.0
-    recorder.add(sample_losses(logits, labels), logits, labels, torch.ones(2), torch.arange(2))
+    recorder.add(logits, labels, torch.ones(2), torch.arange(2))
     facts = describe_scores(recorder.gather(ALONE), names, str)
     write_evaluation(tmp_path / "e", facts, image)
     text = (tmp_path / "e" / "confusion.csv").read_text(encoding="utf-8")

@@ -33,6 +33,7 @@ from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, write_class_map
+from zerovision.training.tasks.labels import OneLabel
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CROPPED = Preprocessing(IMAGE_SIZE, 21, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5), interpolation="bicubic")
@@ -282,7 +283,8 @@ def test_a_class_map_of_another_model_is_not_overwritten(run_folder, monkeypatch
 def check_images(count=40):
     torch.manual_seed(0)
     logits, labels = torch.randn(count, 10), torch.arange(count) % 10
-    return CheckImages(torch.arange(count, dtype=torch.float32)[:, None], labels, logits, "made up")
+    images = torch.arange(count, dtype=torch.float32)[:, None]
+    return CheckImages(images, labels, logits, "made up", OneLabel(10))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def check_images(count=40):
 )
 def test_a_file_that_differs_is_refused(change, precision, message):
     check = check_images()
-    exact = CheckImages(check.images, check.logits.argmax(1), check.logits, check.name)
+    exact = CheckImages(check.images, check.logits.argmax(1), check.logits, check.name, check.task)
 
     def run(batch):
         return change(exact.logits[batch[:, 0].long()], batch)
@@ -310,7 +312,7 @@ def test_a_file_that_differs_is_refused(change, precision, message):
 
 def test_a_loss_of_exactly_what_is_allowed_passes():
     logits = torch.eye(10).repeat(10, 1)
-    check = CheckImages(torch.arange(100.0)[:, None], logits.argmax(1), logits, "made up")
+    check = CheckImages(torch.arange(100.0)[:, None], logits.argmax(1), logits, "made up", OneLabel(logits.shape[1]))
     wrong = logits.clone()
     wrong[0] = wrong[0].flip(0)
     agreement = compare(lambda batch: wrong[batch[:, 0].long()], check, 100)

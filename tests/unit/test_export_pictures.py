@@ -30,6 +30,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.small_files import sha256_of
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import evaluation_geometry, evaluation_transform
+from zerovision.training.tasks.labels import OneLabel
 
 RESIZES_BYTES = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 SIDES = [(1, 1), (30, 40), (48, 31), (32, 32), (9, 180), (640, 481), (2, 43), (31, 700), (1500, 1100)]
@@ -47,9 +48,8 @@ def from_pictures(
 ) -> FromPictures:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    return FromPictures(
-        network, {"preprocessing": preprocessing(fit, filter_name, shape), "extra": {}}, calibration
-    ).eval()
+    metadata = {"preprocessing": preprocessing(fit, filter_name, shape), "class_names": list("abcde"), "extra": {}}
+    return FromPictures(network, metadata, calibration).eval()
 
 
 @pytest.mark.parametrize("filter_name", ["bilinear", "bicubic"])
@@ -80,7 +80,8 @@ def test_a_wrong_pixel_and_a_wrong_answer_are_refused():
     images = torch.stack([transform(picture.permute(2, 0, 1)) for picture in pictures])
     with torch.no_grad():
         logits = module.network(images)
-    check = CheckImages(images, logits.argmax(1), logits, "made up", picture=pictures.__getitem__)
+    known = (logits.argmax(1), logits, "made up", OneLabel(logits.shape[1]))
+    check = CheckImages(images, *known, picture=pictures.__getitem__)
     job = SimpleNamespace(module=module, check=check, settings=SimpleNamespace(batch_size=5))
     agreement = compare_pictures(lambda batch: module(batch)[0], job)
     assert agreement.difference < 1e-3

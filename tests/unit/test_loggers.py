@@ -61,7 +61,8 @@ RUN = RunPoint(
 )
 INDICES = torch.arange(2)
 DETAILS = SampleScores(
-    INDICES, INDICES, INDICES, torch.ones(2, dtype=torch.bool), torch.tensor([0.2, 0.4]), torch.tensor([0.8, 0.7])
+    *(INDICES, INDICES, INDICES, torch.ones(2, dtype=torch.bool)),
+    *(torch.tensor([0.2, 0.4]), torch.tensor([0.8, 0.7]), torch.ones(2, dtype=torch.bool)),
 )
 EPOCH = EpochPoint(
     epoch=2,

@@ -35,7 +35,7 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.values import OF_ONE_RUN, launch_command
 from zerovision.training.observe.evaluation import describe_scores, write_scores
-from zerovision.training.tasks.scores import SampleRecorder, sample_losses
+from zerovision.training.tasks.labels import OneLabel
 from zerovision.training.world.world import World
 
 ENVIRONMENT = {
@@ -74,9 +74,9 @@ def run(tmp_path: Path) -> Path:
         preprocessing=preprocessing,
         extra={"epoch": 3},
     )
-    recorder = SampleRecorder(2)
+    recorder = OneLabel(2).recorder()
     logits, labels = torch.tensor([[2.0, 0.0], [0.5, 1.0], [1.0, 0.0]]), torch.tensor([0, 1, 1])
-    recorder.add(sample_losses(logits, labels), logits, labels, torch.ones(3), torch.arange(3))
+    recorder.add(logits, labels, torch.ones(3), torch.arange(3))
     scores = recorder.gather(World(0, 0, 1, 1, torch.device("cpu")))
     write_scores(tmp_path / "evaluation", {"epoch": 3, "split": "val"} | describe_scores(scores, names, str))
     return tmp_path

@@ -35,8 +35,8 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.run import run as train
 from zerovision.training.tasks.labels import build_loss
-from zerovision.training.tasks.multilabel import best_thresholds
-from zerovision.training.tasks.scores import SampleRecorder, ScoreSums, sample_losses
+from zerovision.training.tasks.multilabel import SeveralLabels, best_thresholds, several_loss
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.network_interfaces import free_port
 
 __all__ = ["call"]  # a fixture
@@ -135,7 +135,7 @@ def test_the_loss_is_pytorchs():
     generator = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(5, 4, generator=generator), (torch.rand(5, 4, generator=generator) < 0.4).float()
     config = check_config(TrainConfig(task="multilabel", label_smoothing=0.2), FLAG_OF)
-    loss = build_loss(config, ["a", "b", "c", "d"], [1] * 4, logits.device, is_multilabel=True)
+    loss = build_loss(config, ["a", "b", "c", "d"], [1] * 4, logits.device, build=several_loss)
     batch = Batch(torch.empty(5), torch.zeros(5).long(), torch.ones(5), torch.arange(5), targets=targets)
     expected = torch.nn.BCEWithLogitsLoss(reduction="none")(logits, targets * 0.8 + 0.1).mean(1)
     torch.testing.assert_close(loss(logits, batch), expected)
@@ -149,12 +149,13 @@ def judged():
     sets[:, 3], sets[:, 4], sets[0, :3] = 0, 1, 0
     labels = torch.randint(16, (200,), generator=generator)
     logits = (torch.randn(200, 5, generator=generator) + sets[labels]).mul(4).round().div(4) + torch.arange(5) / 100
-    recorder, sums = SampleRecorder(5, label_sets=sets), ScoreSums(5, labels.device, sets)
+    task, sums = SeveralLabels(5, sets=sets), ScoreSums(5, labels.device, sets)
+    recorder = task.recorder()
     for part in torch.arange(200).flip(0).split(64):
         weights = torch.where(part == 7, 0.0, 1.0)
-        batch = (sample_losses(logits[part], labels[part], sets), logits[part], labels[part], weights)
+        batch = (logits[part], labels[part], weights)
         recorder.add(*batch, part)
-        sums.add(*batch)
+        sums.add(task.sample_losses(*batch[:2]), *batch)
     kept = torch.arange(200) != 7
     return sets[labels][kept].numpy(), logits[kept], recorder.gather(ALONE), sums.reduce(ALONE)
 
@@ -166,9 +167,8 @@ def test_scores_are_scikit_learns(judged):
     expected = average_precision_score(targets[:, own], probabilities[:, own])
     assert scores.areas.map == pytest.approx(expected, rel=1e-14)
     assert scores.areas.auroc == pytest.approx(roc_auc_score(targets[:, both], probabilities[:, both]), rel=1e-14)
-    several = scores.multilabel
-    predicted = probabilities >= several.thresholds
-    np.testing.assert_array_equal(several.counts().f1, f1_score(targets, predicted, average=None, zero_division=0))
+    predicted = probabilities >= scores.thresholds
+    np.testing.assert_array_equal(scores.counts.f1, f1_score(targets, predicted, average=None, zero_division=0))
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(targets))
     assert scores.loss == pytest.approx(float(expected), rel=1e-6)
     first = logits.argmax(1)
@@ -182,8 +182,8 @@ def test_thresholds_have_the_highest_f1(judged):
     for number in (0, 1, 2, 4):
         precision, recall, _ = precision_recall_curve(targets[:, number], probabilities[:, number])
         best = np.nanmax(2 * precision * recall / np.maximum(precision + recall, 1e-9))
-        assert scores.multilabel.counts().f1[number] == pytest.approx(best)
-    assert scores.multilabel.thresholds[3] == 0.5
+        assert scores.counts.f1[number] == pytest.approx(best)
+    assert scores.thresholds[3] == 0.5
     found = best_thresholds(np.array([[True], [True], [False]]), np.array([[0.9], [0.5], [0.25]], dtype=np.float32))
     assert found.tolist() == [0.375]
 

@@ -14,7 +14,7 @@ from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation
 from zerovision.training.data.batch_transforms import BatchTransforms
 from zerovision.training.data.mixing import Mixing
 from zerovision.training.data.transfer import to_device
-from zerovision.training.tasks.scores import SampleRecorder
+from zerovision.training.tasks.labels import OneLabel
 
 BATCH, SIZE = 4, 8
 GPU = torch.device("cuda", 0)
@@ -82,8 +82,8 @@ def test_a_batch_is_mixed_without_a_wait(copies, kind):
 
 
 def test_an_evaluation_does_not_wait_for_its_indices(copies):
-    losses, logits, labels = torch.empty(BATCH, device=GPU), torch.empty(BATCH, 6, device=GPU), torch.arange(BATCH)
-    SampleRecorder(6).add(losses, logits, to_device(labels, GPU), torch.ones(BATCH, device=GPU), torch.arange(BATCH))
+    logits, labels = torch.empty(BATCH, 6, device=GPU), torch.arange(BATCH)
+    OneLabel(6).recorder().add(logits, to_device(labels, GPU), torch.ones(BATCH, device=GPU), torch.arange(BATCH))
     assert copies.can_run_beside == [True, True]
 
 

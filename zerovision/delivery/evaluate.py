@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from zerovision.delivery.evaluation_files import write_evaluation
 from zerovision.delivery.fit_calibration import Calibrator, read_reject
 from zerovision.delivery.settings import EvaluateSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model, slug
-from zerovision.delivery.views import checked_views, mean_log_probabilities
+from zerovision.delivery.views import checked_views, log_probabilities_of
 from zerovision.training.base.atomic_write import errors_of_writing
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.points import show_score
@@ -42,8 +41,7 @@ from zerovision.training.observe.console import open_console
 from zerovision.training.observe.evaluation import check_replaceable, describe_scores, read_scores
 from zerovision.training.observe.new_run import remove_leftovers_of_run
 from zerovision.training.tasks.class_scores import keeps_probabilities
-from zerovision.training.tasks.multilabel import thresholds_of
-from zerovision.training.tasks.scores import SampleRecorder, Scores, sample_losses
+from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world
@@ -149,8 +147,8 @@ def _prepare(
         agreed(lambda: check_replaceable(folder), world)
     if model.run is not None and world.is_main:
         remove_leftovers_of_run(model.run)
-    if settings.reject and thresholds_of(metadata) is not None:
-        raise UserError("--reject is for one label: the model has a threshold for each of its classes.")
+    if settings.reject:
+        data.task.check_use("--reject is", "the model has a threshold for each of its classes")
     calibration = None if settings.reject else agreed(lambda: read_calibration(model.weights), world)
     calibrator = None
     if settings.reject or (calibration is not None and views == calibration.views):
@@ -211,14 +209,9 @@ def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
     loader.watch(is_on=data.trained_images is not None)
     network = under_autocast(evaluation.module, evaluation.precision, device)
     label_map = data.label_map.to(device)
-    label_sets = None if data.label_sets is None else data.label_sets.to(device)
-    classes, thresholds = len(evaluation.metadata["class_names"]), thresholds_of(evaluation.metadata)
-    recorder = partial(SampleRecorder, classes, label_sets=label_sets, thresholds=thresholds)
-    plain, of_views, trained_on = (
-        recorder(keeps_probabilities=evaluation.keeps_probabilities),
-        recorder(),
-        recorder(),
-    )
+    task = data.task.to(device)
+    plain = task.recorder(keeps_probabilities=evaluation.keeps_probabilities)
+    of_views, trained_on = task.recorder(), task.recorder()
     console = open_console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 
@@ -227,13 +220,13 @@ def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
                 logits, labels = network(batch.images), label_map[batch.labels]
                 known = _trained_on(data, batch).to(device)
-                losses, fresh = sample_losses(logits, labels, label_sets), batch.weights * ~known
-                plain.add(losses, logits, labels, fresh, batch.indices)
-                trained_on.add(losses, logits, labels, batch.weights * known, batch.indices)
+                fresh = batch.weights * ~known
+                plain.add(logits, labels, fresh, batch.indices)
+                trained_on.add(logits, labels, batch.weights * known, batch.indices)
                 mean = logits
                 if views.are_several:
-                    mean = mean_log_probabilities(network, batch.images, logits, views)
-                    of_views.add(sample_losses(mean, labels), mean, labels, fresh, batch.indices)
+                    mean = log_probabilities_of(network, batch.images, logits, views)
+                    of_views.add(mean, labels, fresh, batch.indices)
                 if evaluation.calibrator is not None:
                     evaluation.calibrator.add(mean, labels, fresh, batch.indices)
 

@@ -23,8 +23,8 @@ from zerovision.training.data.class_names import clean
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.division import parts_there
 from zerovision.training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
-from zerovision.training.data.settings import MULTILABEL
-from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.labels import OneLabel
+from zerovision.training.tasks.of_weights import task_of
 
 NAMES_IN_MESSAGE = 5
 LOOKED_AT_PIXELS = 64  # of files that are audited: larger ones are decoded at about that size
@@ -39,7 +39,7 @@ class EvaluationData:
         data: what was asked for, such as "digits", or the full path of a folder; of the run's own what it was given.
         split: "val", "test", "train" or "all".
         label_map: int64 [labels of the data], the model's number of each class; of several labels, of each set.
-        label_sets: float32 [sets, classes of the model]; None if each image has one label.
+        task: of judging them.
         is_own: whether the run was trained on it.
         trained_images: what the run was trained on, if some of the images may be among it.
         notes: lines for the user.
@@ -49,10 +49,10 @@ class EvaluationData:
     data: str
     split: str
     label_map: torch.Tensor
+    task: OneLabel
     is_own: bool
     trained_images: TrainedImages | None = None
     notes: tuple[str, ...] = ()
-    label_sets: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def load_evaluation_data(
     trained_on = config.data if config else ""
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
-    if thresholds_of(metadata) is not None:
-        options = dataclasses.replace(options, task=MULTILABEL)
+    options = dataclasses.replace(options, task=task_of(metadata).name)
     listed = cache(lambda: list_images(options))  # once, also where its files tell whether it is the run's
     divided = cache(lambda: load_data(options, images=listed()))
     is_own = _is_own(data, trained_on, known, divided)
@@ -128,15 +127,11 @@ def load_evaluation_data(
     part = datasets.parts.get(split, datasets.val)
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
     label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
-    label_sets = None
-    if datasets.label_sets is not None:
-        targets = datasets.label_sets.targets
-        label_sets = torch.zeros(len(targets), len(metadata["class_names"])).index_copy_(1, label_map, targets)
-        label_map = torch.arange(len(targets))
+    task, label_map = task_of(metadata).of_data(datasets, label_map)
     may_be_trained_on = known.images and (is_changed or not is_own or split == "train")
     trained = TrainedImages(known.images) if may_be_trained_on else None
     judged = dataclasses.replace(datasets, val=seen_as)
-    return EvaluationData(judged, name, split, label_map, is_own, trained, tuple(notes), label_sets)
+    return EvaluationData(judged, name, split, label_map, task, is_own, trained, tuple(notes))
 
 
 def _is_path(data: str) -> bool:

@@ -26,7 +26,8 @@ from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.small_files import sha256_of
 from zerovision.training.observe.evaluation import calibration_bins, expected_calibration_error
 from zerovision.training.tasks.class_scores import MOST_PROBABILITY_BYTES
-from zerovision.training.tasks.scores import LOSS_UNIT, SampleRecorder, SampleScores, Scores, sample_losses
+from zerovision.training.tasks.labels import OneLabel
+from zerovision.training.tasks.scores import LOSS_UNIT, SampleScores, Scores
 from zerovision.training.world.collectives import agreed, sum_over_ranks
 from zerovision.training.world.world import World
 
@@ -87,11 +88,11 @@ class Calibrator:
         Raises:
             UserError: on all ranks, if there are no images, or no threshold gives the accuracy.
         """
-        known, recorder = self._known, SampleRecorder(num_classes)
+        known, recorder = self._known, OneLabel(num_classes).recorder()
         temperature = known.temperature if known else _fit_temperature(self._batches, world)
         for logits, labels, *others in self._batches:
             scaled = logits / temperature
-            recorder.add(sample_losses(scaled, labels), scaled, labels, *others)
+            recorder.add(scaled, labels, *others)
         scores = recorder.gather(world)
 
         def conclude() -> dict[str, Any]:

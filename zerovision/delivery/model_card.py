@@ -39,7 +39,7 @@ from zerovision.training.config.values import (
 from zerovision.training.data.settings import DataSettings
 from zerovision.training.data.values import BYTES
 from zerovision.training.recipe.settings import RecipeSettings
-from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.of_weights import task_of
 from zerovision.training.tasks.settings import TaskSettings
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
@@ -98,7 +98,7 @@ def write_model_card(run: Path) -> Path | None:
         best_by=config.best_by,
         environment=environment,
         calibration=files.calibration and files.calibration.facts,
-        thresholds=thresholds_of(metadata),
+        thresholds=task_of(metadata).thresholds,
         scores=scores,
         test_scores=test_scores,
         description=description.to_dict(),

@@ -35,7 +35,7 @@ from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.data.reading.retry import entries_of, is_folder, patiently
 from zerovision.training.data.settings import NUMBERS
-from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.of_weights import task_of
 from zerovision.training.world.preserved_process import preserved_torch_settings
 from zerovision.training.world.world import use_exact_fp32
 
@@ -161,7 +161,7 @@ def load_predictor(settings: PredictSettings) -> Predictor:
 
 def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[Prediction]:
     """Yield the prediction of each entry, in order; entries are read `batch_size` at a time."""
-    class_names = predictor.metadata["class_names"]
+    class_names, task = predictor.metadata["class_names"], task_of(predictor.metadata)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
         try:
@@ -176,19 +176,18 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
             images = list(pool.map(read, batch))
             readable = [image[0] for image in images if not isinstance(image, ImageError)]
             best = iter(_top_classes(predictor, torch.stack(readable)) if readable else [])
-            several = thresholds_of(predictor.metadata)
             for (path, _), image in zip(batch, images, strict=True):
                 if isinstance(image, ImageError):
                     yield Prediction(path, [], [], error=image.reason)
                 else:
                     probabilities, classes, picture, every = next(best)
                     labels = [class_names[number] for number in classes]
-                    known = predictor.calibration
-                    is_rejected, chosen = None if known is None else probabilities[0] < known.threshold, None
-                    if several is not None:
-                        chosen = [class_names[number] for number in np.flatnonzero(every >= several)]
+                    known, chosen = predictor.calibration, task.chosen(every)
+                    is_rejected = None if known is None else probabilities[0] < known.threshold
+                    if chosen is not None:
                         is_rejected = not chosen
-                    found = (labels, probabilities, image[1], "", picture, is_rejected, chosen)
+                    several = None if chosen is None else [class_names[number] for number in chosen]
+                    found = (labels, probabilities, image[1], "", picture, is_rejected, several)
                     yield Prediction(path, *found)
 
 
@@ -203,9 +202,8 @@ def _top_classes(
     with _SETTINGS, preserved_torch_settings():
         limit_threads()
         use_exact_fp32()
-        is_multilabel = thresholds_of(predictor.metadata) is not None
-        asked = (predictor.views, predictor.calibration)
-        probabilities = probabilities_of(module, images, *asked, is_multilabel=is_multilabel)
+        asked = (predictor.views, predictor.calibration, task_of(predictor.metadata))
+        probabilities = probabilities_of(module, images, *asked)
         best = probabilities.topk(min(predictor.settings.top_k, probabilities.shape[1]), dim=1)
         if predictor.explains:
             maps = activation_maps(module, images, best.indices[:, 0])

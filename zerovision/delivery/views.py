@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import nn
 from zerovision.delivery.calibration import Calibration, Views
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
-from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.labels import OneLabel, mean_log_probabilities
+from zerovision.training.tasks.of_weights import task_of
 
 
 def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Views:
@@ -23,16 +23,14 @@ def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Vi
     """
     size = metadata["preprocessing"].image_size
     farthest = min(sides(size)) - 1
-    if (flip or shift_pixels) and thresholds_of(metadata) is not None:
-        raise UserError("--flip and --shift-pixels are for one label: the thresholds are of plain images.")
+    if flip or shift_pixels:
+        task_of(metadata).check_use("--flip and --shift-pixels are", "the thresholds are of plain images")
     if not 0 <= shift_pixels <= farthest:
         raise UserError(f"--shift-pixels {shift_pixels}: images of {size} pixels can be shifted by 0 to {farthest}.")
     return Views(flip, shift_pixels)
 
 
-def mean_log_probabilities(
-    network: nn.Module, images: torch.Tensor, logits: torch.Tensor, views: Views
-) -> torch.Tensor:
+def log_probabilities_of(network: nn.Module, images: torch.Tensor, logits: torch.Tensor, views: Views) -> torch.Tensor:
     """Return the logarithm of the weighted mean of all views' probabilities, float32 [B, classes].
 
     Args:
@@ -41,24 +39,16 @@ def mean_log_probabilities(
         logits: what the network made of the images.
         views: the views.
     """
-    weighted = []
-    for weight, view in _views(images, views):
-        of_view = logits if view is images else network(view)
-        weighted.append(of_view.float().log_softmax(1) + math.log(weight))
-    return torch.stack(weighted).logsumexp(0)
+    of_views = _views(images, views)
+    return mean_log_probabilities((weight, logits if view is images else network(view)) for weight, view in of_views)
 
 
 def probabilities_of(
-    network: nn.Module, images: torch.Tensor, views: Views, calibration: Calibration | None, *, is_multilabel: bool
+    network: nn.Module, images: torch.Tensor, views: Views, calibration: Calibration | None, task: OneLabel
 ) -> torch.Tensor:
-    """Return what `predict` says of images, float32 [B, classes]; arguments as of `mean_log_probabilities`."""
-    logits = network(images)
-    if is_multilabel:
-        return logits.float().sigmoid()
-    logarithms = mean_log_probabilities(network, images, logits, views)
-    if calibration is not None:
-        logarithms = (logarithms / calibration.temperature).log_softmax(1)
-    return logarithms.exp()
+    """Return what `predict` says of images, float32 [B, classes]; arguments as of `log_probabilities_of`."""
+    weighted = [(weight, network(view)) for weight, view in _views(images, views)]
+    return task.mean_probabilities(weighted, None if calibration is None else calibration.temperature)
 
 
 def _views(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:

@@ -24,7 +24,7 @@ from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.tasks.class_scores import score_of
-from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.of_weights import task_of
 from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import agreed, broadcast_object
 
@@ -55,7 +55,7 @@ def judge_test(context: Run, loop: TrainContext) -> None:
         return
     try:
         module, metadata = agreed(lambda: load_model(folder.weights), world)
-        loop = dataclasses.replace(loop, thresholds=thresholds_of(metadata))
+        loop = dataclasses.replace(loop, thresholds=task_of(metadata).thresholds)
         network = under_autocast(module.to(world.device), context.precision, world.device)
         scores = _score(context, loop, network)
     except UserError as error:

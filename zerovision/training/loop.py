@@ -19,7 +19,8 @@ from zerovision.training.engines.engine import Engine
 from zerovision.training.steps.accumulate import StepInput
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.steps.epoch_observer import EpochObserver, EpochResult
-from zerovision.training.tasks.scores import SampleRecorder, Scores, sample_losses
+from zerovision.training.tasks.of_weights import task_of_labels
+from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import error_on_any_rank
 from zerovision.training.world.signals import FAILED
 
@@ -74,19 +75,13 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         UserError: on all ranks, if an image on any rank cannot be read.
     """
     engine.module.eval()
-    label_sets = context.label_sets
-    recorder = SampleRecorder(
-        context.num_classes,
-        keeps_probabilities=context.keeps_probabilities,
-        label_sets=label_sets,
-        thresholds=context.thresholds,
-    )
+    task = task_of_labels(context.num_classes, context.label_sets, context.thresholds)
+    recorder = task.recorder(keeps_probabilities=context.keeps_probabilities)
     neighbours, stop_signal = context.neighbours, 0
 
     def record(batch: Batch, outputs: torch.Tensor) -> None:
         logits = outputs if neighbours is None else neighbours.log_probabilities(outputs)
-        losses = sample_losses(logits, batch.labels, label_sets)
-        recorder.add(losses, logits, batch.labels, batch.weights, batch.indices)
+        recorder.add(logits, batch.labels, batch.weights, batch.indices)
 
     forward = partial(forward_all, engine.outputs, context=context, is_interruptible=is_interruptible)
     if neighbours is not None:

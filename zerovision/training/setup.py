@@ -53,6 +53,7 @@ from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.class_scores import check_best_by
 from zerovision.training.tasks.contrast import MOST_COMPARED, VIEWS, GradientCache, Neighbours
 from zerovision.training.tasks.labels import build_loss
+from zerovision.training.tasks.multilabel import several_loss
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.teacher import Teacher, load_teacher
 from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
@@ -232,9 +233,8 @@ def _build_step(config: TrainConfig, data: DatasetPair, plan: BatchPlan, world: 
         raise UserError(f"--data {config.data}: {cause} cannot weight single images: leave out the column weight.")
     if config.is_contrastive:
         return GradientCache(world.data, plan.leaves, config.temperature, len(data.class_names))
-    is_multilabel = data.label_sets is not None
     told = (config, data.class_names, data.train_counts, world.device)
-    loss = build_loss(*told, is_multilabel=is_multilabel, teacher=teacher)
+    loss = build_loss(*told, build=None if data.label_sets is None else several_loss, teacher=teacher)
     return Pipelined(loss) if config.has_stages else Accumulate(loss)
 
 

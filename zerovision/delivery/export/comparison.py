@@ -153,8 +153,8 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
         return _logarithms(answers)
 
     def expect(images: torch.Tensor) -> torch.Tensor:
-        asked = (module.views, module.calibration)
-        return probabilities_of(module.network, images, *asked, is_multilabel=module.is_multilabel)
+        asked = (module.views, module.calibration, module.task)
+        return probabilities_of(module.network, images, *asked)
 
     expected = _logarithms(run_in_batches(expect, check.images, job.settings.batch_size))
     numbered = dataclasses.replace(check, images=torch.arange(len(check))[:, None], logits=expected)

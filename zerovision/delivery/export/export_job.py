@@ -21,6 +21,7 @@ from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reading.images import ImageError
+from zerovision.training.tasks.labels import OneLabel
 
 # From images float32 [B, C, S, S] to logits float32 [B, classes], both on the CPU; B is free.
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -37,7 +38,7 @@ class CheckImages:
         labels: int64 [N], classes of the model.
         logits: float32 [N, classes], of the PyTorch module in fp32.
         name: of the data, such as "digits, val".
-        label_sets: as of `zerovision.delivery.evaluation_data.EvaluationData`.
+        task: as of `zerovision.delivery.evaluation_data.EvaluationData`.
         picture: of a number, as decoded, uint8 [H, W, C]; None if they are not pictures.
     """
 
@@ -45,7 +46,7 @@ class CheckImages:
     labels: torch.Tensor
     logits: torch.Tensor
     name: str
-    label_sets: torch.Tensor | None = None
+    task: OneLabel
     picture: Callable[[int], torch.Tensor] | None = None
 
     def __len__(self) -> int:
@@ -53,8 +54,7 @@ class CheckImages:
 
     def is_right(self, logits: torch.Tensor) -> torch.Tensor:
         """Return whether the highest logit [N, classes] of an image is its class, or one of them: bool [N]."""
-        best = logits.argmax(1)
-        return best == self.labels if self.label_sets is None else self.label_sets[self.labels, best] > 0
+        return self.task.hits(logits.argmax(1, keepdim=True), self.labels)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
     def picture(number: int) -> torch.Tensor:
         return dataset.source.read(indices[number]).permute(1, 2, 0).contiguous()
 
-    return CheckImages(images, labels, logits, f"{data.data}, {data.split}", data.label_sets, picture)
+    return CheckImages(images, labels, logits, f"{data.data}, {data.split}", data.task, picture)
 
 
 def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:

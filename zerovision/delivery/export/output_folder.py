@@ -15,7 +15,7 @@ from zerovision.training.base.atomic_write import errors_of_writing, remove_left
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map
 from zerovision.training.data.values import BYTES
-from zerovision.training.tasks.multilabel import THRESHOLDS, thresholds_of
+from zerovision.training.tasks.of_weights import THRESHOLDS, task_of
 
 PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME, SHRINK_TO = "images", "logits", "shrink_to"
@@ -80,10 +80,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     preprocessing = metadata["preprocessing"]
     height, width = preprocessing.sides
     resize_size, channels = preprocessing.resize_size, preprocessing.channels
-    thresholds = thresholds_of(metadata)
-    function = (
-        "softmax over the classes" if thresholds is None else "sigmoid of each class, above its threshold or not,"
-    )
+    task = task_of(metadata)
     names, conversion = CHANNELS.get(channels, OTHER_CHANNELS)
     values = preprocessing.values
     division, value_range = VALUES[values]
@@ -133,8 +130,8 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
             "name": OUTPUT_NAME,
             "dtype": "float32",
             "shape": ["batch", len(metadata["class_names"])],
-            "meaning": f"{function} gives probabilities; their order is that of class_names",
-            **({} if thresholds is None else {THRESHOLDS: thresholds.tolist()}),
+            "meaning": f"{task.output} gives probabilities; their order is that of class_names",
+            **({} if task.thresholds is None else {THRESHOLDS: task.thresholds.tolist()}),
         },
         "steps": [
             *before,

@@ -20,7 +20,7 @@ from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.thin_images import FILTERS, resize_weights
 from zerovision.training.data.values import BYTES
-from zerovision.training.tasks.multilabel import thresholds_of
+from zerovision.training.tasks.of_weights import task_of
 
 PICTURES, ANSWERS = "pictures", ("probabilities", "class")
 WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # of PyTorch's whole-numbered weights, the sign not counted; of their fractions
@@ -52,7 +52,7 @@ class FromPictures(nn.Module):
                 f"--with-preprocessing: the model takes {values} values, resized by {filter_name}; a file can take "
                 f"{BYTES}, resized by {' or '.join(mode.value for mode in FILTERS)}: leave it out."
             )
-        self.is_multilabel = thresholds_of(metadata) is not None
+        self.task = task_of(metadata)
         self.views = calibration.views if calibration else PLAIN
         for name in ("mean", "std"):  # vectors, which stay as they are where matrices are stored in 16 bits
             self.register_buffer(name, torch.tensor(getattr(self.preprocessing, name)), persistent=False)
@@ -64,8 +64,8 @@ class FromPictures(nn.Module):
 
         The class is the most probable one, or -1 if its probability is below the calibration's threshold.
         """
-        images, asked = self.prepared(pictures), (self.views, self.calibration)
-        probabilities = probabilities_of(self.network, images, *asked, is_multilabel=self.is_multilabel)
+        images, asked = self.prepared(pictures), (self.views, self.calibration, self.task)
+        probabilities = probabilities_of(self.network, images, *asked)
         highest, classes = probabilities.max(1)
         threshold = self.calibration.threshold if self.calibration else 0.0
         return probabilities, torch.where(highest < threshold, -1, classes)

@@ -17,7 +17,7 @@ from zerovision.training.checkpoint.manifest import Manifest
 from zerovision.training.checkpoint.weights import read_metadata, save_weights, write_class_map
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
-from zerovision.training.tasks.multilabel import THRESHOLDS
+from zerovision.training.tasks.of_weights import THRESHOLDS
 from zerovision.training.tasks.scores import Scores
 
 
@@ -50,7 +50,7 @@ def write_best(
         scores: of the validation set.
     """
 
-    thresholds = {} if scores.multilabel is None else {THRESHOLDS: scores.multilabel.thresholds.tolist()}
+    thresholds = {} if scores.thresholds is None else {THRESHOLDS: scores.thresholds.tolist()}
 
     def write() -> None:
         save_weights(

@@ -45,14 +45,12 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
     if details is None:
         raise ValueError("these scores have no details: take those of an evaluation")
     counts = count_classes(scores, len(class_names))
-    classes, several = class_scores(counts, class_names), scores.multilabel
-    if several is not None:
-        classes = [
-            one | {"threshold": float(threshold)} for one, threshold in zip(classes, several.thresholds, strict=True)
-        ]
+    classes, thresholds = class_scores(counts, class_names), scores.thresholds
+    if thresholds is not None:
+        classes = [one | {"threshold": float(threshold)} for one, threshold in zip(classes, thresholds, strict=True)]
     bins = calibration_bins(details)
     return {
-        **({} if several is None else {"task": MULTILABEL}),
+        **({} if thresholds is None else {"task": MULTILABEL}),
         "samples": scores.samples,
         "loss": scores.loss,
         "loss_standard_error": float(details.losses.numpy().std()) / scores.samples**0.5 if scores.samples else 0.0,
@@ -65,9 +63,9 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         "weighted": _average(classes, [one["support"] for one in classes]),
         "classes": classes,
         "calibration": bins,
-        "confusion": confusion_cells(details, len(class_names)) if several is None else [],
-        "worst": worst_samples(details, name_of) if several is None else [],
-        "typical": typical_samples(details, name_of) if several is None else [],
+        "confusion": confusion_cells(details, len(class_names)) if thresholds is None else [],
+        "worst": worst_samples(details, name_of) if thresholds is None else [],
+        "typical": typical_samples(details, name_of) if thresholds is None else [],
         "judged": judged_images(details, name_of),
     }
 

@@ -17,8 +17,8 @@ MOST_PROBABILITY_BYTES = 4 * 2**30  # of one rank
 
 def count_classes(scores: Scores, num_classes: int) -> ClassCounts:
     """Count the samples of each class, of an evaluation with details."""
-    if scores.multilabel is not None:
-        return scores.multilabel.counts()
+    if scores.counts is not None:
+        return scores.counts
     details = scores.details
     assert details is not None
     columns = (details.labels[details.is_right], details.labels, details.predictions)

@@ -1,23 +1,103 @@
-"""The training loss of each sample, of hard or soft targets."""
+"""One label of each image: probabilities and scores, and the training loss of each sample, of hard or soft targets."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from zerovision.models.ensemble import mean_over_members
 from zerovision.training.base.errors import UserError
+from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.reader import Batch
 from zerovision.training.tasks import read_distill
 from zerovision.training.tasks.class_weights import class_weights
-from zerovision.training.tasks.multilabel import multilabel_losses
+from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, sample_losses
 from zerovision.training.tasks.settings import TaskSettings
+from zerovision.training.world.world import World
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
+
+
+class OneLabel:
+    """Each image is of one class; what else may be learned is a subclass.
+
+    Args:
+        num_classes: C.
+
+    Attributes:
+        name: of `--task`.
+        output: what makes probabilities of logits, in words.
+        thresholds: float64 [C], the probability from which on a class is predicted; None if one is, the most probable.
+    """
+
+    name: Literal["multiclass", "multilabel"] = "multiclass"
+    output = "softmax over the classes"
+    thresholds: np.ndarray | None = None
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+
+    def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
+        """Return the task of judging images by labels, and what the model's classes know these by.
+
+        Args:
+            data: the images.
+            numbers: int64, the model's number of each of their classes.
+        """
+        return self, numbers
+
+    def to(self, device: torch.device) -> OneLabel:
+        """Return the task of batches on a device."""
+        return self
+
+    def check_use(self, flags: str, why: str) -> None:
+        """Raise a UserError if these flags are of another task."""
+
+    def hits(self, best: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return which of the best classes, int64 [B, k], are a sample's own: bool [B, k]."""
+        return hits_of(best, labels, None)
+
+    def sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample of an evaluation, float32 [B]."""
+        return sample_losses(logits, labels)
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return those of logits [B, C], float32."""
+        return logits.float().softmax(1)
+
+    def mean_probabilities(
+        self, weighted: Iterable[tuple[float, torch.Tensor]], temperature: float | None
+    ) -> torch.Tensor:
+        """Return what is said of images, float32 [B, C]: of the weight and the logits [B, C] of each view of them."""
+        logarithms = mean_log_probabilities(weighted)
+        if temperature is not None:
+            logarithms = (logarithms / temperature).log_softmax(1)
+        return logarithms.exp()
+
+    def chosen(self, probabilities: np.ndarray) -> list[int] | None:
+        """Return the classes that an image has by its probabilities [C]; None if it has the most probable one."""
+        return None
+
+    def recorder(self, *, keeps_probabilities: bool = False) -> SampleRecorder:
+        """Return what keeps the scores of an evaluation."""
+        return SampleRecorder(self, keeps_probabilities=keeps_probabilities)
+
+    def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
+        """Return scores with what all probabilities give; a collective; the arguments are those of `mean_areas`."""
+        assert scores.details is not None
+        return replace(scores, areas=mean_areas(own, order, scores.details.labels.numpy().__eq__, world))
+
+
+def mean_log_probabilities(weighted: Iterable[tuple[float, torch.Tensor]]) -> torch.Tensor:
+    """Return the logarithm of the weighted mean of probabilities, float32 [B, C], of weights and logits [B, C]."""
+    return torch.stack([logits.float().log_softmax(1) + math.log(weight) for weight, logits in weighted]).logsumexp(0)
 
 
 def build_loss(
@@ -26,7 +106,7 @@ def build_loss(
     counts: Sequence[int],
     device: torch.device,
     *,
-    is_multilabel: bool = False,
+    build: Callable[[TaskSettings, torch.Tensor | None], Loss] | None = None,
     teacher: Callable[[Batch], torch.Tensor] | None = None,
 ) -> Loss:
     """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
@@ -36,7 +116,7 @@ def build_loss(
         class_names: the name of each class.
         counts: training samples of each class.
         device: device of the logits.
-        is_multilabel: whether each class is a yes or no of its own.
+        build: as one of `LOSSES`; None for that of `config.loss`.
         teacher: from a batch to the logits that `config.distill` trains on, float32 [B, C].
 
     Raises:
@@ -44,8 +124,7 @@ def build_loss(
     """
     _check_threshold(config, len(class_names))
     weights = class_weights(config.class_weights, class_names, counts)
-    build = _multilabel_loss if is_multilabel else LOSSES[config.loss]
-    loss = build(config, None if weights is None else torch.tensor(weights, device=device))
+    loss = (build or LOSSES[config.loss])(config, None if weights is None else torch.tensor(weights, device=device))
 
     def of_members(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         return mean_over_members(lambda member: loss(member, batch), logits)
@@ -105,17 +184,6 @@ def _binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) ->
             smoothed = (smoothed > threshold).float()
         losses = F.binary_cross_entropy_with_logits(logits.float(), smoothed, reduction="none").mean(1)
         return losses if weights is None else losses * _sample_weights(batch, weights)
-
-    return loss
-
-
-def _multilabel_loss(config: TaskSettings, _: torch.Tensor | None) -> Loss:
-    """Build the mean over the classes of each one's binary cross-entropy, smoothed alike both ways, as in Keras."""
-    smoothing = config.label_smoothing
-
-    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        targets = torch.zeros_like(logits) if batch.targets is None else batch.targets  # none in place of lost images
-        return multilabel_losses(logits, targets * (1 - smoothing) + smoothing / 2)
 
     return loss
 

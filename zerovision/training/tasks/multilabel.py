@@ -1,48 +1,106 @@
-"""Scores of an evaluation in which each class is a yes or no of its own: losses, thresholds, counts."""
+"""Several labels of each image: each class is a yes or no of its own, above a threshold of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from zerovision.training.base.errors import UserError
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.tasks.class_counts import ClassCounts
+from zerovision.training.tasks.labels import Loss, OneLabel
+from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, rows_of_all
+from zerovision.training.tasks.settings import TaskSettings
+from zerovision.training.world.world import World
 
-THRESHOLDS = "thresholds"  # of the classes, in the metadata of weights
 
+class SeveralLabels(OneLabel):
+    """Each image has any number of classes.
 
-@dataclass(frozen=True)
-class MultilabelScores:
-    """What is known of all samples of an evaluation: on the CPU, in the order of their indices.
-
-    Attributes:
-        targets: bool [N, K], whether a sample has a class.
-        probabilities: float32 [N, K].
-        thresholds: float64 [K], the probability from which on a class is predicted.
+    Args:
+        num_classes: K.
+        thresholds: float64 [K], from which on classes are predicted; None for those of the best F1 of an evaluation.
+        sets: float32 [S, K], the classes that each label stands for; None of a task that judges no images.
     """
 
-    targets: np.ndarray
-    probabilities: np.ndarray
-    thresholds: np.ndarray
+    name = MULTILABEL
+    output = "sigmoid of each class, above its threshold or not,"
 
-    def counts(self) -> ClassCounts:
-        """Count the samples of each class by the thresholds."""
-        predicted = self.probabilities >= self.thresholds
-        return ClassCounts(*(column.sum(0) for column in (predicted & self.targets, self.targets, predicted)))
+    def __init__(
+        self, num_classes: int, thresholds: np.ndarray | None = None, sets: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(num_classes)
+        self.thresholds, self._sets = thresholds, sets
 
-    def has(self, number: int) -> np.ndarray:
-        """Return whether each sample has a class, bool [N]."""
-        return self.targets[:, number]
+    def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
+        """See `OneLabel`: the labels of the images stay, and what each stands for gets the model's numbers."""
+        assert data.label_sets is not None
+        targets = data.label_sets.targets
+        sets = torch.zeros(len(targets), self.num_classes).index_copy_(1, numbers, targets)
+        return SeveralLabels(self.num_classes, self.thresholds, sets), torch.arange(len(targets))
+
+    def to(self, device: torch.device) -> OneLabel:
+        """See `OneLabel`."""
+        return SeveralLabels(self.num_classes, self.thresholds, self._of_labels.to(device))
+
+    def check_use(self, flags: str, why: str) -> None:
+        """See `OneLabel`."""
+        raise UserError(f"{flags} for one label: {why}.")
+
+    def hits(self, best: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """See `OneLabel`."""
+        return hits_of(best, labels, self._of_labels)
+
+    def sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """See `OneLabel`."""
+        return multilabel_losses(logits, self._of_labels[labels])
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `OneLabel`."""
+        return logits.float().sigmoid()
+
+    def mean_probabilities(
+        self, weighted: Iterable[tuple[float, torch.Tensor]], temperature: float | None
+    ) -> torch.Tensor:
+        """See `OneLabel`: of plain images, for which the thresholds are."""
+        ((_, logits),) = weighted
+        return self.probabilities(logits)
+
+    def chosen(self, probabilities: np.ndarray) -> list[int] | None:
+        """See `OneLabel`."""
+        return np.flatnonzero(probabilities >= self.thresholds).tolist()
+
+    def recorder(self, *, keeps_probabilities: bool = True) -> SampleRecorder:
+        """See `OneLabel`: all probabilities are kept, in the end on every rank."""
+        return SampleRecorder(self, keeps_probabilities=True)
+
+    def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
+        """See `OneLabel`."""
+        assert scores.details is not None
+        targets = self._of_labels.cpu()[scores.details.labels].numpy() > 0
+        probabilities = rows_of_all(own, world)[order].numpy()
+        thresholds = best_thresholds(targets, probabilities) if self.thresholds is None else self.thresholds
+        predicted = probabilities >= thresholds
+        counts = ClassCounts(*(column.sum(0) for column in (predicted & targets, targets, predicted)))
+        areas = mean_areas(own, order, lambda number: targets[:, number], world)
+        return replace(scores, areas=areas, counts=counts, thresholds=thresholds)
+
+    @property
+    def _of_labels(self) -> torch.Tensor:
+        assert self._sets is not None
+        return self._sets
 
 
 def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
     """Return for each class the threshold of the highest F1, half-way to the next lower probability: float64 [K].
 
-    Of equal ones the highest; 0.5 for a class without samples. Arguments are those of `MultilabelScores`.
+    Of equal ones the highest; 0.5 for a class without samples. Arguments: bool and float32 [N, K].
     """
     found = np.full(targets.shape[1], 0.5)
     for number, (own, values) in enumerate(zip(targets.T, probabilities.T.astype(np.float64), strict=True)):
@@ -56,14 +114,15 @@ def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarra
     return found
 
 
-def thresholds_of(metadata: Mapping[str, Any]) -> np.ndarray | None:
-    """Return the thresholds of weights that tell several labels, float64 [K]; None of others.
+def several_loss(config: TaskSettings, _: torch.Tensor | None) -> Loss:
+    """Build the mean over the classes of each one's binary cross-entropy, smoothed alike both ways, as in Keras."""
+    smoothing = config.label_smoothing
 
-    Args:
-        metadata: what `zerovision.training.checkpoint.weights.read_metadata` returned.
-    """
-    found = metadata["extra"].get(THRESHOLDS)
-    return None if found is None else np.array(found, dtype=np.float64)
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        targets = torch.zeros_like(logits) if batch.targets is None else batch.targets  # none in place of lost images
+        return multilabel_losses(logits, targets * (1 - smoothing) + smoothing / 2)
+
+    return loss
 
 
 def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +13,12 @@ import torch.nn.functional as F
 
 from zerovision.models.ensemble import log_mean_probability
 from zerovision.training.data.transfer import to_device
-from zerovision.training.tasks.multilabel import MultilabelScores, best_thresholds, multilabel_losses
+from zerovision.training.tasks.class_counts import ClassCounts
 from zerovision.training.world.collectives import copy_from_main, gather_rows, sum_over_ranks
 from zerovision.training.world.world import World
+
+if TYPE_CHECKING:
+    from zerovision.training.tasks.labels import OneLabel
 
 TOP_K = 5
 # Losses are rounded to multiples of this before they are added: float64 sums of such numbers are exact below 2**29, and
@@ -51,7 +54,7 @@ class SampleScores:
         in_top5: bool [N], whether the true class is among the five highest.
         losses: float64 [N], cross entropies in nats.
         confidences: float64 [N], the probabilities of the predicted classes.
-        has_first: bool [N], of several labels, whether the class with the highest logit is among them.
+        is_right: bool [N], whether the class with the highest logit is the true one, or one of them.
     """
 
     indices: torch.Tensor
@@ -60,15 +63,10 @@ class SampleScores:
     in_top5: torch.Tensor
     losses: torch.Tensor
     confidences: torch.Tensor
-    has_first: torch.Tensor | None = None
+    is_right: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.indices)
-
-    @property
-    def is_right(self) -> torch.Tensor:
-        """Whether the predicted class is the true one, or one of them: bool [N]."""
-        return self.predictions == self.labels if self.has_first is None else self.has_first
 
     def confusion(self, num_classes: int) -> torch.Tensor:
         """Count the samples of each true class (row) by predicted class (column): int64 [classes, classes]."""
@@ -81,7 +79,11 @@ class Scores:
     """Averages over the samples with weight, and each sample's scores and the classes' areas if they are known.
 
     Of several labels, top-1 and top-5 are the shares of the samples that have the class, or one of those, with the
-    highest logits, and `multilabel` has the rest.
+    highest logits.
+
+    Attributes:
+        counts: of the classes, if they are not those of the most probable ones.
+        thresholds: float64 [C], the probability from which on a class is predicted; None if one is, the most probable.
     """
 
     loss: float
@@ -90,7 +92,8 @@ class Scores:
     samples: int
     details: SampleScores | None = None
     areas: Areas | None = None
-    multilabel: MultilabelScores | None = None
+    counts: ClassCounts | None = None
+    thresholds: np.ndarray | None = None
 
 
 class ScoreSums:
@@ -99,11 +102,11 @@ class ScoreSums:
     Args:
         num_classes: C.
         device: of the batches.
-        label_sets: float32 [S, C] there, the classes of each label; None if it is one.
+        sets: float32 [S, C] there, the classes of each label; None if it is one.
     """
 
-    def __init__(self, num_classes: int, device: torch.device, label_sets: torch.Tensor | None = None) -> None:
-        self._label_sets = label_sets
+    def __init__(self, num_classes: int, device: torch.device, sets: torch.Tensor | None = None) -> None:
+        self._sets = sets
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
         self._top_k = min(TOP_K, num_classes)
 
@@ -121,7 +124,7 @@ class ScoreSums:
                 logits = log_mean_probability(logits)
             counted = weights > 0
             best = logits.topk(self._top_k, dim=1).indices
-            hits = _hits(best, labels, self._label_sets)
+            hits = hits_of(best, labels, self._sets)
             rounded = (losses.detach().double() / LOSS_UNIT).round() * LOSS_UNIT
             # A padded sample may have an infinite loss: it is masked, since 0 * inf is nan.
             self._sums += torch.stack([rounded, hits[:, 0], hits.any(1), counted]).where(counted, 0.0).sum(1)
@@ -157,49 +160,26 @@ class SampleRecorder:
     """Keeps the scores of an evaluation, sample by sample, on the device; nothing is read back before `gather`.
 
     Args:
-        num_classes: C.
+        task: what the images were to tell.
         keeps_probabilities: whether to keep those of all classes, 4 bytes each, for the areas under curves.
-        label_sets: as of `ScoreSums`; then all probabilities are kept, and in the end on every rank.
-        thresholds: float64 [C], from which on classes are predicted; None for those of the best F1 on these samples.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        *,
-        keeps_probabilities: bool = False,
-        label_sets: torch.Tensor | None = None,
-        thresholds: np.ndarray | None = None,
-    ) -> None:
-        keeps_probabilities |= label_sets is not None
-        self._label_sets, self._thresholds = label_sets, thresholds
+    def __init__(self, task: OneLabel, *, keeps_probabilities: bool) -> None:
+        self._task, self._top_k = task, min(TOP_K, task.num_classes)
         self._batches: list[torch.Tensor] = []
         self._probabilities: list[torch.Tensor] | None = [] if keeps_probabilities else None
-        self._top_k = min(TOP_K, num_classes)
 
-    def add(
-        self,
-        losses: torch.Tensor,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        indices: torch.Tensor,
-    ) -> None:
+    def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:
         """Add one batch: as `ScoreSums.add`, with the positions of the samples in the data set, int64 [B]."""
         best = logits.topk(self._top_k, dim=1).indices
-        hits = _hits(best, labels, self._label_sets)
-        if self._label_sets is None:
-            probabilities = logits.float().softmax(dim=1)
-            true = probabilities.gather(1, labels[:, None])[:, 0]
-        else:
-            probabilities, true = logits.float().sigmoid(), hits[:, 0]
+        hits, probabilities = self._task.hits(best, labels), self._task.probabilities(logits)
         confidences = probabilities.gather(1, best[:, :1])[:, 0]
-        own = (labels, best[:, 0], hits.any(dim=1), losses, confidences, true)
+        own = (labels, best[:, 0], hits.any(dim=1), self._task.sample_losses(logits, labels), confidences, hits[:, 0])
         columns = (weights, to_device(indices, logits.device), *own)
         # float64 holds every position below 2**53 exactly.
         self._batches.append(torch.stack([column.double() for column in columns], dim=1))
         if self._probabilities is not None:
-            self._probabilities.append(probabilities.masked_fill(weights[:, None] == 0, -1.0))  # below all others
+            self._probabilities.append(probabilities)
 
     def gather(self, world: World) -> Scores:
         """Return the averages and every sample's scores, the same on every rank; a collective, and a sync.
@@ -209,28 +189,15 @@ class SampleRecorder:
         rows = rows_of_all(self._batches, world)
         order = rows[:, 1].argsort()
         order = order[rows[order, 0] > 0]
-        rows = rows[order]
-        _, indices, labels, predictions, in_top5, losses, confidences, true = (one.contiguous() for one in rows.T)
-        details = SampleScores(indices.long(), labels.long(), predictions.long(), in_top5.bool(), losses, confidences)
+        _, *columns = (one.contiguous() for one in rows[order].T)
+        indices, labels, predictions, in_top5, losses, confidences, is_right = columns
+        numbers = (indices.long(), labels.long(), predictions.long())
+        details = SampleScores(*numbers, in_top5.bool(), losses, confidences, is_right.bool())
         divisor = max(len(details), 1)
-        top1, top5 = (int(hits.sum()) / divisor for hits in (details.is_right, details.in_top5))
+        loss, top1, top5 = (float(column.sum()) / divisor for column in (losses, is_right, in_top5))
+        scores = Scores(loss, top1, top5, len(details), details)
         kept = self._probabilities
-        if self._label_sets is not None and kept is not None:
-            probabilities = rows_of_all(kept, world)[order].numpy()
-            several = self._multilabel(probabilities, details.labels)
-            loss, is_right = float(losses.sum()) / divisor, true > 0
-            details, areas = replace(details, has_first=is_right), mean_areas(kept, order, several.has, world)
-            return Scores(loss, int(is_right.sum()) / divisor, top5, len(details), details, areas, several)
-        areas = mean_areas(kept, order, details.labels.numpy().__eq__, world) if kept else None
-        return Scores(float(losses.sum()) / divisor, top1, top5, len(details), details, areas)
-
-    def _multilabel(self, probabilities: np.ndarray, labels: torch.Tensor) -> MultilabelScores:
-        assert self._label_sets is not None
-        targets = self._label_sets.cpu()[labels].numpy() > 0
-        chosen = self._thresholds
-        return MultilabelScores(
-            targets, probabilities, best_thresholds(targets, probabilities) if chosen is None else chosen
-        )
+        return self._task.with_probabilities(scores, kept, order, world) if kept else scores
 
 
 def rows_of_all(batches: list[torch.Tensor], world: World) -> torch.Tensor:
@@ -274,13 +241,11 @@ def _areas_of(probabilities: np.ndarray, is_own: np.ndarray) -> tuple[float | No
     return in_order / (2 * len(own) * len(others)) if len(others) else None, precision
 
 
-def _hits(best: torch.Tensor, labels: torch.Tensor, label_sets: torch.Tensor | None) -> torch.Tensor:
-    """Return which of the best classes, int64 [B, k], are a sample's own: bool [B, k]."""
-    return best == labels[:, None] if label_sets is None else label_sets[labels].gather(1, best) > 0
+def hits_of(best: torch.Tensor, labels: torch.Tensor, sets: torch.Tensor | None) -> torch.Tensor:
+    """Return which of the best classes, int64 [B, k], are a sample's own: bool [B, k]; for sets see `ScoreSums`."""
+    return best == labels[:, None] if sets is None else sets[labels].gather(1, best) > 0
 
 
-def sample_losses(logits: torch.Tensor, labels: torch.Tensor, label_sets: torch.Tensor | None = None) -> torch.Tensor:
-    """Return each sample's cross entropy [B] in float32, whatever the training loss is; of sets the binary one."""
-    if label_sets is not None:
-        return multilabel_losses(logits, label_sets[labels])
+def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return each sample's cross entropy [B] in float32, whatever the training loss is."""
     return F.cross_entropy(logits.float(), labels, reduction="none")

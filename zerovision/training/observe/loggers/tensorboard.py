@@ -63,7 +63,7 @@ class TensorBoardLogger(RunLogger):
         self._write_scalars(scalars, point.epoch)
         details, classes = point.validation.details, len(point.class_names)
         is_due = point.epoch == point.epochs or time.monotonic() >= self._next_picture
-        if is_due and details is not None and details.has_first is None and classes <= LARGEST_PICTURE:
+        if is_due and details is not None and point.validation.thresholds is None and classes <= LARGEST_PICTURE:
             self._next_picture = time.monotonic() + SECONDS_BETWEEN_PICTURES
             picture = confusion_picture(details.confusion(classes), point.class_names)
             self._writer.add_image("confusion matrix", picture, point.epoch, dataformats="HWC")

@@ -1,0 +1,31 @@
+"""The task of trained weights, as their file says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerovision.training.tasks.labels import OneLabel
+from zerovision.training.tasks.multilabel import SeveralLabels
+
+THRESHOLDS = "thresholds"  # of the classes, in the metadata of weights that tell several labels
+
+
+def task_of(metadata: Mapping[str, Any]) -> OneLabel:
+    """Return the task of weights.
+
+    Args:
+        metadata: what `zerovision.training.checkpoint.weights.read_metadata` returned.
+    """
+    num_classes, thresholds = len(metadata["class_names"]), metadata["extra"].get(THRESHOLDS)
+    if thresholds is None:
+        return OneLabel(num_classes)
+    return SeveralLabels(num_classes, np.array(thresholds, dtype=np.float64))
+
+
+def task_of_labels(num_classes: int, sets: torch.Tensor | None, thresholds: np.ndarray | None) -> OneLabel:
+    """Return the task of judging images by labels, or by sets of them, see `SeveralLabels`."""
+    return OneLabel(num_classes) if sets is None else SeveralLabels(num_classes, thresholds, sets)
