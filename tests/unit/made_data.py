@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,21 @@ from zerovision.delivery.pack import pack
 from zerovision.training.data import DataOptions
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.loader import Loader
+from zerovision.training.data.reading.images import named, read_file
 from zerovision.training.data.sampler import BatchPlan
 
 CLASSES = ("ant", "bee", "cat")
 SPLIT = {"val_fraction": 0.3, "split_seed": 5}
+
+
+def of_files(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what decodes files by their paths, of what decodes their bytes."""
+
+    def read(path: str | Path, *choose: Any, **options: Any) -> Any:
+        with named(path) as notes:
+            return decode(read_file(path), *choose, notes=notes, **options)
+
+    return read
 
 
 def class_folders(root: Path) -> Iterator[Path]:

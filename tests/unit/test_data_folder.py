@@ -23,7 +23,7 @@ from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.division import share_held_out, unit_hashes
 from zerovision.training.data.images import ImagesBuilder
 from zerovision.training.data.parts import part_kind
-from zerovision.training.data.reading.decode import decode_exact
+from zerovision.training.data.reading.decode import decode
 from zerovision.training.data.reading.sources import FileSource
 
 
@@ -527,7 +527,7 @@ def test_the_table_of_images_takes_less_than_100_bytes_an_image():
         paths = [f"train/n{number % 50:08}/n{number % 50:08}_{number}.JPEG" for number in range(count)]
         for number, path in enumerate(paths):
             builder.add(path, number % 50, state=(100_000, 0))
-        source = FileSource(builder.build(Path("/data")), decode_exact)
+        source = FileSource(builder.build(Path("/data")), decode)
         tensors = [source.labels, source.images.text, *source.images.columns.values()]
         folders = sum(map(sys.getsizeof, source.images.words["folder"]))
         assert (sum(tensor.nbytes for tensor in tensors) + folders) / count < 110

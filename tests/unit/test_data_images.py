@@ -12,22 +12,23 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from made_data import of_files
 from PIL import Image, features
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import Box
-from zerovision.training.data.reading.decode import header_size, make_decoder
+from zerovision.training.data.reading.decode import header_size, make_decoder, open_image
 from zerovision.training.data.reading.formats import CURES, pillow_formats
-from zerovision.training.data.reading.image_notes import collected_notes
-from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError, open_image
+from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError, collected_notes
 
+open_file = of_files(open_image)
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 RGB = GENERATOR.integers(0, 256, (11, 17, 3), dtype=np.uint8)
 
 
 def pixels(path) -> np.ndarray:
-    image = open_image(path)
+    image = open_file(path)
     assert image.mode == "RGB"
     return np.asarray(image)
 
@@ -183,7 +184,7 @@ def test_float_from_0_to_1_is_scaled(tmp_path):
 def test_values_of_unknown_scale_are_refused(tmp_path, values):
     Image.fromarray(values).save(tmp_path / "odd.tif")
     with pytest.raises(ImageError, match="known scale"):
-        open_image(tmp_path / "odd.tif")
+        open_file(tmp_path / "odd.tif")
 
 
 def test_palette(tmp_path):
@@ -230,7 +231,7 @@ def test_of_several_frames_the_first_is_taken_and_noted(tmp_path, suffix):
     frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "lime", "blue")]
     path = str(tmp_path / f"a.{suffix}")
     frames[0].save(path, save_all=True, append_images=frames[1:])
-    decode = make_decoder("cpu", 16)
+    decode = of_files(make_decoder("cpu", 16))
     for read in (pixels, decode, lambda path: decode(path, lambda *_: Box(0, 0, 10, 20))):
         with collected_notes() as notes:
             result = read(path)
@@ -250,7 +251,7 @@ def test_notes_are_on_their_own_file_whatever_other_threads_read(tmp_path):
 
     def read(path):
         with collected_notes() as notes:
-            open_image(path)
+            open_file(path)
         return path, notes
 
     with ThreadPoolExecutor(4) as pool:
@@ -267,7 +268,7 @@ def test_a_damaged_tiff_is_one_line(tmp_path):
     data[start + 20 : start + 60] = b"\xff" * 40
     path.write_bytes(data)
     with pytest.raises(ImageError, match="decoder error -2") as caught:
-        open_image(path)
+        open_file(path)
     assert "\n" not in str(caught.value)
 
 
@@ -319,8 +320,8 @@ def _huge_file(path):
 )
 def test_a_bad_file_is_refused_in_one_line_with_its_name(tmp_path, name, make, reason, recwarn):
     make(tmp_path / name)
-    decode = make_decoder("cpu", 16)
-    for read in (open_image, decode, lambda path: decode(path, lambda *_: Box(0, 0, 1, 1))):
+    decode = of_files(make_decoder("cpu", 16))
+    for read in (open_file, decode, lambda path: decode(path, lambda *_: Box(0, 0, 1, 1))):
         with pytest.raises(ImageError, match=reason) as caught:
             read(str(tmp_path / name))
         assert isinstance(caught.value, UserError)
@@ -356,8 +357,8 @@ def test_metadata_that_pillow_refuses_are_passed_over(tmp_path, kind, place):
     path.write_bytes(whole[:place] + REFUSED_METADATA[kind] + whole[place:])
     expected = RGB if "orientation" in kind else np.rot90(RGB, -1)
     np.testing.assert_array_equal(pixels(path), expected)
-    np.testing.assert_array_equal(make_decoder("cpu", 32)(str(path)), expected)
-    assert header_size(str(path)) in ((11, 17), (17, 11))
+    np.testing.assert_array_equal(of_files(make_decoder("cpu", 32))(str(path)), expected)
+    assert header_size(path.read_bytes()) in ((11, 17), (17, 11))
 
 
 def test_the_pixels_of_a_png_are_not_passed_over(tmp_path):
@@ -370,7 +371,7 @@ def test_the_pixels_of_a_png_are_not_passed_over(tmp_path):
     broken = whole.index(b"IDAT") + 20
     path.write_bytes(whole[:33] + REFUSED_METADATA["profile"] + whole[33:broken] + b"\xff" * 9 + whole[broken + 9 :])
     with pytest.raises(ImageError, match=r"broken|data stream|decoding"):
-        open_image(path)
+        open_file(path)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "webp", "png", "tif"])
@@ -383,8 +384,8 @@ def test_exif_that_cannot_be_read_turns_nothing(tmp_path, suffix):
             Image.fromarray(RGB).save(
                 path, exif=b"Exif\0\0II*\0" + b"\xff" * 40, **({} if suffix == "jpg" else {"lossless": True})
             )
-        assert np.asarray(open_image(path)).shape == RGB.shape
-        assert make_decoder("cpu", 32)(str(path)).shape == RGB.shape
+        assert np.asarray(open_file(path)).shape == RGB.shape
+        assert of_files(make_decoder("cpu", 32))(str(path)).shape == RGB.shape
     assert all("EXIF passed over" in note for note in notes.values()), notes
 
 
@@ -408,23 +409,23 @@ def test_files_of_other_names_are_read_or_named_with_a_cure(tmp_path, suffix, fo
         assert not any(suffix in note for note in pair.notes)
         return
     with pytest.raises(ImageError, match=f"a file of {format}: pip install"):
-        open_image(path)
+        open_file(path)
     assert f"2 .{suffix} could be read: {CURES[f'.{suffix}']}" in pair.notes
 
 
 def test_a_bomb_is_refused_before_it_is_decoded(tmp_path):
     Image.new("RGB", (100, 60)).save(tmp_path / "image.png")
-    assert open_image(tmp_path / "image.png", max_pixels=6000).size == (100, 60)
+    assert open_file(tmp_path / "image.png", max_pixels=6000).size == (100, 60)
     (tmp_path / "image.png").write_bytes((tmp_path / "image.png").read_bytes()[:60])  # decoding would say "truncated"
     with pytest.raises(ImageError, match="6,000 pixels, more than"):
-        open_image(tmp_path / "image.png", max_pixels=5999)
+        open_file(tmp_path / "image.png", max_pixels=5999)
 
 
 def test_a_line_break_in_a_file_name_does_not_break_the_message(tmp_path):
     path = tmp_path / "two\nlines.jpg"
     path.write_text("text")
     with pytest.raises(ImageError) as caught:
-        open_image(path)
+        open_file(path)
     assert "\n" not in str(caught.value)
 
 
@@ -484,6 +485,7 @@ def test_a_photograph_of_108_megapixels_is_read_up_to_the_limit_of_one_flag(tmp_
 def test_the_limit_may_be_above_pillows(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     Image.fromarray(np.zeros((100, 60), np.uint8)).save(tmp_path / "image.png")
-    for read in (open_image, make_decoder("cpu", 16), make_decoder("exact", 16), header_size):
+    for read in (open_file, of_files(make_decoder("cpu", 16)), of_files(make_decoder("exact", 16))):
         read(str(tmp_path / "image.png"))
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert header_size((tmp_path / "image.png").read_bytes()) == (100, 60)

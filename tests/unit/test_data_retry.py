@@ -20,15 +20,15 @@ from made_data import class_folders, train_loader
 from PIL import Image
 
 from zerovision.delivery.predict import _list_images
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.planning.data_check import DataReport, decode_part
 from zerovision.training.base.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, archives, find_dataset, load_data
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.reading import images
-from zerovision.training.data.reading.decode import header_size
-from zerovision.training.data.reading.image_numbers import read_numbers
 from zerovision.training.data.reading.images import ImageError, read_file
+from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.run import run
 
 HICCUPS = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EMFILE]
@@ -129,11 +129,10 @@ def test_a_server_that_stays_silent_is_one_line_from_every_process(tmp_path, wor
 
 
 READERS = {
-    "header": ("1.png", "open", header_size),
-    "array": ("x.npy", "open", lambda path: read_numbers(path, None, "float32", 1)),
+    "predict": ("x.npy", "open", ModelInput(Preprocessing(4, None, (0.5,), (0.5,), values="float32")).read),
     "arrays": ("x.npz", "load", lambda path: load_data(DataOptions(data=f"npz:{path}"))),
-    "predict's folder": ("/train/a", "list", lambda path: list(_list_images(path, [".png"]))),
-    "predict's word": ("/train/a", "stat", lambda path: list(_list_images(path, [".png"]))),
+    "predict's folder": ("/train/a", "list", lambda path: list(_list_images([path], [".png"]))),
+    "predict's word": ("/train/a", "stat", lambda path: list(_list_images([path], [".png"]))),
 }
 
 
@@ -164,13 +163,13 @@ def test_predict_follows_links_once_and_passes_systems_over(tmp_path):
     expected = [
         f"{part}/{number}.png" for part in ("train/a", "train/b", "val/a", "val/b", "val/linked") for number in "01"
     ]
-    assert [path for path, _ in _list_images(root, [".png"])] == [f"{root}/{name}" for name in expected]
+    assert [path for path, _ in _list_images([root], [".png"])] == [f"{root}/{name}" for name in expected]
 
 
 def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path, server):
     server("/train/a", "list", errno.EACCES, times=1)
     with pytest.raises(UserError, match="/train/a' cannot be listed: Permission denied"):
-        list(_list_images(folder(tmp_path), [".png"]))
+        list(_list_images([folder(tmp_path)], [".png"]))
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOENT, errno.ELOOP])
@@ -222,7 +221,7 @@ def unknown_entries(path, scan=os.scandir):
     ("read", "least"),
     [
         (lambda root: load_data(DataOptions(data=str(root))).fingerprint, 20),
-        (lambda root: list(_list_images(str(root), [".png"])), 10),
+        (lambda root: list(_list_images([str(root)], [".png"])), 10),
         (lambda root: archives._find(root, ".png"), 2),
         (lambda root: find_dataset(str(root)), 1),
     ],

@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 from exports import run_export, save_run
-from made_data import class_folders
+from made_data import class_folders, of_files
 from PIL import Image
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
@@ -71,7 +71,9 @@ FILES = {
 def test_files_are_read_as_pillow_converts_them(tmp_path, name, decoder):
     """Of a JPEG, what the decoder gives as RGB; transparency is on white unless it is a channel."""
     FILES[name].save(tmp_path / name)
-    rgb, grey_levels, rgba = (make_decoder(decoder, 64, channels)(str(tmp_path / name)) for channels in (3, 1, 4))
+    rgb, grey_levels, rgba = (
+        of_files(make_decoder(decoder, 64, channels))(str(tmp_path / name)) for channels in (3, 1, 4)
+    )
     with Image.open(tmp_path / name) as image:
         pixels = Image.fromarray(rgb)
         expected = (pixels if name.endswith("jpg") else image).convert("RGBA")
@@ -245,6 +247,7 @@ def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
         assert_same_but_rounding(tensor, module.state_dict()[name], 10 * ROUNDING, name)
     facts = json.loads((folder / "environment.json").read_text())
     assert facts["model"]["image_channels"] == 5
+    Image.new("RGB", (12, 12)).save(tmp_path / "a.png")
     with pytest.raises(UserError, match=r"read as 1 .* not as 5"):
         next(predict(folder, [tmp_path / "a.png"]))
     with pytest.raises(UserError, match=r"have 1 channel.* not as 5"):

@@ -22,8 +22,8 @@ from zerovision.delivery.predict import predict
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.reading.decode import Refused
 from zerovision.training.data.reading.image_numbers import read_numbers
-from zerovision.training.data.reading.images import ImageError
 
 KINDS = [("uint16", 1), ("uint16", 5), ("float32", 16), ("int16", 3), ("uint8", 7)]
 
@@ -117,10 +117,10 @@ def test_what_would_lose_bits_or_is_other_is_refused(tmp_path):
     for name, content, words in [
         ("x.npy", npy(deep[..., 0].astype(np.uint8)), "it has uint8 numbers, the model takes uint16"),
         ("x.npy", npy(deep[..., :2]), r"its numbers are \[4, 4, 2\], the model sees"),
-        ("x.npy", b"PK", "no readable .npy file"),
+        ("x.npy", b"\x93NUMPY", "no readable .npy file"),
         ("x.png", png(deep), "colours of 16 bits, which Pillow reads as 8: save it as .npy"),
     ]:
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(ImageError, match=words):
-            read_numbers(str(path), None, "uint16", 3)
+        with pytest.raises(Refused, match=words):
+            read_numbers(path.read_bytes(), "uint16", 3)

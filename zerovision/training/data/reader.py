@@ -13,7 +13,7 @@ import torch
 from zerovision.training.base.errors import FileServerError, UserError
 from zerovision.training.data.bad_images import read_or_replace
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.reading.image_notes import collected_notes
+from zerovision.training.data.reading.images import collected_notes
 from zerovision.training.data.reading.sources import UNKNOWN, FileSource
 from zerovision.training.data.sampler import BatchKey
 from zerovision.training.world.preserved_process import preserved_generators

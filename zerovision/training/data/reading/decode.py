@@ -1,52 +1,54 @@
-"""From an image file to pixels: at full size, or shrunk while decoding.
+"""From the bytes of an image file of unknown origin to 8-bit pixels: at full size, or shrunk while decoding.
 
 Shrinking depends on the file and the image size S only, not on the crop: by 1, 1/2, 1/4 or 1/8, the smallest whose
 shorter side is still 2 S pixels or more. So a cache of shrunk images contains exactly the pixels that are decoded
-without one.
+without one. JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which saves most of the work; other files are
+decoded by Pillow and averaged over blocks. Pillow also decides about every file in which libjpeg-turbo finds anything
+unusual.
 
-JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which saves most of the work; other files are decoded by
-Pillow and averaged over blocks. Pillow also decides about every file in which libjpeg-turbo finds anything unusual.
+Pillow's defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, return the
+first frame of an animation silently, only warn of a decompression bomb, and `verify()` passes truncated files. So every
+file is decoded completely here.
 """
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TypeVar
 
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.augment import BoxChooser
-from zerovision.training.data.reading.formats import without_metadata
-from zerovision.training.data.reading.image_notes import add_notes
-from zerovision.training.data.reading.images import CHANNEL_MODES, MAX_PIXELS, ImageError, open_image, opened, read_file
+from zerovision.training.data.reading.formats import pillow_formats, unknown_format, without_metadata
 from zerovision.training.data.reading.native import crop_jpeg
+from zerovision.training.data.settings import MAX_MEGAPIXELS
 
+Decoder = Callable[..., np.ndarray]
+"""`decode` or `image_numbers.decode_numbers` with their options: from the file, a chooser of a part and a list for
+notes."""
+Decoded = TypeVar("Decoded")
+
+MAX_PIXELS = MAX_MEGAPIXELS * 10**6
+CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
 SCALE_NUMERATORS = (1, 2, 4)  # of eighths; the others that libjpeg-turbo has are slower than the work they save
-_STANDALONE_MARKERS = (0x01, *range(0xD0, 0xD8))  # without a length
-_FRAME_MARKERS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive Huffman coding
-_OTHER_FRAME_MARKERS = (0xC3, *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
-_START_OF_SCAN, _APP1 = 0xDA, 0xE1
-_END_OF_IMAGE = b"\xff\xd9"
+# A phone's "multi-picture" JPEG contains the photo first, then previews and depth maps: no animation.
+_FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 _ORIENTATION = 0x0112  # of EXIF
+_START_OF_JPEG, _APP1, _END_OF_JPEG = b"\xff\xd8", b"\xff\xe1", b"\xff\xd9"
+# of TIFF 6.0
+BITS_PER_SAMPLE, _PLANAR_CONFIGURATION, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 284, 262, 0
 
 
-class Decoder(Protocol):
-    """Decodes image files; the same file gives the same pixels always."""
-
-    def __call__(self, path: str, choose: BoxChooser | None = None, data: bytes | None = None) -> np.ndarray:
-        """Return the image, or the part that `choose` takes of it: uint8 [h, w, C].
-
-        Args:
-            path: Of the file.
-            choose: Takes a part of the image.
-            data: The content of the file, if it was read before.
-
-        Raises:
-            ImageError: The image cannot be used.
-        """
+class Refused(Exception):
+    """Why an image cannot be used; whoever knows its name adds that, see `images.named`."""
 
 
 def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int = MAX_PIXELS) -> Decoder:
@@ -56,7 +58,7 @@ def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int 
         name: Of the decoder.
         image_size: In pixels.
         channels: 1 (grey), 3 (RGB) or 4 (RGBA).
-        max_pixels: Most pixels of a file; one with more is an error before it is decoded.
+        max_pixels: Most pixels of a file; one with more is refused before it is decoded.
 
     Raises:
         UserError: Another number of channels.
@@ -66,71 +68,99 @@ def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int 
             f"image files are read as 1 (grey), 3 (RGB) or 4 (RGBA) channels, not as {channels} (--image-channels): "
             "put others into .npy files, for --decode numbers, or into arrays, --data npz:FILE."
         )
-    decode = partial(decode_shrunk, image_size=image_size) if name == "cpu" else decode_exact
-    return partial(decode, channels=channels, max_pixels=max_pixels)
+    return partial(decode, shrink_to=image_size if name == "cpu" else 0, channels=channels, max_pixels=max_pixels)
 
 
-def decode_exact(
-    path: str,
+def decode(
+    data: bytes,
     choose: BoxChooser | None = None,
-    data: bytes | None = None,
+    notes: list[str] | None = None,
     *,
+    shrink_to: int = 0,
     channels: int = 3,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
-    """Decode every pixel, by Pillow; see `Decoder`."""
-    return crop(pixels_of(open_image(path, max_pixels, data, channels)), choose)
+    """Return an image, or the part that `choose` takes of it: uint8 [h, w, C]; the same file gives the same pixels.
+
+    Args:
+        data: The file.
+        choose: Takes a part of the image; of a JPEG only that is decoded, if it is safe.
+        notes: Gets what is odd about an image that can be used.
+        shrink_to: The image size that it is shrunk for, as far as that allows; 0: every pixel is decoded.
+        channels: A key of `CHANNEL_MODES`.
+        max_pixels: Most pixels (width x height) that the header may declare; checked before decoding.
+
+    Raises:
+        Refused: Not an image, truncated, more than `max_pixels`, or values of unknown scale.
+    """
+    notes = [] if notes is None else notes
+    pixels = _decode_jpeg(data, choose, notes, shrink_to, max_pixels) if shrink_to else None
+    if pixels is None:
+        image = open_image(data, channels, max_pixels, notes)
+        return crop(reduced(image, shrink_to) if shrink_to else pixels_of(image), choose)
+    return pixels if channels == 3 else pixels_of(Image.fromarray(pixels).convert(CHANNEL_MODES[channels]))
 
 
-def decode_shrunk(
-    path: str,
-    choose: BoxChooser | None = None,
-    data: bytes | None = None,
-    *,
-    image_size: int,
-    channels: int = 3,
-    max_pixels: int = MAX_PIXELS,
-) -> np.ndarray:
-    """Decode the image shrunk as far as `image_size` pixels allow, and of a JPEG only the part if that is safe."""
-    data = read_file(path) if data is None else data
-    header = jpeg_header(data, max_pixels)
-    if header is None:
-        return crop(reduced(open_image(path, max_pixels, data, channels), image_size), choose)
-    numerator = scale_numerator(header.height, header.width, image_size)
-    height, width = (-(-side * numerator // 8) for side in (header.height, header.width))  # libjpeg rounds up
-    if choose is not None and header.is_plain:
+def _decode_jpeg(
+    data: bytes, choose: BoxChooser | None, notes: list[str], shrink_to: int, max_pixels: int
+) -> np.ndarray | None:
+    """Decode a JPEG of grey or of three colours by libjpeg-turbo: uint8 [h, w, 3]; None if Pillow has to."""
+    try:
+        full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:  # also of no JPEG
+        return None
+    if space in ("CMYK", "YCCK") or full_height * full_width > max_pixels:
+        return None
+    numerator = scale_numerator(full_height, full_width, shrink_to)
+    height, width = (-(-side * numerator // 8) for side in (full_height, full_width))  # libjpeg rounds up
+    orientation = _orientation(data, max_pixels) if _APP1 in data else 1
+    # Without an end it is truncated, and only decoding all of it shows where.
+    if choose is not None and orientation == 1 and data.endswith(_END_OF_JPEG):
         part = crop_jpeg(data, numerator, choose(height, width))
         if part is not None:
-            return _as_channels(part, channels)
+            return part
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width)
     except ValueError as warning:
-        pixels = _read_odd_jpeg(path, data, height, width, str(warning), max_pixels)
-    if pixels is None or pixels.shape[:2] != (height, width):
-        pixels = reduced(open_image(path, max_pixels, data), image_size)
-    elif header.orientation != 1:
+        open_image(data, 3, max_pixels)  # refuses a truncated one
+        try:
+            pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
+        except ValueError:
+            return None
+        notes.append(f"libjpeg: {warning}")
+    if pixels.shape[:2] != (height, width):
+        return None
+    if orientation != 1:
         image = Image.fromarray(pixels)
-        image.getexif()[_ORIENTATION] = header.orientation
+        image.getexif()[_ORIENTATION] = orientation
         pixels = np.array(ImageOps.exif_transpose(image))
-    return _as_channels(crop(pixels, choose), channels)
+    return crop(pixels, choose)
 
 
-def header_size(path: str, data: bytes | None = None, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return height and width of an image in pixels, by the file's header; `data` is its content, if it was read.
-
-    Raises:
-        ImageError: There is no header.
-    """
-    data = without_metadata(read_file(path) if data is None else data)
+def _orientation(data: bytes, max_pixels: int) -> int:
     try:
         with opened(data, max_pixels) as image:
+            orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # as in `load`, which ends up with upright pixels too
+        return 1
+    return orientation if orientation in range(1, 9) else 1
+
+
+def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Return height and width of an image in pixels, by the file's header.
+
+    Raises:
+        Refused: There is no header.
+    """
+    try:
+        with opened(without_metadata(data), max_pixels) as image:
             return image.height, image.width
-    except Exception as error:  # as in `open_image`: Pillow raises nearly every type
-        raise ImageError(path, str(error) or type(error).__name__) from None
+    except Exception as error:  # as in `load`: Pillow raises nearly every type
+        raise Refused(str(error) or type(error).__name__) from None
 
 
 def shrunk_bytes(height: int, width: int, image_size: int, channels: int = 3) -> int:
-    """Return the size of the image that `decode_shrunk` gives of one with these sides, in bytes."""
+    """Return the size of the image that `decode` gives of one with these sides, shrunk to `image_size`, in bytes."""
     numerator = scale_numerator(height, width, image_size)
     return channels * -(-height * numerator // 8) * -(-width * numerator // 8)
 
@@ -154,80 +184,156 @@ def pixels_of(image: Image.Image) -> np.ndarray:
     return np.atleast_3d(np.array(image))
 
 
-def _as_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Convert opaque RGB, uint8 [H, W, 3]."""
-    return pixels if channels == 3 else pixels_of(Image.fromarray(pixels).convert(CHANNEL_MODES[channels]))
-
-
 def reduced(image: Image.Image, image_size: int) -> np.ndarray:
     """Return the pixels of an 8-bit image, averaged over blocks: uint8 [h, w, C]."""
     numerator = scale_numerator(image.height, image.width, image_size)
     return pixels_of(image if numerator == 8 else image.reduce(8 // numerator))
 
 
-class JpegHeader(NamedTuple):
-    """Contents of a JPEG file's markers.
+def open_image(
+    data: bytes, channels: int = 3, max_pixels: int = MAX_PIXELS, notes: list[str] | None = None
+) -> Image.Image:
+    """Decode an image completely, upright and as `to_channels`; the arguments and errors are those of `decode`.
 
-    Attributes:
-        height: In pixels, as stored.
-        width: In pixels, as stored.
-        orientation: Of EXIF, 1 to 8.
-        is_plain: Whether the file is upright and has an end: without one it is truncated, and only decoding all of it
-            shows where.
+    A format is told by the content, one of `pillow_formats`. Of several frames or pages the first is used.
     """
-
-    height: int
-    width: int
-    orientation: int
-    is_plain: bool
+    return load(data, max_pixels, lambda image: to_channels(image, channels), notes)
 
 
-def jpeg_header(data: bytes, max_pixels: int = MAX_PIXELS) -> JpegHeader | None:
-    """Read the header of a JPEG file of 8 bits, grey or of three colours, and of at most `max_pixels`.
+def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Open a file of one of `pillow_formats`, without decoding it; up to `max_pixels` Pillow takes it for no bomb."""
+    if Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
+    return Image.open(io.BytesIO(data), formats=pillow_formats())
 
-    Returns None for all other files, which Pillow decodes or refuses. The markers are those of ITU-T T.81, annex B.
+
+def load(
+    data: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str] | None = None
+) -> Decoded:
+    """Return what `convert` makes of an image that is decoded completely, upright; raise Refused as `decode`."""
+    notes = [] if notes is None else notes
+    try:
+        return _load(data, max_pixels, convert, notes)
+    except Exception as error:  # Pillow's decoders raise nearly every type on damaged files
+        pixels_alone, reason = without_metadata(data), _reason(error, data, max_pixels)
+        if pixels_alone is data:
+            raise Refused(reason) from None
+    try:
+        decoded = _load(pixels_alone, max_pixels, convert, notes)
+    except Exception as again:
+        raise Refused(_reason(again, data, max_pixels)) from None
+    notes.append(f"metadata passed over: {reason}")
+    return decoded
+
+
+def _load(content: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str]) -> Decoded:
+    with opened(content, max_pixels) as image:
+        _check_header(image, max_pixels)
+        if getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES:
+            notes.append("several frames or pages, the first is used")
+        _scale_transparent_colour(image)
+        image.load()
+        try:
+            ImageOps.exif_transpose(image, in_place=True)
+        except MemoryError:
+            raise
+        except Exception as error:
+            notes.append(f"EXIF passed over: {error}")
+        return convert(image)
+
+
+def _reason(problem: Exception, content: bytes, max_pixels: int) -> str:
+    if isinstance(problem, Image.UnidentifiedImageError):
+        return unknown_format(content)
+    if isinstance(problem, Image.DecompressionBombError):
+        found = re.search(r"\d+", str(problem))
+        return _too_many(int(found[0]) if found else 0, max_pixels)
+    return str(problem) or type(problem).__name__
+
+
+def _too_many(pixels: int, max_pixels: int) -> str:
+    return f"{pixels:,} pixels, more than the {max_pixels / 1e6:g} megapixels of --max-megapixels"
+
+
+def _check_header(image: Image.Image, max_pixels: int) -> None:
+    if image.width * image.height > max_pixels:
+        raise ValueError(_too_many(image.width * image.height, max_pixels))
+    tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+    bits = tags.get(BITS_PER_SAMPLE, ())
+    if tags.get(_PLANAR_CONFIGURATION) == 2 and len(bits) > 1 and max(bits) > 8:
+        raise ValueError("more than 8 bits in separate planes, which Pillow does not read: save it otherwise")
+
+
+# From the values of a PNG to the 8 bits that Pillow converts them to, for the raw modes in which it does not convert
+# the transparent colour.
+_SCALED_TO_8_BITS = {
+    "L;2": lambda level: level * 85,
+    "L;4": lambda level: level * 17,
+    "RGB;16B": lambda colour: tuple(level >> 8 for level in colour),
+}
+
+
+def _scale_transparent_colour(image: Image.Image) -> None:
+    """Convert the transparent colour of a PNG to the depth that its pixels will have; before they are loaded."""
+    transparent = image.info.get("transparency")
+    if isinstance(image, PngImageFile) and transparent is not None and image.tile:
+        scale = _SCALED_TO_8_BITS.get(str(image.tile[0].args), lambda colour: colour)
+        image.info["transparency"] = scale(transparent)
+
+
+def is_deep_grey(image: Image.Image) -> bool:
+    """Whether an image is grey of more than 8 bits."""
+    return image.mode == "F" or image.mode.startswith("I")
+
+
+def to_channels(image: Image.Image, channels: int) -> Image.Image:
+    """Convert an image of any mode to 8 bits, grey (`channels` 1), RGB (3) or RGBA (4).
+
+    Grey of 12 or 16 bits is scaled from its full range; floats are expected in 0..1; transparent pixels are composited
+    on white, except for RGBA. Grey is that of ITU-R BT.601 (0.299 red + 0.587 green + 0.114 blue).
+
+    Raises:
+        ValueError: The scale of its pixels is unknown.
     """
-    if data[:2] != b"\xff\xd8":
-        return None
-    position, has_metadata = 2, False
-    size: tuple[int, int] | None = None
-    while position + 4 <= len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker == 0xFF or marker in _STANDALONE_MARKERS:  # a fill byte, or a marker without a segment
-            position += 1 if marker == 0xFF else 2
-            continue
-        if marker == _START_OF_SCAN:
-            break
-        if marker in _OTHER_FRAME_MARKERS:
-            return None
-        if marker in _FRAME_MARKERS:
-            frame = data[position + 4 : position + 10]
-            if size is not None or len(frame) < 6 or frame[0] != 8 or frame[5] not in (1, 3):
-                return None
-            size = int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big")
-        has_metadata |= marker == _APP1
-        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    if size is None or not 0 < size[0] * size[1] <= max_pixels:
-        return None
-    orientation = _orientation(data, max_pixels) if has_metadata else 1
-    return JpegHeader(*size, orientation, is_plain=orientation == 1 and data.endswith(_END_OF_IMAGE))
+    if is_deep_grey(image):
+        image = _deep_grey(image)
+    mode = CHANNEL_MODES[channels]
+    if image.has_transparency_data and mode != "RGBA":
+        layers = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), layers).convert("RGB")
+    return image if image.mode == mode else image.convert(mode)
 
 
-def _read_odd_jpeg(path: str, data: bytes, height: int, width: int, warning: str, max_pixels: int) -> np.ndarray | None:
-    """Decode a file with warnings: raise if Pillow finds it truncated, else add libjpeg's warning as a note."""
-    open_image(path, max_pixels, data)
-    try:
-        pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
-    except ValueError:
-        return None
-    add_notes(path, [f"libjpeg: {warning}"])
-    return pixels
+def _deep_grey(image: Image.Image) -> Image.Image:
+    """Convert grey of more than 8 bits to mode L, or LA if one of its levels is transparent.
+
+    Raises:
+        ValueError: The scale of its pixels is unknown.
+    """
+    values, white, is_inverted = np.asarray(image), white_of(image), False
+    if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
+        is_inverted = image.tag_v2.get(_PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
+    grey = Image.fromarray(_to_8_bit(white - values if is_inverted else values, image.mode, white))
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return grey
 
 
-def _orientation(data: bytes, max_pixels: int) -> int:
-    try:
-        with opened(data, max_pixels) as image:
-            orientation = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # as in `open_image`, which ends up with upright pixels too
-        return 1
-    return orientation if orientation in range(1, 9) else 1
+def white_of(image: Image.Image) -> int:
+    """Return which number of a grey image of more than 8 bits becomes white."""
+    if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
+        return 2 ** image.tag_v2.get(BITS_PER_SAMPLE, (16,))[0] - 1  # 12 bits come in a container of 16
+    return 65535
+
+
+def _to_8_bit(values: np.ndarray, mode: str, white: int) -> np.ndarray:
+    """Scale grey values [H, W] of Pillow's `mode` to uint8, `white` to 255; ValueError if the scale is unknown."""
+    low, high = values.min(), values.max()
+    if mode == "F":
+        if not (low >= 0 and high <= 1):  # also false for NaN
+            raise ValueError(f"float pixels from {low:g} to {high:g}, only 0 to 1 has a known scale")
+        return np.rint(values * 255).astype(np.uint8)
+    if low < 0 or high > white:
+        raise ValueError(f"integer pixels from {low} to {high}, only 0 to {white} has a known scale")
+    return np.rint(values / (white / 255)).astype(np.uint8)

@@ -50,7 +50,7 @@ ARRAY_EXTENSION = ".npy"
 CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in each.extensions}  # by extension
 
 
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_SIGNATURE, _ARRAY_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
 _ANCILLARY = 0x20  # bit of a kind's first letter: a small one
 _PNG_PIXELS = (b"tRNS", b"acTL", b"fcTL", b"fdAT")
 _PNG_ORIENTATION = b"eXIf"
@@ -62,6 +62,11 @@ def pillow_formats() -> tuple[str, ...]:
     if "HEIF" in (names := tuple(each.pillow_name for each in _FOUND)):
         import_module(_HEIF_READER).register_heif_opener()
     return ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", *names)
+
+
+def is_array(content: bytes) -> bool:
+    """Whether a file is one of NumPy's, of one array."""
+    return content.startswith(_ARRAY_SIGNATURE)
 
 
 def unknown_format(content: bytes) -> str:

@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.units import plural
 from zerovision.training.data.augment import BoxChooser
-from zerovision.training.data.reading.decode import crop
-from zerovision.training.data.reading.formats import ARRAY_EXTENSION
-from zerovision.training.data.reading.images import (
+from zerovision.training.data.reading.decode import (
+    BITS_PER_SAMPLE,
+    CHANNEL_MODES,
     MAX_PIXELS,
-    ImageError,
-    open_numbers,
-    read_file,
-    whole_range,
+    Refused,
+    crop,
+    is_deep_grey,
+    load,
+    opened,
+    white_of,
 )
+from zerovision.training.data.reading.formats import ARRAY_EXTENSION, is_array
+from zerovision.training.data.reading.images import ImageError, named
 from zerovision.training.data.values import FLOATS, to_values
 
 if TYPE_CHECKING:
@@ -28,33 +34,31 @@ if TYPE_CHECKING:
 
 IMAGES_LOOKED_AT = 64  # of a set
 LITTLE_OF_RANGE = 1 / 8  # below which numbers of 12 bits fill 16
+_PNG_BITS = 24  # where a PNG has the bits of a channel
 
 
-def read_numbers(
-    path: str, content: bytes | None, wanted: str, channels: int, max_pixels: int = MAX_PIXELS
-) -> torch.Tensor:
+def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
     """Return an image for `evaluation_transform`: uint8 or float32 [C, H, W], by the rule of `data.values`.
 
     Args:
-        path: of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
-        content: of the file, if it was read before.
-        wanted: type of the numbers, of `values.to_values`.
+        content: of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
+        wanted: type of the numbers, see `to_values`.
         channels: C; grey ones are read as three equal channels.
-        max_pixels: of an image file, see `open_image`.
+        max_pixels: of an image file, see `decode`.
 
     Raises:
-        ImageError: if it cannot be read, or has other numbers or channels than those that the model was trained on.
+        Refused: if it cannot be read, or has other numbers or channels than those that the model was trained on.
     """
-    numbers = _numbers_in(path, content, wanted, max_pixels)
+    numbers = _numbers_in(content, wanted, max_pixels)
     found = numbers.shape[-1] if numbers.ndim else 0
     if numbers.ndim != 3 or not numbers.size or found not in (channels, 1 if channels == 3 else channels):
-        raise ImageError(path, f"its numbers are {list(numbers.shape)}, the model sees [height, width, {channels}]")
+        raise Refused(f"its numbers are {list(numbers.shape)}, the model sees [height, width, {channels}]")
     try:
         image, kind = to_values(numbers, "it")
     except UserError as error:
-        raise ImageError(path, str(error)) from None
+        raise Refused(str(error)) from None
     if kind != wanted:
-        raise ImageError(path, f"it has {kind} numbers, the model takes {wanted}")
+        raise Refused(f"it has {kind} numbers, the model takes {wanted}")
     return image.permute(2, 0, 1).expand(channels, -1, -1)
 
 
@@ -65,7 +69,8 @@ def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> 
         ImageError: if it cannot be read.
         UserError: for a type that is not read.
     """
-    numbers = _numbers_in(path, content, "uint16", max_pixels)
+    with named(path):
+        numbers = _numbers_in(content, "uint16", max_pixels)
     return to_values(numbers, path)[1], numbers.shape[-1]
 
 
@@ -77,7 +82,7 @@ def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
     ranges = []
     for index in chosen:
         with suppress(ImageError):  # the loader reports it
-            ranges.append(whole_range(source.name(index), source.images.content(index), max_pixels))
+            ranges.append(_whole_range(source.images.content(index), max_pixels))
     found = [each for each in ranges if each is not None]
     high, white = max(found, key=lambda each: each[0] / each[1], default=(0, 1))
     if not 0 < high < LITTLE_OF_RANGE * white:
@@ -90,33 +95,70 @@ def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
 
 
 def decode_numbers(
-    path: str,
+    data: bytes,
     choose: BoxChooser | None = None,
-    data: bytes | None = None,
+    notes: list[str] | None = None,
     *,
     kind: str,
     channels: int,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
-    """Return the numbers of a file, uint8 or float32 [h, w, C]; see `Decoder`."""
-    return crop(read_numbers(path, data, kind, channels, max_pixels).permute(1, 2, 0).numpy(), choose)
+    """Return the numbers of a file, uint8 or float32 [h, w, C]; else as `decode`."""
+    return crop(read_numbers(data, kind, channels, max_pixels).permute(1, 2, 0).numpy(), choose)
 
 
-def _numbers_in(path: str, content: bytes | None, wanted: str, max_pixels: int) -> np.ndarray:
+def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
     """Return what a file contains, grey images as [H, W, 1]."""
-    is_array = path.lower().endswith(ARRAY_EXTENSION)
-    numbers = _read_array(path, content) if is_array else _narrowed(open_numbers(path, content, max_pixels), wanted)
+    if is_array(content):
+        numbers = _read_array(content)
+    else:
+        numbers = _narrowed(load(content, max_pixels, lambda image: _numbers_of(image, content)), wanted)
     return numbers[..., None] if numbers.ndim == 2 else numbers
 
 
-def _read_array(path: str, content: bytes | None) -> np.ndarray:
-    content = read_file(path) if content is None else content
+def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
+    """Return the numbers that an image file contains, [H, W] or [H, W, C], of the type that they have.
+
+    Colours of a palette and the like are read as RGB. Pillow has more than 8 bits for grey images alone: colours of
+    more are refused.
+    """
+    is_grey, bits = is_deep_grey(image), _bits_of(image, content)
+    if bits > 8 and not is_grey:
+        raise ValueError(f"colours of {bits} bits, which Pillow reads as 8: save it as {ARRAY_EXTENSION}")
+    return np.array(image if is_grey or image.mode in CHANNEL_MODES.values() else image.convert("RGB"))
+
+
+def _bits_of(image: Image.Image, content: bytes) -> int:
+    """Return the bits of a channel of a PNG or TIFF file, 8 of any other."""
+    if isinstance(image, TiffImageFile):
+        return max(image.tag_v2.get(BITS_PER_SAMPLE, (8,)))
+    return content[_PNG_BITS] if image.format == "PNG" else 8
+
+
+def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
+    """Return the largest number of an image of whole numbers of more than 8 bits, and which one becomes white.
+
+    Of colours Pillow reads the upper 8 bits alone. None of any other image, and of one that cannot be read.
+    """
+
+    def largest(image: Image.Image) -> tuple[int, int]:
+        if is_deep_grey(image):
+            return int(np.asarray(image).max()), white_of(image)
+        return int(np.asarray(image.convert("RGB")).max()) << 8, 65535
+
+    try:
+        with opened(data, max_pixels) as image:
+            is_deep = image.mode != "F" and (is_deep_grey(image) or _bits_of(image, data) > 8)
+        return load(data, max_pixels, largest) if is_deep else None
+    except Exception:  # nearly every type of damaged files, which the loader reports
+        return None
+
+
+def _read_array(content: bytes) -> np.ndarray:
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # a damaged file may end in anything, also in a header of a size without limits
-        raise ImageError(path, f"no readable .npy file ({one_line(error)})") from None
-    if not isinstance(array, np.ndarray):  # an archive of several
-        raise ImageError(path, "it is an archive: give a .npy file of one image")
+        raise Refused(f"no readable .npy file ({one_line(error)})") from None
     return array
 
 

@@ -11,10 +11,10 @@ from PIL import Image, ImageOps
 
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augment import evaluation_transform
-from zerovision.training.data.reading.decode import Decoder, make_decoder, pixels_of, reduced
-from zerovision.training.data.reading.formats import ARRAY_EXTENSION
+from zerovision.training.data.reading.decode import MAX_PIXELS, Decoder, make_decoder, pixels_of, reduced, to_channels
+from zerovision.training.data.reading.formats import is_array
 from zerovision.training.data.reading.image_numbers import read_numbers
-from zerovision.training.data.reading.images import MAX_PIXELS, to_channels
+from zerovision.training.data.reading.images import named, read_file
 from zerovision.training.data.settings import NUMBERS
 from zerovision.training.data.values import BYTES
 
@@ -25,7 +25,7 @@ class ModelInput:
     Args:
         preprocessing: That of the model.
         decode: A name of `DECODERS`; default: that of the training.
-        max_pixels: Of an image file, see `open_image`.
+        max_pixels: Of an image file, see `decode`.
     """
 
     def __init__(self, preprocessing: Preprocessing, decode: str = "", max_pixels: int = MAX_PIXELS) -> None:
@@ -37,15 +37,16 @@ class ModelInput:
 
         Args:
             path: Of the file.
-            content: Of the file, if it was read before, which is an image then.
+            content: Of the file, if it was read before.
 
         Raises:
             ImageError: It cannot be used.
         """
-        values, is_array = self.preprocessing.values, content is None and path.lower().endswith(ARRAY_EXTENSION)
-        if values != BYTES or self.decode == NUMBERS or is_array:
-            return self._transform(read_numbers(path, content, values, self.preprocessing.channels, self.max_pixels))
-        return self._of_pixels(self._decoder(path, data=content))
+        content, values = read_file(path) if content is None else content, self.preprocessing.values
+        with named(path) as notes:
+            if values != BYTES or self.decode == NUMBERS or is_array(content):
+                return self._transform(read_numbers(content, values, self.preprocessing.channels, self.max_pixels))
+            return self._of_pixels(self._decoder(content, notes=notes))
 
     def read_picture(self, image: Image.Image) -> torch.Tensor:
         """As `read`, of an image that Pillow has opened: what of its file, as long as that is not decoded."""

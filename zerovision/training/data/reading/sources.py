@@ -19,9 +19,9 @@ from zerovision.training.data import DataOptions
 from zerovision.training.data.augment import BoxChooser
 from zerovision.training.data.images import Images
 from zerovision.training.data.reading.cache import ImageCache, open_cache
-from zerovision.training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
+from zerovision.training.data.reading.decode import Decoder, Refused, crop, header_size, make_decoder, shrunk_bytes
 from zerovision.training.data.reading.image_numbers import decode_numbers, kind_of_numbers
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.images import ImageError, named
 from zerovision.training.data.settings import NUMBERS
 from zerovision.training.data.values import BYTES
 
@@ -169,13 +169,12 @@ class FileSource:
             is_kept = cache is not None and not cache.is_full
             digest = digest_of(content) if is_kept or self.digests is not None else UNKNOWN
             self._note_digest(index, digest)
-            if cache is None or not is_kept:
-                pixels = self._decode(name, choose, content)  # of a JPEG no more than that part
-            else:
-                whole = self._decode(name, data=content)
+            with named(name) as notes:
+                pixels = self._decode(content, None if is_kept else choose, notes)  # of a JPEG no more than that part
+            if cache is not None and is_kept:
                 cache.put_digest(position, digest)
-                cache.put(position, whole)
-                pixels = crop(whole, choose)
+                cache.put(position, pixels)
+                pixels = crop(pixels, choose)
         return torch.from_numpy(pixels).permute(2, 0, 1)  # the memory keeps its order
 
     def _note_digest(self, index: int, digest: int) -> None:
@@ -239,6 +238,6 @@ def _sides(parts: Sequence[Images], max_pixels: int) -> list[tuple[int, int]]:
         rows = (chosen[(chosen >= start) & (chosen < start + len(part))] - start).tolist()
         part.expect(rows)
         for row in rows:
-            with suppress(ImageError):
-                sides.append(header_size(part.name(row), part.content(row), max_pixels))
+            with suppress(ImageError, Refused):
+                sides.append(header_size(part.content(row), max_pixels))
     return sides
