@@ -26,7 +26,7 @@ ROOMS = {  # limit and end
     "zerovision/training/observe": (1170, 1050),
     "zerovision/training": (2915, 1400),
     "zerovision/launch": (2563, 1800),
-    "zerovision/planning": (945, 1000),
+    "zerovision/planning": (943, 1000),
     "zerovision/delivery": (3241, 2400),
     "zerovision/extras": (1515, 1300),
 }

@@ -252,7 +252,7 @@ def _sums_kept(leaves: Leaves) -> int:
 
 def _on_gpu(found: MemoryPlan, engine: str, offload: str, images_ahead: int) -> MemoryPlan:
     """Add what a GPU has beside, and move what is offloaded to CPU memory."""
-    moved = ("optimizer", "gradients") if offload != "none" else ()
+    moved: tuple[str, ...] = ("optimizer", "gradients") if offload != "none" else ()
     if offload == "all" or (moved and engine == "torch"):
         moved += ("weights",)
     left = dataclasses.replace(

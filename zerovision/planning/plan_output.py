@@ -43,15 +43,21 @@ def print_plan(
         step_s: that a step of the chosen micro-batch took on this machine; None if it was not measured.
         as_json: instead of text.
     """
-    why, rows, command = reason(job, chosen, rungs), options(job), command_of(job, chosen)
     filled = filling_batch(job, chosen) if job.has_gpus and chosen.plan.pipeline_parallel == 1 else None
+    content = _described(job, options(job), filled)
+    best = content["recommended"] = _of_option(job, chosen) | {
+        "reason": reason(job, chosen, rungs),
+        "changed_flags": changed_flags(chosen.config, job.config),
+        "command": command_of(job, chosen),
+    }
+    if step_s:
+        content["measured_step_s"] = step_s
     if as_json:
-        content = _as_json(job, chosen, why, rows, command, filled) | ({"measured_step_s": step_s} if step_s else {})
         print(json.dumps(content, indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
-    console.print(_table(job, rows if chosen in rows else [*rows, chosen], chosen))
+    console.print(_table(content))
     words = chosen.config
     per = "per GPU" if words.ranks_per_replica == 1 else f"per {words.ranks_per_replica} GPUs"
     console.print(
@@ -62,11 +68,11 @@ def print_plan(
     if step_s:
         speed = f"{words.micro_batch / step_s:,.0f} images/s"
         console.print(f"measured     {format_duration(step_s)} a step of one process on this machine, {speed}")
-    console.print(f"recommended  {chosen.config.strategy}, engine {chosen.engine}: {why}.")
+    console.print(f"recommended  {best['strategy']}, engine {best['engine']}: {best['reason']}.")
     if filled is not None:
         console.print(f"fills a GPU  {describe_filling(job, chosen, filled)}")
     console.print(f"error so far {ERROR}")
-    console.print(f"type         {shlex.join(command)}")
+    console.print(f"type         {shlex.join(best['command'])}")
 
 
 def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
@@ -91,22 +97,20 @@ def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
     )
 
 
-def _table(job: PlannedJob, rows: list[Option], chosen: Option) -> Table:
-    gpu = job.machine.gpu
-    each = f"{gpu.memory_bytes / 1e9:.1f} GB each"
-    table = Table(title=f"{job.config.model_type} on {job.ranks} x {gpu.name}, {each}: GB per GPU")
+def _table(content: dict[str, Any]) -> Table:
+    """Tabulate the options, and the recommended one if it is none of them."""
+    each = f"{content['gpu_memory_bytes'] / 1e9:.1f} GB each"
+    table = Table(title=f"{content['model_type']} on {content['ranks']} x {content['gpu']}, {each}: GB per GPU")
     for heading in ("strategy, engine", *PARTS, "needs", "fits"):
         table.add_column(heading, justify="left" if heading.startswith("strategy") else "right", no_wrap=True)
-    for option in rows:
-        mesh = [
-            f", {kind} {size}"
-            for kind in ("tensor", "pipeline")
-            if (size := getattr(option.config, f"{kind}_parallel")) > 1
-        ]
-        name = "".join([f"{option.config.strategy}, {option.engine}", *mesh, " *" if option == chosen else ""])
-        parts = [sum(getattr(option.memory, part) for part in names) for names in PARTS.values()]
-        cells = [f"{part / 1e9:.2f}" for part in (*parts, option.memory.peak)]
-        table.add_row(name, *cells, "yes" if option.fits else "no")
+    rows, best = content["options"], content["recommended"]
+    found = next((row for row in rows if best == best | row), best)
+    for row in rows if found in rows else [*rows, found]:
+        mesh = [f", {kind} {row[f'{kind}_parallel']}" for kind in ("tensor", "pipeline") if row[f"{kind}_parallel"] > 1]
+        name = "".join([f"{row['strategy']}, {row['engine']}", *mesh, " *" if row is found else ""])
+        parts = [sum(row["memory_bytes"][part] for part in names) for names in PARTS.values()]
+        cells = [f"{part / 1e9:.2f}" for part in (*parts, row["peak_bytes"])]
+        table.add_row(name, *cells, "yes" if row["fits"] else "no")
     return table
 
 
@@ -115,21 +119,20 @@ def command_of(job: PlannedJob, chosen: Option) -> list[str]:
     return launch_command(chosen.config, job.ranks, min(job.machine.ranks, job.ranks))
 
 
-def _as_json(
-    job: PlannedJob, chosen: Option, why: str, rows: list[Option], command: list[str], filled: Option | None
-) -> dict[str, Any]:
-    def described(option: Option) -> dict[str, Any]:
-        sizes = ("batch_size", "gradient_accumulation_steps", "tensor_parallel", "pipeline_parallel")
-        settings = ("strategy", *sizes, "activation_checkpointing", "offload")
-        return {
-            **{name: getattr(option.config, name) for name in settings},
-            "engine": option.engine,
-            "fits": option.fits,
-            "peak_bytes": option.memory.peak,
-            "memory_bytes": dataclasses.asdict(option.memory),
-            "host_bytes_per_machine": job.host_bytes(option),
-        }
+def _of_option(job: PlannedJob, option: Option) -> dict[str, Any]:
+    sizes = ("batch_size", "gradient_accumulation_steps", "tensor_parallel", "pipeline_parallel")
+    settings = ("strategy", *sizes, "activation_checkpointing", "offload")
+    return {
+        **{name: getattr(option.config, name) for name in settings},
+        "engine": option.engine,
+        "fits": option.fits,
+        "peak_bytes": option.memory.peak,
+        "memory_bytes": dataclasses.asdict(option.memory),
+        "host_bytes_per_machine": job.host_bytes(option),
+    }
 
+
+def _described(job: PlannedJob, rows: list[Option], filled: Option | None) -> dict[str, Any]:
     return {
         "model_type": job.config.model_type,
         "gpu": job.machine.gpu.name,
@@ -139,10 +142,7 @@ def _as_json(
         "images": job.images,
         "precision": job.precision,
         "batch_size": job.config.batch_size,
-        "options": [described(option) for option in rows],
-        "fills_a_gpu": described(filled) if filled else None,
+        "options": [_of_option(job, option) for option in rows],
+        "fills_a_gpu": _of_option(job, filled) if filled else None,
         "error": ERROR,
-        "recommended": described(chosen)
-        | {"reason": why}
-        | {"changed_flags": changed_flags(chosen.config, job.config), "command": command},
     }
