@@ -212,10 +212,7 @@ def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path
     assert run_export(monkeypatch, folder, "--output", tmp_path / "export", "--format", "onnx") == 0
     use = json.loads((tmp_path / "export" / "preprocessing.json").read_text())
     assert use["values"] == "uint16"
-    assert "uint16 values divided by 65535" in use["input"]["value_range"]
-    assert [step for step in use["steps"] if "divide" in step] == [
-        "divide by 65535, subtract mean, divide by std, per channel"
-    ]
+    assert (use["divisor"], use["channels"], use["shrink_to"]) == (65535, None, None)
     session = onnxruntime.InferenceSession(tmp_path / "export" / "basic_cnn-fp32.onnx")
     images = ((numbers[3] / 65535 - use["mean"][0]) / use["std"][0]).astype(np.float32)[None, None]
     assert_same_but_rounding(session.run(["logits"], {"images": images})[0][0], logits[3], 10 * ROUNDING)

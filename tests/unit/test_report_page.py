@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from made_runs import RESTARTED, event, make_run, step
 
+from zerovision.delivery import pages
 from zerovision.delivery.end_of_run import leave_files
-from zerovision.delivery.report import formatting
-from zerovision.delivery.report.page import TEMPLATE, watch, write_report
+from zerovision.delivery.pages import TEMPLATE
+from zerovision.delivery.report.page import watch, write_report
 from zerovision.delivery.report.run_files import read_history
 from zerovision.delivery.report.training_curves import rate_search_chart
 from zerovision.training.auto_learning_rate import describe_search
@@ -277,7 +278,7 @@ def test_a_search_for_a_learning_rate_is_a_curve_over_rates(tmp_path):
     (folder / LEARNING_RATE).write_text(json.dumps(describe_search(1e-2, tried), allow_nan=False))
     write_report([folder], output)
     chart = rate_search_chart(describe_search(1e-2, tried))
-    assert [text for _, text in chart["x_axis"].ticks] == [formatting.number(rate, 1) for rate in tried]
+    assert [text for _, text in chart["x_axis"].ticks] == [pages.number(rate, 1) for rate in tried]
     assert chart["lines"][0]["path"].startswith("M0 ")  # at the left edge, and the next in the middle
     assert "L500 " in chart["lines"][0]["path"]
     assert chart["lines"][0]["path"].count("L") == 1, "a rate that is too high has no loss"

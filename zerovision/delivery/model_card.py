@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from zerovision.delivery.export.output_folder import VALUES
+from zerovision.delivery.export.output_folder import DIVISORS
 from zerovision.delivery.intervals import interval_of
 from zerovision.delivery.report.run_files import count_global_batch, read_run
 from zerovision.delivery.trained_model import read_run_config
@@ -106,7 +106,8 @@ def write_model_card(run: Path) -> Path | None:
         classes_shown=CLASSES_SHOWN,
         preprocessing=json.dumps(preprocessing.to_dict()),
         image="image.npy" if preprocessing.takes_numbers else "photo.jpg",
-        values="" if preprocessing.values == BYTES else VALUES[preprocessing.values][1],
+        divisor=0 if preprocessing.values == BYTES else DIVISORS[preprocessing.values],
+        values=preprocessing.values,
         fixed_size=timm_size(description.timm_name, description.image_size),
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),

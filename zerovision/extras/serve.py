@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import html
 import io
 import ipaddress
 import json
@@ -15,12 +13,12 @@ from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from string import Template
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
+from zerovision.delivery import pages
 from zerovision.delivery.activation_map import activation_maps
 from zerovision.delivery.calibration import NONE_OF_THESE
 from zerovision.delivery.predict import Predictor, load_predictor, predictions_of
@@ -116,11 +114,11 @@ class Server(ThreadingHTTPServer):
 
     def page(self) -> bytes:
         """Return the page, with the names of the model and of its classes."""
-        metadata, largest = self.predictor.metadata, str(LARGEST_UPLOAD)
+        metadata = self.predictor.metadata
         names = ", ".join(metadata["class_names"][:20]) + (", ..." if len(metadata["class_names"]) > 20 else "")
-        facts = {"model": metadata["description"].model_type, "classes": str(len(metadata["class_names"]))}
-        values = {key: html.escape(value) for key, value in (facts | {"names": names, "largest": largest}).items()}
-        return Template(PAGE.read_text(encoding="utf-8")).substitute(values).encode()
+        facts = {"model": metadata["description"].model_type, "classes": len(metadata["class_names"])}
+        page = pages.render(PAGE, PAGE.with_suffix(".js"), **facts, names=names, largest=LARGEST_UPLOAD)
+        return page.encode("utf-8", "replace")
 
     def answer(self, content: bytes) -> dict[str, Any]:
         """Return labels with probabilities and the picture of an image, or the reason why it cannot be read."""
@@ -248,4 +246,4 @@ def _bracketed(host: str) -> str:
 def _data_url(picture: Any) -> str:
     stream = io.BytesIO()
     picture.save(stream, format="png")
-    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return pages.data_uri(stream.getvalue(), "png")

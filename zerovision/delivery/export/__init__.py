@@ -1,54 +1,49 @@
 """Turns a trained model into a file that other programs run: the table of formats, each with its precisions.
 
-Importing this package loads neither torch nor onnx, so that `--help` can print the table at once. A new format is one
-module with `write(job, path)` and `open_exported(path, threads)`, and one line in `FORMATS`.
+Importing this package loads neither torch nor onnx, so that `--help` can print the table at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zerovision.training.base.errors import UserError
 
 
-@dataclass(frozen=True)
-class ExportFormat:
+class ExportFormat(NamedTuple):
     """One line of `FORMATS`.
 
     Attributes:
-        module: the module that writes and opens such files.
+        write: the function (job, path) that writes such a file; it may return another one in fp32 to compare with.
+        open: the function (path, threads) that opens one, to `Forward`.
         extension: of the file's name.
         precisions: names of `PRECISIONS` that it can store.
         summary: one phrase for `--help`.
         has_graph: whether it holds what is computed, and so can hold the preprocessing.
     """
 
-    module: str
+    write: str
+    open: str
     extension: str
     precisions: tuple[str, ...]
     summary: str
     has_graph: bool = True
 
 
-FORMATS: dict[str, ExportFormat] = {
+HERE = "zerovision.delivery.export"
+FORMATS = {
     "safetensors": ExportFormat(
-        "zerovision.delivery.export.safetensors_format",
-        ".safetensors",
-        ("fp32", "bf16"),
-        "tensors and metadata, for Python with zerovision or timm",
+        *(f"{HERE}.formats:write_safetensors", f"{HERE}.formats:open_safetensors"),
+        *(".safetensors", ("fp32", "bf16"), "tensors and metadata, for Python with zerovision or timm"),
         has_graph=False,
     ),
     "torch-export": ExportFormat(
-        "zerovision.delivery.export.torch_export_format",
-        ".pt2",
-        ("fp32", "bf16"),
-        "graph and tensors, for PyTorch alone",
+        *(f"{HERE}.formats:write_torch_export", f"{HERE}.formats:open_torch_export"),
+        *(".pt2", ("fp32", "bf16"), "graph and tensors, for PyTorch alone"),
     ),
     "onnx": ExportFormat(
-        "zerovision.delivery.export.onnx_format",
-        ".onnx",
-        ("fp32", "bf16", "int8"),
-        "for onnxruntime and what else reads ONNX",
+        *(f"{HERE}.onnx_format:write_onnx", f"{HERE}.onnx_format:open_onnx"),
+        *(".onnx", ("fp32", "bf16", "int8"), "for onnxruntime and what else reads ONNX"),
     ),
 }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
 import os
+import pkgutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,13 +93,13 @@ def export_model(settings: ExportSettings) -> Exported:
         about.pop(PREPROCESSING)  # which the file contains, and the calibration
         calibration = None
     check_output(output, about)
-    writer = importlib.import_module(chosen.module)
+    write, open_exported = (pkgutil.resolve_name(name) for name in (chosen.write, chosen.open))
     with unfinished_files(output) as (folder, publish):
         file = folder / f"model{chosen.extension}"
-        fp32 = writer.write(job, file)
+        fp32 = write(job, file)
         for fact, content in about.items():
             (folder / fact).write_bytes(content)
-        forward = writer.open_exported(file, settings.threads)
+        forward = open_exported(file, settings.threads)
         if settings.with_preprocessing:
             agreement, bound = compare_pictures(forward, job), f"{settings.precision} of pictures"
         else:
@@ -107,7 +107,7 @@ def export_model(settings: ExportSettings) -> Exported:
         check_agreement(agreement, bound, settings.max_accuracy_loss)
         sizes, latencies = {}, {}
         if fp32 is not None:
-            opened = {"fp32": writer.open_exported(fp32, settings.threads), settings.precision: forward}
+            opened = {"fp32": open_exported(fp32, settings.threads), settings.precision: forward}
             sizes = {name: os.path.getsize(path) for name, path in (("fp32", fp32), (settings.precision, file))}
             latencies = {
                 (name, size): milliseconds_per_image(run, job.check.images, size)

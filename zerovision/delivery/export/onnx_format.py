@@ -36,7 +36,7 @@ PASSING_OPERATORS = ("Relu", "Clip", "MaxPool", "Reshape", "Transpose", "Flatten
 CALIBRATION_BATCH = 32
 
 
-def write(job: ExportJob, path: Path) -> Path | None:
+def write_onnx(job: ExportJob, path: Path) -> Path | None:
     """Export the graph, store it in the job's precision, and write it; other files may be left beside it.
 
     onnx's own checker looks at the file, shape inference included.
@@ -57,7 +57,7 @@ def write(job: ExportJob, path: Path) -> Path | None:
     return fp32
 
 
-def open_exported(path: Path, threads: int) -> Forward:
+def open_onnx(path: Path, threads: int) -> Forward:
     """Open the file in onnxruntime on the CPU, where so many threads share the work of one operator.
 
     Of several outputs the first is returned.

@@ -18,21 +18,24 @@ from zerovision.training.data.values import BYTES
 from zerovision.training.tasks.of_weights import THRESHOLDS, task_of
 
 PREPROCESSING = "preprocessing.json"
-INPUT_NAME, OUTPUT_NAME, SHRINK_TO = "images", "logits", "shrink_to"
-# By number of channels: their names, and how a file gets them; of other arrays the user knows them.
-CHANNELS = {
-    1: ("channel grey", "convert to 8-bit grey (ITU-R BT.601), transparent pixels on white"),
-    3: ("channels red, green, blue", "convert to 8-bit RGB, transparent pixels on white"),
-    4: ("channels as in the training data, of files red, green, blue, alpha", "convert files to 8-bit RGBA"),
-}
-OTHER_CHANNELS = ("channels as in the training data", "take the channels as 8-bit values")
-# By the type of the numbers: what becomes of them, and the range.
-VALUES = {
-    "uint8": ("divide by 255", "pixels divided by 255, so 0 to 1"),
-    "uint16": ("divide by 65535", "uint16 values divided by 65535, so 0 to 1"),
-    "int16": ("divide by 32767", "int16 values divided by 32767, so -1 to 1"),
-    "float32": ("as they are", "float32 values as they are, 0 to 1"),
-}
+INPUT_NAME, OUTPUT_NAME = "images", "logits"
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by number of channels; of other arrays the user knows them
+DIVISORS = {"uint8": 255, "uint16": 65535, "int16": 32767, "float32": 1}
+# The same for every model: the names in it are those of the numbers beside it.
+READING = (
+    "Turn the image upright by its EXIF orientation and convert it to `channels`, transparent pixels on white unless "
+    "they are RGBA (null: take the arrays as they are). Unless `shrink_to` is null, shrink files to 1/2, 1/4 or 1/8 as "
+    "far as the shorter side keeps so many pixels: JPEG files by libjpeg while they are decoded (Pillow's draft), "
+    "others by the mean of blocks (Pillow's reduce)."
+)
+STEPS = (
+    f'{READING} Resize by `interpolation` with antialiasing. With `fit` "pad": in proportion to fit into `image_size`, '
+    "rounded; then put it in the middle of that shape in the colour `mean`, from (side - resized) / 2 rounded down. "
+    "With a `resize_size`: in proportion to cover it, a single number with the shorter side, rounded down; then cut "
+    "out the centre of `image_size`, from (resized - side) / 2 rounded. Else: to `image_size` itself. Divide by "
+    "`divisor`, subtract `mean` and divide by `std`, per channel. Put the channels first, and images into one batch."
+)
+PICTURE_STEPS = f"{READING} Put pictures of one size into one batch, as bytes."
 
 Publish = Callable[[dict[Path, str]], list[Path]]
 
@@ -77,68 +80,28 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     Args:
         metadata: what `zerovision.training.checkpoint.weights.read_metadata` returned.
     """
-    preprocessing = metadata["preprocessing"]
-    height, width = preprocessing.sides
-    resize_size, channels = preprocessing.resize_size, preprocessing.channels
-    task = task_of(metadata)
-    names, conversion = CHANNELS.get(channels, OTHER_CHANNELS)
-    values = preprocessing.values
-    division, value_range = VALUES[values]
-    before = ["turn the image upright by its EXIF orientation", conversion]
-    shrink_to = 2 * max(height, width) if not preprocessing.decode else None
-    if values != BYTES:
-        names, before, shrink_to = OTHER_CHANNELS[0], [f"take the channels as {values} values"], None
-    if shrink_to:
-        before.append(
-            f"shrink files to 1/2, 1/4 or 1/8, as far as the shorter side keeps {shrink_to} pixels: JPEG files by "
-            "libjpeg while they are decoded (Pillow's draft), others by the mean of blocks (Pillow's reduce)"
-        )
-    how = f"({preprocessing.interpolation}, antialiased)"
-    longer, shorter = (
-        f"the longer side to {height} pixels, the shorter one",
-        f"the shorter side to {resize_size} pixels, the longer one",
-    )
-    whole, size = f"{height} x {width} pixels", str(height)
-    if height != width:
-        whole, size = f"{whole} (height x width)", "its size"
-        longer = f"one side to that of {whole}, into which it fits, the other one"
-        shorter = f"one side to that of {resize_size} (height x width), which it covers, the other one"
-    if preprocessing.fit == "pad":
-        geometry = [
-            f"resize {longer} in proportion, rounded {how}",
-            f"put it in the middle of {whole} of the colour `mean` (x 255), from (side - {size}) / 2, rounded down",
-        ]
-    elif resize_size is None:
-        geometry = [f"resize to {whole} {how}"]
-    else:
-        geometry = [
-            f"resize {shorter} in proportion, rounded down {how}",
-            f"cut out the centre, {whole}, from (side - {size}) / 2, rounded",
-        ]
+    preprocessing, task = metadata["preprocessing"], task_of(metadata)
+    is_bytes = preprocessing.values == BYTES
     return {
         **preprocessing.to_dict(),
-        SHRINK_TO: shrink_to,
+        "channels": MODES.get(preprocessing.channels) if is_bytes else None,
+        "divisor": DIVISORS[preprocessing.values],
+        "shrink_to": 2 * max(preprocessing.sides) if is_bytes and not preprocessing.decode else None,
         "class_names": metadata["class_names"],
         "input": {
             "name": INPUT_NAME,
             "dtype": "float32",
-            "shape": ["batch", channels, height, width],
-            "layout": f"NCHW, {names}",
-            "value_range": f"{value_range}, then minus mean and divided by std, per channel",
+            "shape": ["batch", *preprocessing.shape],
+            "layout": "NCHW",
         },
         "output": {
             "name": OUTPUT_NAME,
             "dtype": "float32",
             "shape": ["batch", len(metadata["class_names"])],
-            "meaning": f"{task.output} gives probabilities; their order is that of class_names",
+            "probabilities": task.output,
             **({} if task.thresholds is None else {THRESHOLDS: task.thresholds.tolist()}),
         },
-        "steps": [
-            *before,
-            *geometry,
-            f"{division}, subtract mean, divide by std, per channel",
-            "put the channels first, and images of one size into one batch",
-        ],
+        "steps": STEPS,
     }
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 
 from zerovision.delivery.calibration import NONE_OF_THESE, PLAIN, Calibration
-from zerovision.delivery.export.output_folder import SHRINK_TO
+from zerovision.delivery.export.output_folder import PICTURE_STEPS
 from zerovision.delivery.views import probabilities_of
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
@@ -124,21 +124,19 @@ class FromPictures(nn.Module):
 
     def describe(self, use: dict[str, Any]) -> dict[str, Any]:
         """Return the content of preprocessing.json, changed to what the file takes and returns."""
-        classes, threshold = use["output"]["shape"][1], self.calibration.threshold if self.calibration else 0.0
-        names, conversion = use["input"]["layout"].removeprefix("NCHW, "), use["steps"][: 3 if use[SHRINK_TO] else 2]
-        none = f", -1 ({NONE_OF_THESE}) if its probability is below {threshold}" if threshold else ""
-        kept = {key: value for key, value in use["output"].items() if key not in ("name", "dtype", "shape", "meaning")}
+        output = {key: value for key, value in use["output"].items() if key != "probabilities"}
         shape = ["batch", "height", "width", self.preprocessing.channels]
         return use | {
-            "input": {"name": PICTURES, "dtype": "uint8", "shape": shape, "layout": f"NHWC, {names}"},
-            "output": {"name": ANSWERS[0], "dtype": "float32", "shape": ["batch", classes], **kept},
+            "input": {"name": PICTURES, "dtype": "uint8", "shape": shape, "layout": "NHWC"},
+            "output": output | {"name": ANSWERS[0]},
             "class": {
                 "name": ANSWERS[1],
                 "dtype": "int64",
                 "shape": ["batch"],
-                "meaning": f"number of the most probable class in class_names{none}",
+                "threshold": self.calibration.threshold if self.calibration else 0.0,
+                "below": f"-1 ({NONE_OF_THESE})",
             },
-            "steps": [*conversion, "put pictures of one size into one batch, as bytes"],
+            "steps": PICTURE_STEPS,
         }
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerovision.delivery.report.formatting import THIN, isolate, number, percent, plain
+from zerovision.delivery.pages import THIN, isolate, number, percent, plain
 
 Chart = dict[str, Any]  # as `draw` returns it
 POINTS_PER_CHART = 1600  # over all lines; about 25 bytes each in the page
@@ -81,7 +81,7 @@ def draw(
         is_x_log: whether the horizontal axis is logarithmic; it begins at 0 otherwise.
 
     Returns:
-        What the template shows, and `data`, what page.js reads values from; None if no line has a finite point.
+        What the template shows, and `data`, what report.js reads values from; None if no line has a finite point.
     """
     columns = max(POINTS_PER_CHART // (2 * max(len(lines), 1)), 16)
     lines = [thin(line, columns) for line in lines if np.isfinite(line.y).any()]

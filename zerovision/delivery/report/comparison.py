@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerovision.delivery.report.formatting import clip, number, plural
+from zerovision.delivery.pages import clip, number, plural
 from zerovision.delivery.report.run_files import names_of
 from zerovision.delivery.trained_model import read_json
 from zerovision.training.base.errors import UserError

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from zerovision.delivery.report.formatting import clip, date_and_time, join, number, plural
+from zerovision.delivery.pages import clip, date_and_time, join, number, plural
 from zerovision.delivery.report.run_files import History
 from zerovision.training.base.units import format_duration
 

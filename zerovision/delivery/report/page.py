@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
-from zerovision.delivery.report import formatting, run_facts
+from zerovision.delivery import pages
+from zerovision.delivery.report import run_facts
 from zerovision.delivery.report.comparison import compare
 from zerovision.delivery.report.incidents import find_incidents
 from zerovision.delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, sample_images
@@ -35,7 +31,6 @@ from zerovision.training.base.run_folder import (
     WORST,
 )
 
-TEMPLATE = Path(__file__).resolve().parent / "template"
 RELOAD_SECONDS = 4
 MOST_RUNS = STYLES  # so that no two lines look the same
 MOST_RUNS_WITH_MATRIX = 4
@@ -194,17 +189,10 @@ def _render(runs: Sequence[dict[str, Any]], comparisons: Sequence[str], *, is_li
     charts = single_run_charts(histories[0]) if is_single else overlaid_charts(histories, names)
     charts += [runs[0]["rate_search"]] if is_single and runs[0]["rate_search"] else []
     calibrations = [run["evaluation"]["calibration"] for run in runs if run["evaluation"]]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"clip": formatting.clip, "count": formatting.count, "percent": formatting.percent}
-    script = (TEMPLATE / "page.js").read_text(encoding="utf-8")
     reload_seconds = RELOAD_SECONDS if is_live else 0
-    return environment.get_template("page.html").render(
+    return pages.render(
+        pages.TEMPLATE / "report.html",
+        pages.TEMPLATE / "report.js",
         runs=runs,
         is_single=is_single,
         title=names[0] if is_single else f"{len(runs)} runs compared",
@@ -219,8 +207,5 @@ def _render(runs: Sequence[dict[str, Any]], comparisons: Sequence[str], *, is_li
             "reloadSeconds": reload_seconds,
         },
         reload_seconds=reload_seconds,
-        style=Markup((TEMPLATE / "style.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        written=formatting.date_and_time(time.time()),
+        written=pages.date_and_time(time.time()),
     )

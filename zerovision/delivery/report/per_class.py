@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from zerovision.delivery.pages import clip, data_uri, percent
 from zerovision.delivery.report.charts import Chart, Line, draw
-from zerovision.delivery.report.formatting import clip, percent
 from zerovision.delivery.report.run_files import RunFiles
 from zerovision.training.base.run_folder import EVALUATION, WHY, WORST
 from zerovision.training.data.reading.images import ImageError, read_file
@@ -135,4 +134,4 @@ def _data_uri(path: Path) -> str:
                 content = jpeg.getvalue()
     except (OSError, ImageError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    return data_uri(content, kind)

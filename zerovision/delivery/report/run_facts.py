@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zerovision.delivery.intervals import Interval, interval_of, wilson
-from zerovision.delivery.report.formatting import THIN, clip, count, date_and_time, number, percent, plural
+from zerovision.delivery.pages import THIN, clip, count, date_and_time, number, percent, plural
 from zerovision.delivery.report.run_files import History, RunFiles
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, score_in
 from zerovision.training.base.units import format_bytes, format_duration

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from zerovision.delivery.pages import number, percent, plural
 from zerovision.delivery.report.charts import Chart, Line, draw
-from zerovision.delivery.report.formatting import number, percent, plural
 from zerovision.delivery.report.run_files import CPUS, CURVES, SYSTEM, History
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, merit, score_in
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import os
@@ -12,12 +11,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
+from zerovision.delivery import pages
 from zerovision.delivery.evaluation_files import thumbnail
-from zerovision.delivery.report import formatting
-from zerovision.delivery.report.page import TEMPLATE as REPORT_TEMPLATE
 from zerovision.extras.audit.catalogue import Catalogue
 from zerovision.extras.audit.findings import DROP, GROUP, KINDS, MOVE, RELABEL, Finding, Fix
 from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder, write_json
@@ -26,6 +21,7 @@ from zerovision.training.base.small_files import as_given, write_csv
 from zerovision.training.data.reading.images import ImageError
 from zerovision.training.observe.evaluation import check_replaceable
 
+TEMPLATE = Path(__file__).parents[1] / "audit.html"
 FACTS, PAGE, FIXES, FIXED = "audit.json", "audit.html", "fixes.csv", "fixed.csv"
 COLUMNS = ("path", "action", "new", "confidence", "reason")
 SHOWN_OF_A_KIND = 60
@@ -133,29 +129,21 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
 
 
 def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, catalogue: Catalogue) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"clip": formatting.clip, "count": formatting.count, "percent": formatting.percent}
     made = {number: fix for number, fix in fixes if fix.action != GROUP}
     sections = []
     for kind, title in KINDS.items():
         of_kind = [one for one in findings if one.kind == kind]
         cards = [_card(one, made.get(one.image), catalogue) for one in of_kind[:SHOWN_OF_A_KIND]]
         sections.append({"kind": kind, "title": title, "count": len(of_kind), "cards": cards})
-    return environment.get_template("page.html").render(
+    return pages.render(
+        TEMPLATE,
         **facts,
         images=len(catalogue),
         sections=sections,
         fixes=len(made),
         groups=len(fixes) - len(made),
         has_table=catalogue.are_files,
-        style=Markup((REPORT_TEMPLATE / "style.css").read_text(encoding="utf-8")),
-        written=formatting.date_and_time(time.time()),
+        written=pages.date_and_time(time.time()),
     )
 
 
@@ -185,4 +173,4 @@ def _data_uri(catalogue: Catalogue, number: int) -> str:
     except ImageError:
         return ""
     picture.convert("RGB").save(jpeg, "JPEG", quality=JPEG_QUALITY)
-    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
+    return pages.data_uri(jpeg.getvalue(), "jpeg")

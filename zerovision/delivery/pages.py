@@ -1,13 +1,21 @@
-"""Numbers and names as text for people."""
+"""One look for all pages: their base template and style, and numbers, names and pictures as pages show them."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
 
 from zerovision.training.base import units
 
+TEMPLATE = Path(__file__).resolve().parent / "template"
 THIN = "\u202f"  # narrow no-break space, between a number and its unit
 LONGEST_NAME = 80
 
@@ -63,3 +71,28 @@ def join(names: Sequence[str]) -> str:
 def isolate(text: str) -> str:
     """Keep a right-to-left name from reordering the sentence around it."""
     return text if text.isascii() else f"\u2068{text}\u2069"
+
+
+def data_uri(content: bytes, kind: str) -> str:
+    """Return an image file of a kind, such as "png", as an address that a page contains."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def render(page: Path, script: Path | None = None, **values: Any) -> str:
+    """Return a page, which extends base.html, as HTML with our style and its script alone in it."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([TEMPLATE, page.parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"clip": clip, "count": count, "percent": percent}
+    code = "" if script is None else script.read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    return environment.get_template(page.name).render(
+        **values,
+        style=Markup((TEMPLATE / "style.css").read_text(encoding="utf-8")),
+        script=Markup(code),
+        script_source=Markup(f"'sha256-{digest}'" if code else "'none'"),
+    )

@@ -1,4 +1,4 @@
-"""torch.export: graph and tensors in one .pt2 file, which PyTorch runs without zerovision or timm."""
+"""PyTorch's own formats: safetensors, the tensors under their names, and torch.export, graph and tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from zerovision.delivery.export.export_job import ExportJob, Forward, tracing
-from zerovision.delivery.export.safetensors_format import is_large
+from zerovision.training.checkpoint.weights import load_model, save_weights
 
-FACTS = "zerovision.json"  # beside the graph, inside the file
+FACTS = "zerovision.json"  # beside the graph, inside a .pt2 file
+
+
+def is_large(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a matrix or a kernel: vectors (biases, norms) are few, and rounding them costs more."""
+    return tensor.is_floating_point() and tensor.ndim > 1
+
+
+def write_safetensors(job: ExportJob, path: Path) -> None:
+    """Write the tensors with our metadata; in bf16 biases and norms keep fp32."""
+    is_bf16, tensors = job.settings.precision == "bf16", job.module.state_dict()
+    stored = {name: tensor.bfloat16() if is_bf16 and is_large(tensor) else tensor for name, tensor in tensors.items()}
+    facts = {**job.metadata, "extra": {**job.metadata["extra"], "exported": job.origin}}
+    try:
+        save_weights(path, stored, **facts)
+    except SafetensorError as error:  # which its writer raises in place of the system's errors
+        raise OSError(str(error)) from error
+
+
+def open_safetensors(path: Path, threads: int) -> Forward:
+    """Load the file as any user of it would: into a network in fp32."""
+    return load_model(path)[0]
 
 
 class StoredInBf16(nn.Module):
@@ -34,26 +56,22 @@ class StoredInBf16(nn.Module):
         return torch.func.functional_call(self.inner, widened, (images,))
 
 
-STORED_AS = {"fp32": lambda module: module, "bf16": StoredInBf16}
-
-
-def write(job: ExportJob, path: Path) -> None:
+def write_torch_export(job: ExportJob, path: Path) -> None:
     """Trace the network with a free batch dimension and write it.
 
     Raises:
         UserError: if PyTorch cannot trace it.
     """
+    module = StoredInBf16(job.module) if job.settings.precision == "bf16" else job.module
     with tracing():
-        program = torch.export.export(
-            STORED_AS[job.settings.precision](job.module), (job.example(),), dynamic_shapes=job.free_sides
-        )
+        program = torch.export.export(module, (job.example(),), dynamic_shapes=job.free_sides)
     facts = {**job.use(), "origin": job.origin}
     stream = io.BytesIO()  # on a full disk a file object raises OSError, torch's own writer anything
     torch.export.save(program, stream, extra_files={FACTS: json.dumps(facts)})
     path.write_bytes(stream.getbuffer())
 
 
-def open_exported(path: Path, threads: int) -> Forward:
+def open_torch_export(path: Path, threads: int) -> Forward:
     """Load the file as any user of it would; of several outputs the first is returned."""
     program = torch.export.load(path).module()
 
