@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerovision.delivery.trained_model import find_run, read_json
 from zerovision.extras.settings import BisectSettings
@@ -31,6 +31,29 @@ def run(settings: BisectSettings) -> int:
     return 1 if found.step else 0
 
 
+class StepDifference(NamedTuple):
+    """How the hashes of one step differ between two lines of them.
+
+    Attributes:
+        images_differ: whether the images differ; None if the lines have not the same leaves.
+        leaves: those that differ, in words, from rank and number to what is other about each.
+        leaves_compared: of how many.
+        tensors: names of the parameters that differ after it, in the network's order.
+        parameters: how many there are.
+    """
+
+    images_differ: bool | None
+    leaves: list[str]
+    leaves_compared: int
+    tensors: list[str]
+    parameters: int
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything does."""
+        return bool(self.leaves or self.tensors)
+
+
 @dataclass(frozen=True)
 class Difference:
     """What comparing two runs has found.
@@ -38,24 +61,16 @@ class Difference:
     Attributes:
         compared: steps of which both have hashes.
         last_equal: the last of them before the first difference, 0 if there is none.
-        step: the first at which they differ, 0 if they do not.
-        images_differ: whether the images of that step differ; None if the runs did not note the same leaves.
-        leaves: those that differ in that step, in words, from rank and number to what is other about each.
-        leaves_compared: of how many.
-        tensors: names of the parameters that differ after it, in the network's order.
-        parameters: how many there are.
         settings: lines about configuration, surroundings and images, whether or not a step differs.
+        step: the first at which they differ, 0 if they do not.
+        found: how they differ there.
     """
 
     compared: int
     last_equal: int
+    settings: list[str]
     step: int = 0
-    images_differ: bool | None = None
-    leaves: list[str] = field(default_factory=list)
-    leaves_compared: int = 0
-    tensors: list[str] = field(default_factory=list)
-    parameters: int = 0
-    settings: list[str] = field(default_factory=list)
+    found: StepDifference | None = None
 
 
 def compare(first: Path, second: Path) -> Difference:
@@ -83,27 +98,21 @@ def compare(first: Path, second: Path) -> Difference:
         one, other = sides[0][step], sides[1][step]
         if one["weights"].keys() != other["weights"].keys():
             raise UserError(f"{first.name} and {second.name} train other networks: their parameters have other names.")
-        pairs = _pairs_of_leaves(one, other)
-        images_differ = any(of_one["images"] != of_other["images"] for of_one, of_other in pairs) if pairs else None
-        leaves = differing_leaves(pairs)
-        tensors = [name for name, value in one["weights"].items() if other["weights"][name] != value]
-        if tensors or leaves:
-            of_leaves = (images_differ, leaves, len(pairs))
-            return Difference(len(steps), last_equal, step, *of_leaves, tensors, len(one["weights"]), settings)
+        found = compare_step(one, other)
+        if found.differs:
+            return Difference(len(steps), last_equal, settings, step, found)
         last_equal = step
-    return Difference(len(steps), last_equal, settings=settings)
+    return Difference(len(steps), last_equal, settings)
 
 
-def _pairs_of_leaves(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the same leaves of a step in two runs; none if it has more of them in one."""
+def compare_step(one: Mapping[str, Any], other: Mapping[str, Any]) -> StepDifference:
+    """Compare two lines of hashes of a step; leaves are compared if both have as many."""
     leaves = [side.get("leaves", []) for side in (one, other)]
-    return [*zip(*leaves, strict=True)] if len(leaves[0]) == len(leaves[1]) else []
-
-
-def differing_leaves(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
-    """Return the leaves that differ, of the same leaves of a step as two lines of hashes have them, in words."""
-    found = (_differing(number, *pair) for number, pair in enumerate(pairs, start=1))
-    return [words for words in found if words]
+    pairs = [*zip(*leaves, strict=True)] if len(leaves[0]) == len(leaves[1]) else []
+    words = [_differing(number, *pair) for number, pair in enumerate(pairs, start=1)]
+    images_differ = any(of_one["images"] != of_other["images"] for of_one, of_other in pairs) if pairs else None
+    tensors = [name for name, value in one["weights"].items() if other["weights"].get(name) != value]
+    return StepDifference(images_differ, [*filter(None, words)], len(pairs), tensors, len(one["weights"]))
 
 
 def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:
@@ -114,25 +123,25 @@ def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:
     return what and f"rank {ranks} (leaf {number}): other {what}{same[what]}"
 
 
-def lines_of(found: Difference) -> Iterator[str]:
+def lines_of(difference: Difference) -> Iterator[str]:
     """Yield what to print."""
-    if not found.step:
-        yield f"equal        at all {found.compared} steps with hashes, up to step {found.last_equal}"
+    last, found = difference.last_equal, difference.found
+    if found is None:
+        yield f"equal        at all {difference.compared} steps with hashes, up to step {last}"
     else:
-        yield (
-            f"equal        up to step {found.last_equal}" if found.last_equal else "equal        at no step with hashes"
-        )
+        yield f"equal        up to step {last}" if last else "equal        at no step with hashes"
         images = {None: "images unknown", True: "other images", False: "the same images"}[found.images_differ]
         names = ", ".join(found.tensors[:3]) + (", ..." if len(found.tensors) > 3 else "")
         tensors = f"{len(found.tensors)} of {found.parameters} parameters differ after it"
-        yield f"differ       at step {found.step}: {images}; {tensors}" + (f": {names}" if names else "")
+        yield f"differ       at step {difference.step}: {images}; {tensors}" + (f": {names}" if names else "")
         if found.leaves:
             count = f"{len(found.leaves)} of {found.leaves_compared}"
             more = "; ..." if len(found.leaves) > 3 else ""
             yield f"leaves       {count} differ: {'; '.join(found.leaves[:3])}{more}"
         elif found.leaves_compared:
             yield f"leaves       all {found.leaves_compared} are equal: what differs is their sum, or the update"
-    yield from (f"other        {line}" for line in found.settings or ["no setting, version or image that a run notes"])
+    other = difference.settings or ["no setting, version or image that a run notes"]
+    yield from (f"other        {line}" for line in other)
 
 
 def read_hashes(run: Path) -> dict[int, dict[str, Any]]:

@@ -22,7 +22,7 @@ import torch
 
 from zerovision.delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, contact_sheet, thumbnail
 from zerovision.delivery.trained_model import find_run, read_json, read_run_config
-from zerovision.extras.bisect_runs import differing_leaves, read_hashes
+from zerovision.extras.bisect_runs import compare_step, read_hashes
 from zerovision.extras.settings import ReplaySettings
 from zerovision.training.base.atomic_write import replacing_folder, write_json
 from zerovision.training.base.errors import UserError, printable
@@ -215,11 +215,9 @@ def differences(watched: WatchedStep, run: Path) -> list[str] | None:
     line = read_hashes(run).get(watched.number)
     if line is None:
         return None
-    ours, theirs = watched.hashes["leaves"], line.get("leaves", [])
-    pairs = [(leaf, own | {"rank": leaf["rank"]}) for leaf, own in zip(theirs, ours, strict=False)]
-    return differing_leaves(pairs) + [
-        name for name, value in watched.hashes["weights"].items() if line["weights"].get(name) != value
-    ]
+    leaves = zip(watched.hashes["leaves"], line.get("leaves", []), strict=False)
+    found = compare_step(watched.hashes | {"leaves": [own | {"rank": leaf["rank"]} for own, leaf in leaves]}, line)
+    return [*found.leaves, *found.tensors]
 
 
 def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -33,17 +33,26 @@ class ExportFormat(NamedTuple):
 HERE = "zerovision.delivery.export"
 FORMATS = {
     "safetensors": ExportFormat(
-        *(f"{HERE}.formats:write_safetensors", f"{HERE}.formats:open_safetensors"),
-        *(".safetensors", ("fp32", "bf16"), "tensors and metadata, for Python with zerovision or timm"),
+        f"{HERE}.formats:write_safetensors",
+        f"{HERE}.formats:open_safetensors",
+        ".safetensors",
+        ("fp32", "bf16"),
+        "tensors and metadata, for Python with zerovision or timm",
         has_graph=False,
     ),
     "torch-export": ExportFormat(
-        *(f"{HERE}.formats:write_torch_export", f"{HERE}.formats:open_torch_export"),
-        *(".pt2", ("fp32", "bf16"), "graph and tensors, for PyTorch alone"),
+        f"{HERE}.formats:write_torch_export",
+        f"{HERE}.formats:open_torch_export",
+        ".pt2",
+        ("fp32", "bf16"),
+        "graph and tensors, for PyTorch alone",
     ),
     "onnx": ExportFormat(
-        *(f"{HERE}.onnx_format:write_onnx", f"{HERE}.onnx_format:open_onnx"),
-        *(".onnx", ("fp32", "bf16", "int8"), "for onnxruntime and what else reads ONNX"),
+        f"{HERE}.onnx_format:write_onnx",
+        f"{HERE}.onnx_format:open_onnx",
+        ".onnx",
+        ("fp32", "bf16", "int8"),
+        "for onnxruntime and what else reads ONNX",
     ),
 }
 
