@@ -71,7 +71,11 @@ def test_a_bit_that_one_rank_gets_wrong_is_found_on_that_rank(run_on_ranks, tmp_
         words = {"outputs": "of the same images", "gradients": "of the same images and outputs"}[what]
         for right, ranks in (("two", f"{where['rank']}"), ("one", " | ".join({"0": 0, str(where["rank"]): 0}))):
             found = compare(runs / right, runs / what)
-            assert (found.step, found.last_equal, found.found.images_differ) == (where["step"], where["step"] - 1, False)
+            assert (found.step, found.last_equal, found.found.images_differ) == (
+                where["step"],
+                where["step"] - 1,
+                False,
+            )
             assert found.found.leaves == [f"rank {ranks} (leaf {leaf}): other {what} {words}"]
             assert f"leaves       1 of 4 differ: {found.found.leaves[0]}" in list(lines_of(found))
     # Which of the two was wrong is told by training the step again.

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from zerovision.commands.sweep import parse
 from zerovision.extras import sweep as sweeps
+from zerovision.extras.settings import SweepSettings
 from zerovision.extras.sweep import Sweep, prepare
 from zerovision.extras.sweep_table import best_trial, rows_of, write_table
 from zerovision.training.base.errors import UserError
@@ -234,8 +234,8 @@ def test_a_mistake_leaves_the_name_free(tmp_path):
 
 
 def test_the_command_line():
-    given = parse(["rates", "--vary", "seed=0,1", "--", *WORDS, "--", "x"])
-    assert (given.vary, given.words) == (["seed=0,1"], [*WORDS, "--", "x"])
+    given = SweepSettings.read(["rates", "--vary", "seed=0,1", "--", *WORDS, "--", "x"])
+    assert (given.vary, given.words) == (["seed=0,1"], (*WORDS, "--", "x"))
     mistakes = {
         "the line to train is missing": ["basic_cnn", "ddp"],  # the -- is forgotten
         "--halving 1": ["--halving", "1", "--"],
@@ -243,7 +243,7 @@ def test_the_command_line():
     }
     for line, words in mistakes.items():
         with pytest.raises(UserError, match=line):
-            parse(["rates", *words])
+            SweepSettings.read(["rates", *words])
 
 
 def test_seeds_are_a_mean_and_a_deviation(tmp_path):

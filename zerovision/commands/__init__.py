@@ -50,7 +50,7 @@ COMMANDS = {
     "replay": Command(f"{BESIDE}.settings:ReplaySettings.read", f"{BESIDE}.replay:run"),
     "report": Command(f"{USE}.settings:ReportSettings.read", f"{USE}.report.page:run"),
     "serve": Command(f"{BESIDE}.settings:ServeSettings.read", f"{BESIDE}.serve:run"),
-    "sweep": Command("zerovision.commands.sweep:parse", "zerovision.commands.sweep:sweep"),
+    "sweep": Command(f"{BESIDE}.settings:SweepSettings.read", f"{BESIDE}.sweep_table:run"),
 }
 
 

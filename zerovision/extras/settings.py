@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 from zerovision.delivery.settings import DEVICES, LARGEST_TOP_K, OF_DATASETS, OF_DEVICE, OF_MEGAPIXELS, ModelSettings
 from zerovision.delivery.trained_model import find_model, find_run
 from zerovision.models import TIMM_PREFIX
-from zerovision.training.config.command_settings import CommandSettings, choice, number, text, word
+from zerovision.training.base.errors import UserError
+from zerovision.training.config.command_settings import (
+    END_OF_FLAGS,
+    CommandSettings,
+    choice,
+    number,
+    text,
+    word,
+    words_behind,
+)
 from zerovision.training.data.settings import MOST_MEGAPIXELS
 
 MOST_STEPS, LARGEST_PORT = 10**9, 65535
@@ -103,3 +113,52 @@ class BisectSettings(CommandSettings):
         """See `CommandSettings.look`."""
         for run in (self.first, self.second):
             find_run(run)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepSettings(CommandSettings):
+    """Train one line with several values of its flags, and compare: a grid or random draws; all, or the better ones.
+
+    python scripts/sweep.py rates --vary learning-rate=0.001,0.003,0.01 --vary seed=0,1 -- mobilenet ddp 2 16 12
+    python scripts/sweep.py wide --vary learning-rate=0.0003..0.03:log --vary weight-decay=0..0.2 --trials 9 \\
+        --halving 3 -- basic_cnn ddp 2 16 9 --data digits
+    python scripts/sweep.py rates --hostfile hostfile.txt --vary seed=0,1,2,3 -- mobilenet ddp 2 16 12
+
+    After -- stand the words and flags of scripts/launch_distributed.sh. The same line again goes on where it was
+    stopped. Exit code: 0 every trial is done, 1 some have failed (each is a row), 2 a mistake, 130 or 143 stopped.
+    """
+
+    NAME: ClassVar = "sweep"
+
+    name: str = word("NAME", "Of the sweep; its runs are NAME-1, NAME-2, ...")
+    vary: tuple[str, ...] | None = text(
+        "A flag and its values: V1,V2 (V1|V2 if they hold commas), LOW..HIGH, or LOW..HIGH:log.",
+        default=None,
+        action="append",
+        metavar="FLAG=VALUES",
+    )
+    trials: int = number(0, 0, 1000, "Combinations to draw; 0: all of them.")
+    halving: int = number(0, 0, 10, "Go on with one in so many after each rung of epochs, 2 or more; 0: with all.")
+    jobs: int = number(1, 1, 64, "Trials at a time, each on GPUs, or cores, of its own.")
+    hostfile: str = text(
+        "Machines that train in place of this one (lines of 'name slots=N'), over ssh: as many trials at a time as "
+        "their slots allow.",
+        metavar="FILE",
+    )
+    seed: int = number(0, 0, 2**31 - 1, "Of the draws.")
+    words: tuple[str, ...] = words_behind()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.halving == 1:
+            raise UserError("--halving 1 would go on with all: give 2 or more, or 0.")
+        if self.hostfile and self.jobs > 1:
+            raise UserError("--jobs with --hostfile: the slots say how many trials at a time: leave --jobs out.")
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> Self:
+        """See `CommandSettings.read`."""
+        if words and not {END_OF_FLAGS, "-h", "--help"} & {*words}:
+            line = "MODEL STRATEGY GPUS BATCH_SIZE EPOCHS [FLAGS]"
+            raise UserError(f"the line to train is missing: {END_OF_FLAGS} {line}, at the end.")
+        return super().read(words)

@@ -1,17 +1,23 @@
-"""A sweep as a table: a row for each combination of values, with mean and deviation over its seeds and folds."""
+"""A sweep from its command line to its table: a row for each combination of values, the mean over seeds and folds."""
 
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerovision.extras.sweep import RunningSweep, SweepTrial
+from zerovision.extras.settings import SweepSettings
+from zerovision.extras.sweep import FAILED, SCRIPT, RunningSweep, Sweep, SweepTrial, prepare
+from zerovision.launch.arguments import with_flags
 from zerovision.training.base.atomic_write import replacing
-from zerovision.training.base.points import merit
+from zerovision.training.base.points import merit, show_score
+from zerovision.training.base.run_folder import shown_path
 from zerovision.training.base.small_files import write_csv
+from zerovision.training.base.units import plural
+from zerovision.training.world.signals import handling_stop_signals
 
 REPEATS = ("seed", "split-seed", "fold")  # flags whose values are no choices: their trials have a mean
 
@@ -79,3 +85,34 @@ def write_table(running: RunningSweep) -> Path:
     with replacing(file) as temporary:
         write_csv(temporary, header, map(cells, running.trials))
     return file
+
+
+def run(given: SweepSettings) -> int:
+    """Train the trials, print each as it comes to a rung, and print and write the table."""
+    asked = Sweep(given.name, given.words, tuple(given.vary or ()), given.trials, given.halving, given.seed)
+    running, received = prepare(asked), []
+
+    def stop(number: int, _frame: object) -> None:
+        received.append(number)
+        running.stop()
+
+    with handling_stop_signals(stop):
+        for trial in running.run(given.jobs, Path(given.hostfile) if given.hostfile else None):
+            score = (
+                "no epoch"
+                if trial.score is None
+                else f"{show_score(running.best_by, trial.score)} after {plural(trial.epochs, 'epoch')}"
+            )
+            print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
+    rows = rows_of(running)
+    best = best_trial(rows)
+    command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, asked.words, best.flags)]) if best else ""
+    table = write_table(running)
+    for row in rows:
+        print(
+            f"{row.score(running.best_by):>14}  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}"
+        )
+    print(f"best         {command}\ntable        {shown_path(table)}")
+    if received:
+        return 128 + received[0]
+    return int(any(trial.state.startswith(FAILED) for trial in running.trials))

@@ -265,54 +265,55 @@ def _scores(run: RunFiles) -> list[Fact]:
         top1, top5, loss = (best[name] for name in ("val_top1", "val_top5", "val_loss"))
     else:
         return []
-    return [
+    facts = [
         Fact("top-1 accuracy", percent(top1, 2), f"{images}, epoch {epoch} of {run.config.get('epochs', '?')}"),
         Fact("top-5 accuracy", percent(top5, 2), _interval(scores, "top5")),
         Fact("validation loss", number(loss), "; ".join(filter(None, (_interval(scores, "loss"), "nats")))),
-        *([Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins")] if scores else []),
-        *_calibration(run),
-        *_chosen_score(run),
-        *_lowest_recall(scores),
-        *_test_scores(run),
+        Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins") if scores else None,
+        _calibration(run),
+        _chosen_score(run),
+        _lowest_recall(scores),
+        _test_scores(run),
     ]
+    return [fact for fact in facts if fact is not None]
 
 
-def _calibration(run: RunFiles) -> list[Fact]:
+def _calibration(run: RunFiles) -> Fact | None:
     found = run.calibration
     if found is None:
-        return []
+        return None
     facts = found.facts
     value = f"{percent(facts['ece_before'], 2)} → {percent(facts['ece'], 2)}"
     accuracy = "" if facts["accuracy"] is None else f", {percent(facts['accuracy'], 2)} of the others right"
     kept = f"below {number(found.threshold)} none of these: {percent(1 - facts['coverage'], 2)} rejected{accuracy}"
     where = f"temperature {number(found.temperature)}; {kept}; on {plural(facts['samples'], 'image')}, {facts['split']}"
-    return [Fact("calibration error, calibrated", value, where)]
+    return Fact("calibration error, calibrated", value, where)
 
 
-def _test_scores(run: RunFiles) -> list[Fact]:
+def _test_scores(run: RunFiles) -> Fact | None:
     if run.test_scores is None:
-        return []
+        return None
     judged = f"{plural(run.test_scores['samples'], 'image')}, judged once, epoch {run.test_scores.get('epoch', '?')}"
     remark = f"{_interval(run.test_scores, 'top1')}; {judged}"
-    return [Fact("test top-1 accuracy", percent(run.test_scores["top1"], 2), remark)]
+    return Fact("test top-1 accuracy", percent(run.test_scores["top1"], 2), remark)
 
 
-def _chosen_score(run: RunFiles) -> list[Fact]:
+def _chosen_score(run: RunFiles) -> Fact | None:
     """Return the score that the best epoch was chosen by, unless it stands there anyway."""
     name, best = run.config.get("best_by", "top1"), run.history.best_epoch
     if best is None or name in IN_EVERY_LINE:
-        return []
-    return [Fact(SCORE_NAMES.get(name, name), percent(score_in(best)[1], 2), _interval(run.scores, name))]
+        return None
+    return Fact(SCORE_NAMES.get(name, name), percent(score_in(best)[1], 2), _interval(run.scores, name))
 
 
-def _lowest_recall(scores: Mapping[str, Any] | None) -> list[Fact]:
+def _lowest_recall(scores: Mapping[str, Any] | None) -> Fact | None:
     classes = [one for one in scores["classes"] if one["support"]] if scores else []
     if not classes:
-        return []
+        return None
     lowest = min(classes, key=lambda one: one["recall"])
     interval = wilson(round(lowest["recall"] * lowest["support"]), lowest["support"])
     remark = f"{_brackets(interval)}; class {clip(str(lowest['name']), 40)}, {plural(lowest['support'], 'image')}"
-    return [Fact("lowest recall", percent(lowest["recall"], 2), remark)]
+    return Fact("lowest recall", percent(lowest["recall"], 2), remark)
 
 
 def _interval(scores: Mapping[str, Any] | None, name: str) -> str:
