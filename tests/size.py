@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (452, 350),
+    "scripts": (385, 350),
     "models": (1347, 900),
     "zerovision/training/config": (807, 500),
     "zerovision/training/base": (1063, 550),
@@ -27,8 +27,8 @@ ROOMS = {  # limit and end
     "zerovision/training": (2915, 1400),
     "zerovision/launch": (2563, 1800),
     "zerovision/planning": (943, 1000),
-    "zerovision/delivery": (3241, 2400),
-    "zerovision/extras": (1515, 1300),
+    "zerovision/delivery": (3213, 2400),
+    "zerovision/extras": (1566, 1300),
 }
 ELSEWHERE = {"zerovision/commands": "scripts"}  # in whose room such a folder counts
 

@@ -356,6 +356,16 @@ def test_a_dry_run_sends_nothing_and_says_what_timm_cannot_load(tmp_path):
     assert lines[5:] == ["nothing was sent to my-team/photos (--dry-run)"]
 
 
+def test_a_calibration_of_these_weights_is_sent_with_them(tmp_path):
+    run = make_run(tmp_path / "run", "basic_cnn", 16)
+    facts = {"temperature": 1.5, "threshold": 0.5, "flip": False, "shift_pixels": 0, "weights_sha256": "of others"}
+    (run / "model.calibration.json").write_text(json.dumps(facts))
+    assert "calibration" not in published(run, "my-team/photos", "--dry-run")[1]
+    facts["weights_sha256"] = sha256_of(run / "model.safetensors")
+    (run / "model.calibration.json").write_text(json.dumps(facts))
+    assert "would send model.calibration.json, " in published(run, "my-team/photos", "--dry-run")[1]
+
+
 def test_a_size_that_timm_does_not_compute_is_a_note(tmp_path):
     run = make_run(tmp_path / "run", "timm:resnet10t", "64x96", resize_size="80x100")
     code, output, errors, _ = published(run, "my-team/photos", "--dry-run")

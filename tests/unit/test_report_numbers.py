@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_runs import RESTARTED, START, end, epoch, event, make_run, step
 
-from zerovision.delivery.report.charts import Line, draw, thin
+from zerovision.delivery.report.charts import Frame, Line, draw, thin
 from zerovision.delivery.report.incidents import find_incidents
 from zerovision.delivery.report.per_class import class_table, confusion, sample_images
 from zerovision.delivery.report.run_facts import (
@@ -175,19 +175,19 @@ def test_a_few_points_are_all_kept_and_gaps_stay():
 
 
 def test_a_line_is_drawn_where_its_values_lie():
-    chart = draw("a", "A", [line_of([0, 1, 2, 4], [0.0, 5.0, float("nan"), 10.0])], from_zero=True)
+    chart = draw("a", "A", [line_of([0, 1, 2, 4], [0.0, 5.0, float("nan"), 10.0])], Frame(from_zero=True))
     (line,) = chart["lines"]
     assert line["path"] == "M0 1000L250 500M1000 0"
     assert (chart["y_axis"].low, chart["y_axis"].high) == (0, 10)
     assert [text for _, text in chart["x_axis"].ticks] == ["0", "1", "2", "3", "4"]
-    log = draw("b", "B", [line_of([0, 1, 2], [0.01, 0.1, 1.0])])
+    log = draw("b", "B", [line_of([0, 1, 2], [0.01, 0.1, 1.0])], Frame())
     assert log["y_axis"].is_log
     assert log["lines"][0]["path"] == "M0 1000L500 500L1000 0"
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [-5.0, -5.0], [1e-300, 1e300], [float("nan")], []])
 def test_strange_values_make_no_chart_or_a_sound_one(values):
-    chart = draw("a", "A", [line_of(range(len(values)), values)])
+    chart = draw("a", "A", [line_of(range(len(values)), values)], Frame())
     if not np.isfinite(values).any():
         assert chart is None
         return

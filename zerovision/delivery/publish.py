@@ -17,6 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from timm.models._hub import save_config_for_hf
 
+from zerovision.delivery.calibration import calibration_file, read_calibration
 from zerovision.delivery.model_card import TO_FILL
 from zerovision.delivery.settings import PublishSettings
 from zerovision.delivery.trained_model import find_model
@@ -56,6 +57,8 @@ def publish(settings: PublishSettings) -> Iterator[str]:
     files: dict[str, Path | bytes] = {WEIGHTS: weights, CARD: card}
     if (names := class_map(metadata["class_names"])) is not None:
         files[CLASS_MAP] = names
+    if read_calibration(weights) is not None:
+        files[calibration_file(Path(WEIGHTS)).name] = calibration_file(weights)
     reason = why_not_for_timm(metadata)
     if not reason:
         files[TIMM_CONFIG] = timm_config(metadata)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,24 +53,10 @@ class Axis(NamedTuple):
         return (scale(values) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
 
-def draw(
-    key: str,
-    title: str,
-    lines: Sequence[Line],
-    *,
-    caption: str = "",
-    x_name: str = "epoch",
-    marks: Sequence[float] = (),
-    is_percent: bool = False,
-    from_zero: bool = False,
-    is_x_log: bool = False,
-) -> Chart | None:
-    """Lay out a chart.
+class Frame(NamedTuple):
+    """What is around the lines of a chart.
 
-    Args:
-        key: unique in the page.
-        title: a few words, with the unit.
-        lines: those without a finite point are left out.
+    Attributes:
         caption: by default the last values.
         x_name: of the horizontal axis.
         marks: values of x to mark.
@@ -79,6 +64,41 @@ def draw(
         from_zero: whether the vertical axis begins at 0; other axes than this and percent are logarithmic if the values
             span more than a factor of `LOG_SCALE_FROM`.
         is_x_log: whether the horizontal axis is logarithmic; it begins at 0 otherwise.
+    """
+
+    caption: str = ""
+    x_name: str = "epoch"
+    marks: Sequence[float] = ()
+    is_percent: bool = False
+    from_zero: bool = False
+    is_x_log: bool = False
+
+    def write(self, value: float) -> str:
+        """Return a value of a line as text."""
+        return percent(value, decimals=2) if self.is_percent else number(value)
+
+    def x_axis(self, low: float, high: float) -> Axis:
+        """Return the horizontal axis of these values."""
+        return log_axis(low, high) if self.is_x_log else linear_axis(0.0, high, plain, is_tight=True)
+
+    def y_axis(self, low: float, high: float) -> Axis:
+        """Return the vertical axis of these values."""
+        start = 0.0 if self.from_zero else low
+        if self.is_percent:
+            return linear_axis(start, high, lambda share: f"{100 * share:.4g}{THIN}%", highest=1.0)
+        if not self.from_zero and low > 0 and high / low > LOG_SCALE_FROM:
+            return log_axis(low, high)
+        return linear_axis(start, high, plain)
+
+
+def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | None:
+    """Lay out a chart.
+
+    Args:
+        key: unique in the page.
+        title: a few words, with the unit.
+        lines: those without a finite point are left out.
+        frame: what is around them.
 
     Returns:
         What the template shows, and `data`, what report.js reads values from; None if no line has a finite point.
@@ -89,15 +109,8 @@ def draw(
         return None
     values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
     first, low, high = float(values[0]), float(values.min()), float(values.max())
-    write: Callable[[float], str] = partial(percent, decimals=2) if is_percent else number
-    x_low, x_high = min(float(line.x[0]) for line in lines), max(float(line.x[-1]) for line in lines)
-    x_axis = log_axis(x_low, x_high) if is_x_log else linear_axis(0.0, x_high, plain, is_tight=True)
-    if is_percent:
-        y_axis = linear_axis(0.0 if from_zero else low, high, lambda share: f"{100 * share:.4g}{THIN}%", highest=1.0)
-    elif not from_zero and low > 0 and high / low > LOG_SCALE_FROM:
-        y_axis = log_axis(low, high)
-    else:
-        y_axis = linear_axis(0.0 if from_zero else low, high, plain)
+    x_axis = frame.x_axis(min(float(line.x[0]) for line in lines), max(float(line.x[-1]) for line in lines))
+    y_axis, write, caption = frame.y_axis(low, high), frame.write, frame.caption
     drawn = [_drawn(line, x_axis, y_axis, write) for line in lines]
     _spread_labels(drawn)
     if not caption and len(lines) == 1:
@@ -107,19 +120,19 @@ def draw(
         "key": key,
         "title": title,
         "caption": caption or f"Last values: {', '.join(isolate(one['name']) + ' ' + one['last'] for one in drawn)}.",
-        "x_name": x_name,
+        "x_name": frame.x_name,
         "x_axis": x_axis,
         "y_axis": y_axis,
         "lines": drawn,
-        "marks": [100 * place for place in x_axis.place(np.array(marks)).tolist() if 0 <= place <= 1],
+        "marks": [100 * place for place in x_axis.place(np.array(frame.marks)).tolist() if 0 <= place <= 1],
         "table": _tabulate(lines, write),
         "data": {
             "x": [x_axis.low, x_axis.high],
             "y": [y_axis.low, y_axis.high],
             "log": y_axis.is_log,
             "xLog": x_axis.is_log,
-            "percent": is_percent,
-            "xName": x_name,
+            "percent": frame.is_percent,
+            "xName": frame.x_name,
             "lines": [{name: one[name] for name in in_script} for one in drawn],
         },
     }

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from zerovision.delivery.pages import clip, data_uri, percent
-from zerovision.delivery.report.charts import Chart, Line, draw
+from zerovision.delivery.report.charts import Chart, Frame, Line, draw
 from zerovision.delivery.report.run_files import RunFiles
 from zerovision.training.base.run_folder import EVALUATION, WHY, WORST
 from zerovision.training.data.reading.images import ImageError, read_file
@@ -90,7 +90,7 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
         Line("this model", 1, confidence, accuracy, "model"),
     ]
     title = "Accuracy by confidence"
-    return draw(key, title, lines, caption=caption, x_name="confidence", from_zero=True, is_percent=True)
+    return draw(key, title, lines, Frame(caption, "confidence", from_zero=True, is_percent=True))
 
 
 def sample_images(run: RunFiles, kind: str, most: int = MOST_IMAGES) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zerovision.delivery.pages import number, percent, plural
-from zerovision.delivery.report.charts import Chart, Line, draw
+from zerovision.delivery.report.charts import Chart, Frame, Line, draw
 from zerovision.delivery.report.run_files import CPUS, CURVES, SYSTEM, History
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, merit, score_in
 
@@ -49,13 +49,13 @@ def single_run_charts(history: History) -> list[Chart]:
         *([] if name in IN_EVERY_LINE else [_line(history, "score", f"validation {label}", 5)]),
     ]
     charts = [
-        draw("loss", "Loss", loss, caption=_validation_loss(history) + marked + augmented, marks=marks),
-        draw("accuracy", "Accuracy", accuracy, caption=best_epoch + marked, marks=marks, is_percent=True),
+        draw("loss", "Loss", loss, Frame(_validation_loss(history) + marked + augmented, marks=marks)),
+        draw("accuracy", "Accuracy", accuracy, Frame(best_epoch + marked, marks=marks, is_percent=True)),
     ]
     for key in ("learning_rate", "images_per_second", "gradient_norm"):
         title = OVERLAID[key]
         line = _line(history, key, title.lower(), 1)
-        charts.append(draw(key, title, [line], marks=marks, from_zero=key in FROM_ZERO))
+        charts.append(draw(key, title, [line], Frame(marks=marks, from_zero=key in FROM_ZERO)))
     memory = [
         _line(history, "memory_bytes", "peak", 1),
         _line(history, "memory_allocated_bytes", "now", 2),
@@ -67,9 +67,9 @@ def single_run_charts(history: History) -> list[Chart]:
         cpus = [cpus[0]._replace(name="cores of the machine, by all programs")]
     use = [_line(history, "gpu_utilization", "GPU", 1), _line(history, "data_wait_share", "waiting for data", 2), *cpus]
     memory, disk = ([line._replace(y=line.y / 1e9) for line in lines] for lines in (memory, disk))
-    charts.append(draw("memory", "Memory of rank 0 (GB)", memory, marks=marks, from_zero=True))
-    charts.append(draw("use", "Use of cores, GPU and time", use, marks=marks, from_zero=True, is_percent=True))
-    charts.append(draw("disk", "Free space on the run's disk (GB)", disk, marks=marks, from_zero=True))
+    charts.append(draw("memory", "Memory of rank 0 (GB)", memory, Frame(marks=marks, from_zero=True)))
+    charts.append(draw("use", "Use of cores, GPU and time", use, Frame(marks=marks, from_zero=True, is_percent=True)))
+    charts.append(draw("disk", "Free space on the run's disk (GB)", disk, Frame(marks=marks, from_zero=True)))
     return [chart for chart in charts if chart is not None]
 
 
@@ -85,9 +85,7 @@ def rate_search_chart(result: Mapping[str, Any] | None) -> Chart | None:
         if marks
         else "none has clearly lowered the loss, and no rate is suggested."
     )
-    return draw(
-        "rate_search", "Learning rates", lines, caption=caption, x_name="learning rate", marks=marks, is_x_log=True
-    )
+    return draw("rate_search", "Learning rates", lines, Frame(caption, "learning rate", marks, is_x_log=True))
 
 
 def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:
@@ -98,7 +96,7 @@ def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[
             _line(history, key, name, run % STYLES + 1, f"run{run}")
             for run, (history, name) in enumerate(zip(histories, names, strict=True))
         ]
-        charts.append(draw(key, title, lines, from_zero=key in FROM_ZERO, is_percent=key in SHARES))
+        charts.append(draw(key, title, lines, Frame(from_zero=key in FROM_ZERO, is_percent=key in SHARES)))
     return [chart for chart in charts if chart is not None]
 
 

@@ -30,7 +30,7 @@ class SeveralLabels(OneLabel):
     """
 
     name = MULTILABEL
-    output = "sigmoid of each class, above its threshold or not,"
+    output = "sigmoid of each class"
 
     def __init__(
         self, num_classes: int, thresholds: np.ndarray | None = None, sets: torch.Tensor | None = None
