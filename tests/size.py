@@ -19,7 +19,7 @@ ROOMS = {  # limit and end
     "zerovision/training/config": (807, 500),
     "zerovision/training/base": (1063, 550),
     "zerovision/training/world": (626, 450),
-    "zerovision/training/data": (4359, 2900),
+    "zerovision/training/data": (4357, 2900),
     "zerovision/training/recipe": (582, 1050),
     "zerovision/training/engines": (2880, 2250),
     "zerovision/training/checkpoint": (807, 600),

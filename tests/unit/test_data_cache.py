@@ -72,14 +72,14 @@ def test_a_cache_changes_no_pixel_and_is_used(photos, augmentation, monkeypatch)
     plain = batches(options(photos, "off", augmentation=augmentation))
     assert equal(batches(options(photos, augmentation=augmentation)), plain)
     # another run, in which nothing can be decoded
-    monkeypatch.setattr("zerovision.training.data.reading.decode.jpeg_header", None)
+    monkeypatch.setattr("zerovision.training.data.reading.decode._decode_jpeg", None)
     assert equal(batches(options(photos, augmentation=augmentation)), plain)
 
 
 def test_workers_fill_and_use_it(photos, monkeypatch):
     plain = batches(options(photos, "off"))
     assert equal(batches(options(photos), workers=2), plain)
-    monkeypatch.setattr("zerovision.training.data.reading.decode.jpeg_header", None)
+    monkeypatch.setattr("zerovision.training.data.reading.decode._decode_jpeg", None)
     assert equal(batches(options(photos)), plain)
 
 

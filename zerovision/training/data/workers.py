@@ -19,8 +19,9 @@ import sys
 import threading
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
+from multiprocessing import forkserver, popen_forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -66,23 +67,15 @@ def fit_workers_into_memory(
     return room
 
 
-def _preparation_data(name: str) -> dict[str, Any]:
-    """Return what a worker is told of this process before it starts: all but its main module."""
-    told = spawn.get_preparation_data(name)
-    return {key: value for key, value in told.items() if not key.startswith("init_main")}
-
-
-class _Popen(popen_forkserver.Popen):
-    # Python's own method, which finds the function above in place of `spawn.get_preparation_data`: replacing that one
-    # would change the user's own processes.
-    _launch = types.FunctionType(
-        popen_forkserver.Popen._launch.__code__,  # type: ignore[attr-defined]  # not in typeshed
-        vars(popen_forkserver) | {"spawn": types.SimpleNamespace(get_preparation_data=_preparation_data)},
-    )
-
-
 class _Worker(ForkServerProcess):
-    _Popen = _Popen
+    @staticmethod
+    def _Popen(process: BaseProcess) -> popen_forkserver.Popen:
+        """Start the process, which is told of no main module: what has neither spec nor file is not imported."""
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            return popen_forkserver.Popen(process)
+        finally:
+            sys.modules["__main__"] = main
 
 
 class _WorkerContext(ForkServerContext):
