@@ -17,7 +17,7 @@ ENGINES, TASKS = "zerovision/training/engines", "zerovision/training/tasks"
 FENCES = {  # what names it, its own files, limit
     "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed_", 36),
     "pipeline": (r"pipeline|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 30),
-    "several labels": (r"multilabel|label_sets", rf"{TASKS}/multilabel", 19),
+    "several labels": (r"multilabel|label_sets", rf"{TASKS}/multilabel", 2),
     "tensor": (r"tensor_parallel|tensor_split|TensorSplit|world\.tensor", rf"{ENGINES}/tensor_", 24),
     "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", rf"{TASKS}/contrast", 8),
     "islands": (r"island", rf"{ENGINES}/islands", 20),

@@ -124,10 +124,8 @@ def test_an_epoch_whose_score_is_no_number_is_never_the_best(tmp_path, monkeypat
     assert [line["is_best"] for line in lines if line["kind"] == "epoch"] == [False, True, False, False]
 
 
-def data_of(val_counts, samples, label_sets=None):
-    return SimpleNamespace(
-        val=range(samples), test=None, class_names=val_counts, val_counts=val_counts, label_sets=label_sets
-    )
+def data_of(val_counts, samples, sets=None):
+    return SimpleNamespace(val=range(samples), test=None, class_names=val_counts, val_counts=val_counts, sets=sets)
 
 
 @pytest.mark.parametrize(

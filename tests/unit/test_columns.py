@@ -186,7 +186,7 @@ def test_several_labels_in_a_cell_are_those_that_others_have_alone(spelling, tmp
     data = make_table(tmp_path / "set", rows(labels=LISTS[spelling]))
     pair = load(data, task="multilabel", label_column="labels")
     assert pair.class_names == ["a", "b", "c"]
-    assert {"a;b", "b;c", "c", ""} <= {*pair.label_sets.names}
+    assert {"a;b", "b;c", "c", ""} <= {*pair.sets.names}
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
     images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
     with torch.no_grad():
         probabilities = module(images).sigmoid().numpy()
-    targets = data.label_sets.targets[data.val.source.labels].numpy()
+    targets = data.sets.targets[data.val.source.labels].numpy()
     assert scores["map"] == pytest.approx(average_precision_score(targets, probabilities), abs=1e-6)
     f1 = f1_score(targets, probabilities >= thresholds, average=None)
     assert [one["f1"] for one in scores["classes"]] == pytest.approx(f1.tolist())

@@ -23,7 +23,7 @@ from zerovision.delivery.evaluation_files import write_evaluation
 from zerovision.delivery.fit_calibration import Calibrator, read_reject
 from zerovision.delivery.settings import EvaluateSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model, slug
-from zerovision.delivery.views import checked_views, log_probabilities_of
+from zerovision.delivery.views import checked_views, views_of
 from zerovision.training.base.atomic_write import errors_of_writing
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.points import show_score
@@ -41,6 +41,7 @@ from zerovision.training.observe.console import open_console
 from zerovision.training.observe.evaluation import check_replaceable, describe_scores, read_scores
 from zerovision.training.observe.new_run import remove_leftovers_of_run
 from zerovision.training.tasks.class_scores import keeps_probabilities
+from zerovision.training.tasks.labels import mean_log_probabilities
 from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
@@ -225,7 +226,10 @@ def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
                 trained_on.add(logits, labels, batch.weights * known, batch.indices)
                 mean = logits
                 if views.are_several:
-                    mean = log_probabilities_of(network, batch.images, logits, views)
+                    others = views_of(batch.images, views)
+                    mean = mean_log_probabilities(
+                        (weight, logits if view is batch.images else network(view)) for weight, view in others
+                    )
                     of_views.add(mean, labels, fresh, batch.indices)
                 if evaluation.calibrator is not None:
                     evaluation.calibrator.add(mean, labels, fresh, batch.indices)

@@ -28,6 +28,7 @@ from zerovision.training.data.parts import TRAIN
 from zerovision.training.data.reading.formats import IMAGE_EXTENSIONS
 from zerovision.training.data.reading.remote_files import checksum_of
 from zerovision.training.data.reading.sources import FileSource, Source, digest_of
+from zerovision.training.data.settings import SEVERAL_LABELS
 from zerovision.training.data.tar_shards import FACTS, LABEL, TAR
 from zerovision.training.data.values import BYTES
 from zerovision.training.observe.console import open_console
@@ -65,8 +66,8 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"OUT '{output}' exists and is not an empty folder: give a new one.")
     data = load_data(options)
-    if data.label_sets is not None:
-        raise UserError("--task multilabel: tar files have one label for each image: train on the table itself.")
+    if data.sets is not None:
+        raise UserError(f"{SEVERAL_LABELS}: tar files have one label for each image: train on the table itself.")
     done = Packed(0, 0, 0)
     with errors_of_writing(output), replacing_folder(output) as folder:
         names = "".join(f"{name}\n" for name in data.class_names).encode("utf-8", "surrogateescape")

@@ -28,7 +28,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.folder import SYSTEM_NAMES
-from zerovision.training.data.label_sets import SEPARATOR
+from zerovision.training.data.label_lists import SEPARATOR
 from zerovision.training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError, collected_notes
 from zerovision.training.data.reading.model_input import ModelInput

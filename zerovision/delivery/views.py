@@ -11,7 +11,7 @@ from torch import nn
 from zerovision.delivery.calibration import Calibration, Views
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
-from zerovision.training.tasks.labels import OneLabel, mean_log_probabilities
+from zerovision.training.tasks.labels import OneLabel
 from zerovision.training.tasks.of_weights import task_of
 
 
@@ -30,28 +30,15 @@ def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Vi
     return Views(flip, shift_pixels)
 
 
-def log_probabilities_of(network: nn.Module, images: torch.Tensor, logits: torch.Tensor, views: Views) -> torch.Tensor:
-    """Return the logarithm of the weighted mean of all views' probabilities, float32 [B, classes].
-
-    Args:
-        network: float32 [B, C, S, S] to logits [B, classes], in evaluation mode.
-        images: float32 [B, C, H, W], both above `views.shift_pixels`.
-        logits: what the network made of the images.
-        views: the views.
-    """
-    of_views = _views(images, views)
-    return mean_log_probabilities((weight, logits if view is images else network(view)) for weight, view in of_views)
-
-
 def probabilities_of(
     network: nn.Module, images: torch.Tensor, views: Views, calibration: Calibration | None, task: OneLabel
 ) -> torch.Tensor:
-    """Return what `predict` says of images, float32 [B, classes]; arguments as of `log_probabilities_of`."""
-    weighted = [(weight, network(view)) for weight, view in _views(images, views)]
+    """Return what `predict` says of images, float32 [B, classes]; by a network in evaluation mode."""
+    weighted = [(weight, network(view)) for weight, view in views_of(images, views)]
     return task.mean_probabilities(weighted, None if calibration is None else calibration.temperature)
 
 
-def _views(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:
+def views_of(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:
     """Return the weight and the images of each view; the first are the images themselves."""
     weighted, far, (height, width) = [(1.0, images)], views.shift_pixels, images.shape[2:]
     if far:

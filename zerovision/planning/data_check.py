@@ -74,7 +74,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
 def print_report(data: str, report: DataReport) -> None:
     """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
     console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
-    parts, names, sets = datasets.parts, datasets.class_names, datasets.label_sets
+    parts, names, sets = datasets.parts, datasets.class_names, datasets.sets
     table = Table("class", *(TITLES[name] for name in parts), title=escape(printable(f"{data}: {len(names)} classes")))
     every = [part.source.labels for part in parts.values()]
     columns = [

@@ -9,13 +9,14 @@ import numpy as np
 
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.reading.sources import UNKNOWN
+from zerovision.training.data.settings import SEVERAL_LABELS
 
 NAMED = 3
 CURES = {
     "leaked": "validation or test images are identical to training images, so their scores are too good: "
     "remove them from one of the two parts",
     "mislabelled": "images are identical to one with another label: remove the wrong ones, or give all labels "
-    "to each image by --task multilabel",
+    f"to each image by {SEVERAL_LABELS}",
     "repeated": "training images are identical to others, and so count more than once",
 }
 

@@ -75,7 +75,7 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         UserError: on all ranks, if an image on any rank cannot be read.
     """
     engine.module.eval()
-    task = task_of_labels(context.num_classes, context.label_sets, context.thresholds)
+    task = task_of_labels(context.num_classes, context.sets, context.thresholds)
     recorder = task.recorder(keeps_probabilities=context.keeps_probabilities)
     neighbours, stop_signal = context.neighbours, 0
 

@@ -53,7 +53,7 @@ from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.class_scores import check_best_by
 from zerovision.training.tasks.contrast import MOST_COMPARED, VIEWS, GradientCache, Neighbours
 from zerovision.training.tasks.labels import build_loss
-from zerovision.training.tasks.multilabel import several_loss
+from zerovision.training.tasks.of_weights import task_of_labels
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.teacher import Teacher, load_teacher
 from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
@@ -234,7 +234,8 @@ def _build_step(config: TrainConfig, data: DatasetPair, plan: BatchPlan, world: 
     if config.is_contrastive:
         return GradientCache(world.data, plan.leaves, config.temperature, len(data.class_names))
     told = (config, data.class_names, data.train_counts, world.device)
-    loss = build_loss(*told, build=None if data.label_sets is None else several_loss, teacher=teacher)
+    task = task_of_labels(len(data.class_names), data.label_targets(world.device), None)
+    loss = build_loss(*told, build=task.losses, teacher=teacher)
     return Pipelined(loss) if config.has_stages else Accumulate(loss)
 
 
@@ -350,7 +351,7 @@ def train_context(context: Run, start: RunStart) -> TrainContext:
         assert isinstance(step, Accumulate)
         leaves = context.plan.accumulation_steps
         step = Audited(step, config.audit, world, leaves, lambda: context.position, loggers)
-    tells_classes = context.neighbours is None and context.data.label_sets is None
+    tells_classes = context.neighbours is None and context.data.sets is None
     is_kept = tells_classes and config.features != "cached" and len(context.data.train) <= MOST_IMAGES
     return TrainContext(
         world=world,
@@ -358,7 +359,7 @@ def train_context(context: Run, start: RunStart) -> TrainContext:
         schedule=context.schedule,
         num_classes=len(context.data.class_names),
         image_shape=context.data.preprocessing.shape,
-        label_sets=context.data.label_targets(world.device),
+        sets=context.data.label_targets(world.device),
         seed=config.seed,
         step=step,
         log_every_steps=config.log_every_steps,

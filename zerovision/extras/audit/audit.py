@@ -46,7 +46,7 @@ from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import load_data
 from zerovision.training.data.datasets import DatasetPair
-from zerovision.training.data.settings import MULTILABEL
+from zerovision.training.data.settings import SEVERAL_LABELS
 from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabilities
 from zerovision.training.tasks.contrast import MOST_COMPARED, votes
 
@@ -223,6 +223,6 @@ def _show(
         made = f"--fixes {shown_path(folder / FIXES)}"
         print(f"groups {grouped} images are of a scene that others show, too: {made} gives each scene a group")
     print(f"page   {shown_path(folder / PAGE)}")
-    task = f" --task {MULTILABEL}" if catalogue.has_several else ""
+    task = f" {SEVERAL_LABELS}" if catalogue.has_several else ""
     if actions and catalogue.are_files:
         print(f"to train on the data with {FIXES}: --data {shown_path(folder / FIXED)}{task}")

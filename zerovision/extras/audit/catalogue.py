@@ -45,7 +45,7 @@ class Catalogue:
         self._sets = datasets.parts
         self._starts = np.cumsum([0, *map(len, self._sets.values())])
         self.class_names, self.num_classes = datasets.label_names, len(datasets.class_names)
-        self.has_several = datasets.label_sets is not None
+        self.has_several = datasets.sets is not None
         self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])
         self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])
         self.unreadable: dict[int, str] = {}

@@ -14,6 +14,7 @@ from decimal import Decimal
 from functools import lru_cache
 
 from zerovision.training.base.errors import UserError, shown
+from zerovision.training.data.settings import SEVERAL_LABELS
 
 Label = str | int
 UNLABELLED = -1  # of integers: how test parts without labels are given
@@ -144,7 +145,7 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     doubts = _doubts([group for group in alike.values() if len(group) > 1], "differ by case, blanks or digits only")
     doubts += _doubts([[name] for name in names if name.casefold() in _NOTHING], "may stand for no label")
     lists = [[name] for name in names if re.search(r"[;|]|^[\[{].*[\]}]$", name)]
-    doubts += _doubts(lists, "may be several labels: --task multilabel reads those")
+    doubts += _doubts(lists, f"may be several labels: {SEVERAL_LABELS} reads those")
     if any("." in name for name in names) and all(map(_DECIMAL.fullmatch, names)):
         doubts.append(f"all are numbers such as {names[0]}: --label-column names another column than a measurement")
     if doubts:

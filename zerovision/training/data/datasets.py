@@ -27,14 +27,14 @@ from zerovision.training.data.class_names import first_names, notes_on_names
 from zerovision.training.data.division import fingerprint
 from zerovision.training.data.image_sizes import SizeRamp, size_ramp
 from zerovision.training.data.images import Images
-from zerovision.training.data.label_sets import LabelSets, make_label_sets
+from zerovision.training.data.label_lists import LabelSets, make_sets
 from zerovision.training.data.mixing import Mixing
 from zerovision.training.data.policies import build_policy
 from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
 from zerovision.training.data.reading.image_numbers import note_unused_range
 from zerovision.training.data.reading.images import ImageError
 from zerovision.training.data.reading.sources import ArraySource, FileSource, Source, open_files
-from zerovision.training.data.settings import MULTILABEL, NUMBERS
+from zerovision.training.data.settings import NUMBERS, SEVERAL_LABELS
 from zerovision.training.data.values import BYTES, statistics
 from zerovision.training.world.preserved_process import preserved_generators
 
@@ -55,7 +55,7 @@ class ImageDataset(Dataset):
         ramp: Size of the images by epoch; None if it is always `preprocessing`'s.
         batch_transforms: Applied after `read`, on the device and to a whole batch.
         mixing: Applied after that to a whole batch; None if nothing is mixed.
-        label_sets: Which classes each label stands for; None if it is one.
+        sets: Which classes each label stands for; None if it is one.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class ImageDataset(Dataset):
         most_bad: int = 0,
         mixing: Mixing | None = None,
         ramp: SizeRamp | None = None,
-        label_sets: LabelSets | None = None,
+        sets: LabelSets | None = None,
     ) -> None:
         self.source, self.preprocessing, self.augmentation, self.seed = source, preprocessing, augmentation, seed
-        self.most_bad, self.mixing, self.ramp, self.label_sets = most_bad, mixing, ramp, label_sets
+        self.most_bad, self.mixing, self.ramp, self.sets = most_bad, mixing, ramp, sets
         self._smaller: ImageDataset | None = None
         self.batch_transforms = BatchTransforms(preprocessing, augmentation, seed)
         self._geometry = evaluation_geometry(preprocessing)
@@ -104,7 +104,7 @@ class ImageDataset(Dataset):
         if self._smaller is None or self._smaller.preprocessing.image_size != size:
             preprocessing, mixing = self.preprocessing.at_size(size), self.mixing and self.mixing.at_size(size)
             self._smaller = ImageDataset(
-                self.source, preprocessing, self.augmentation, self.seed, self.most_bad, mixing, None, self.label_sets
+                self.source, preprocessing, self.augmentation, self.seed, self.most_bad, mixing, None, self.sets
             )
         return self._smaller
 
@@ -157,7 +157,7 @@ class DatasetPair:
     Attributes:
         train: Training samples, augmented by (seed, epoch, index).
         val: Validation samples, never augmented; the epoch of their key is ignored.
-        class_names: Name of each label; of `label_sets`, of each of their columns.
+        class_names: Name of each label; of `sets`, of each of their columns.
         preprocessing: The evaluation transform; that of the training images, if it is of another size, is
             `train.preprocessing`.
         augmentation: The augmentation in use, never "auto".
@@ -166,7 +166,7 @@ class DatasetPair:
         fingerprint: sha256 that changes with the classes, the files (path, size, label) or the pixels in memory.
         notes: One-line messages for the user.
         test: Samples that are judged once, after the training; None without. `fingerprint` does not cover them.
-        label_sets: Which classes each label stands for; None if it is one.
+        sets: Which classes each label stands for; None if it is one.
     """
 
     train: ImageDataset
@@ -179,16 +179,16 @@ class DatasetPair:
     fingerprint: str
     notes: list[str] = field(default_factory=list)
     test: ImageDataset | None = None
-    label_sets: LabelSets | None = None
+    sets: LabelSets | None = None
 
     @property
     def label_names(self) -> list[str]:
         """Name of each label."""
-        return self.class_names if self.label_sets is None else self.label_sets.names
+        return self.class_names if self.sets is None else self.sets.names
 
     def label_targets(self, device: torch.device) -> torch.Tensor | None:
-        """Return the targets of each label of `label_sets`, float32 [S, K]."""
-        return None if self.label_sets is None else self.label_sets.targets.to(device)
+        """Return the targets of each label of `sets`, float32 [S, K]."""
+        return None if self.sets is None else self.sets.targets.to(device)
 
     @property
     def parts(self) -> dict[str, ImageDataset]:
@@ -245,7 +245,7 @@ def make_dataset_pair(
     fingerprint: str,
     notes: Iterable[str] = (),
     test: Source | None = None,
-    label_sets: LabelSets | None = None,
+    sets: LabelSets | None = None,
 ) -> DatasetPair:
     """Put the transforms around two or three sources and check their labels.
 
@@ -253,9 +253,9 @@ def make_dataset_pair(
         UserError: A set is empty, there is only one class, two have one name, or a label is out of range; the
             augmentation does not fit.
     """
-    if options.task == MULTILABEL and label_sets is None:
+    if options.reads_lists and sets is None:
         raise UserError(
-            f"--task multilabel reads tables of paths, not --data {options.data}: give LIST.csv, .tsv or .parquet, and "
+            f"{SEVERAL_LABELS} reads tables of paths, not --data {options.data}: give LIST.csv, .tsv or .parquet, and "
             "--label-column NAME of lists such as cat;dog, or --label-column A,B,... of columns of 1 and 0."
         )
     repeated = [name for name, count in Counter(class_names).items() if count > 1]
@@ -294,7 +294,7 @@ def make_dataset_pair(
         bad_image_budget(share, len(set_.labels) if set_ else 0) for set_ in (train, val, test)
     )
     counts = {
-        what: _count_labels(set_.labels, class_names, what, label_sets)
+        what: _count_labels(set_.labels, class_names, what, sets)
         for what, set_ in (("training", train), ("validation", val))
     }
     empty = {
@@ -302,8 +302,8 @@ def make_dataset_pair(
     }
     without = [f"no {what} image for {first_names(names)}" for what, names in empty.items() if names]
     return DatasetPair(
-        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing, ramp, label_sets),
-        val=ImageDataset(val, evaluation, most_bad=val_bad, label_sets=label_sets),
+        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing, ramp, sets),
+        val=ImageDataset(val, evaluation, most_bad=val_bad, sets=sets),
         class_names=class_names,
         preprocessing=evaluation,
         augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
@@ -316,10 +316,10 @@ def make_dataset_pair(
             *_preparation_notes(options, preprocessing, of_arrays=train.in_memory),
             *_size_notes(size, eval_size, ramp),
             *without,
-            *(_balance_notes(counts["training"], class_names, options) if label_sets is None else ()),
+            *(_balance_notes(counts["training"], class_names, options) if sets is None else ()),
         ],
-        test=ImageDataset(test, evaluation, most_bad=test_bad, label_sets=label_sets) if test else None,
-        label_sets=label_sets,
+        test=ImageDataset(test, evaluation, most_bad=test_bad, sets=sets) if test else None,
+        sets=sets,
     )
 
 
@@ -356,9 +356,9 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
     """
     given = [part for part in parts if len(part)] or [parts[0]]
     first, trained, archive = given[0], given[:2], given[0].archive
-    class_names, label_sets = [*first.words["label"]], None
+    class_names, sets = [*first.words["label"]], None
     if first.classes is not None:
-        label_sets, class_names = make_label_sets(class_names, first.classes)
+        sets, class_names = make_sets(class_names, first.classes)
     for part, what in zip(given, ("validation", "validation", "test"), strict=False) if archive else ():
         if part is not first or len(given) == 1:
             archive.check_room(what, np.unique(part["file"]).tolist())
@@ -374,8 +374,8 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
         mean, std = _statistics_of_some(train)
         defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
         options = options if train.values == BYTES else replace(options, mean=None, std=None)
-    known = fingerprint(trained, [*class_names, *(label_sets.names if label_sets else ())])
-    return make_dataset_pair(train, val, class_names, defaults, options, known, notes, test, label_sets)
+    known = fingerprint(trained, [*class_names, *(sets.names if sets else ())])
+    return make_dataset_pair(train, val, class_names, defaults, options, known, notes, test, sets)
 
 
 def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:
@@ -427,13 +427,13 @@ def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float,
     return (sum(values) / len(values),) if channels == 1 else tuple(values) * (channels // len(values))
 
 
-def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, label_sets: LabelSets | None) -> list[int]:
+def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets: LabelSets | None) -> list[int]:
     if len(labels) == 0:
         raise UserError(f"the {what} set is empty: at least one image is needed.")
     if len(class_names) < 2:
         raise UserError(f"the {what} set has one class only ({''.join(class_names)!r}): at least two are needed.")
-    if label_sets is not None:
-        return label_sets.images_of_each(labels)
+    if sets is not None:
+        return sets.images_of_each(labels)
     # a label out of range would end in an assertion on the GPU, long after the start
     low, high, last = int(labels.min()), int(labels.max()), len(class_names) - 1
     if low < 0 or high > last:

@@ -50,7 +50,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
     images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
     dataset = dataset.for_epoch(batch.epoch)
-    targets = None if dataset.label_sets is None else to_device(dataset.label_sets.targets[batch.labels], device)
+    targets = None if dataset.sets is None else to_device(dataset.sets.targets[batch.labels], device)
     if not batch.is_transformed:
         images = dataset.batch_transforms(images, batch.epoch, batch.draw_keys)
     if dataset.mixing is not None:

@@ -20,7 +20,7 @@ from zerovision.training.base.errors import UserError, shown
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import number_classes
 from zerovision.training.data.images import Images, pieces
-from zerovision.training.data.label_sets import rarest_class
+from zerovision.training.data.label_lists import rarest_class
 from zerovision.training.data.parts import CLASSES_ANYWAY, PARTS, TRAIN, VAL, parts_of_splits
 from zerovision.training.data.reading.images import ImageError
 

@@ -33,7 +33,7 @@ class Batch:
         epoch: Decides the rest of the augmentation.
         draw_keys: int64 [B], as in `BatchKey`: decides it too.
         leaf: As in `BatchKey`.
-        targets: float32 [B, classes], if they are not just the labels, see `mixing` and `label_sets`.
+        targets: float32 [B, classes], if they are not just the labels, see `mixing` and `sets`.
         is_transformed: Whether `images` are normalised already.
         digests: int64 [B], of the images' files, see `reading.sources.digest_of`; empty unless the key wants them.
         loss_weights: float32 [B], of the losses in training; None if all are 1.

@@ -18,7 +18,9 @@ from zerovision.training.data.image_sizes import USAGE as SIZE_USAGE
 BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
 DATA_ROOT = "~/.cache/zerovision"
 URL = "://"
-MULTILABEL: Literal["multilabel"] = "multilabel"  # of --task
+TaskName = Literal["multiclass", "multilabel"]
+MULTILABEL: TaskName = "multilabel"
+SEVERAL_LABELS = f"--task {MULTILABEL}"
 MAX_MEGAPIXELS, MOST_MEGAPIXELS = 179, 10_000  # of an image: by default, as Pillow; at all
 
 
@@ -271,6 +273,11 @@ class DataFields:
     bad_images: str = option(
         "error", f"What to do with unreadable images: {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %."
     )
+
+    @property
+    def reads_lists(self) -> bool:
+        """Whether the label of an image is a list of classes."""
+        return self.task == MULTILABEL
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,10 @@ from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.columns import FactColumns, find_column
 from zerovision.training.data.division import in_parts, with_classes
 from zerovision.training.data.images import Images, ImagesBuilder
-from zerovision.training.data.label_sets import columns_of, list_in, set_name, set_names
+from zerovision.training.data.label_lists import columns_of, list_in, set_name, set_names
 from zerovision.training.data.reading.images import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
-from zerovision.training.data.settings import DATA_ROOT, MULTILABEL
+from zerovision.training.data.settings import DATA_ROOT
 
 PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
 SEPARATORS = (",", ";", "\t", "|")
@@ -73,8 +73,8 @@ class _TableColumns(FactColumns):
     """The columns of a table: that of the paths, those of the labels, and those of facts."""
 
     def __init__(self, header: Sequence[str], options: DataOptions) -> None:
-        self._is_multilabel = options.task == MULTILABEL
-        self._classes = columns_of(options.label_column) if self._is_multilabel else [options.label_column]
+        self._are_lists = options.reads_lists
+        self._classes = columns_of(options.label_column) if self._are_lists else [options.label_column]
         wanted = [options.path_column] if options.path_column else [*PATH_COLUMNS]
         paths, labels = ([find_column(header, name) or "" for name in names] for names in (wanted, self._classes))
         self.path, self._labels = next(filter(None, paths), ""), labels
@@ -97,7 +97,7 @@ class _TableColumns(FactColumns):
             ValueError: The label is empty or none.
         """
         cells = [row.get(name) for name in self._labels]
-        if self._is_multilabel:
+        if self._are_lists:
             texts = ["" if cell is None else cell for cell in cells]
             return set_name([str(text) for text in texts], self._classes) if len(texts) > 1 else list_in(texts[0])
         if cells[0] is None or not clean(str(cells[0])):
@@ -107,7 +107,7 @@ class _TableColumns(FactColumns):
     def classified(self, images: Images, options: DataOptions) -> Images:
         """Return the images with their classes, or sets of classes, and parts; raise UserError if some are unknown."""
         where, images = f"--data {options.data}", in_parts(images, options)
-        if not self._is_multilabel:
+        if not self._are_lists:
             return with_classes(images, (), where)
         of_cell = {name: name for name in images.words["label"]}
         if len(self._classes) == 1:

@@ -15,7 +15,6 @@ import torch
 from zerovision.training.base.atomic_write import replacing_folder, write_json
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import SCORES
-from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.tasks.class_counts import ClassCounts
 from zerovision.training.tasks.class_scores import count_classes
 from zerovision.training.tasks.scores import SampleScores, Scores
@@ -50,7 +49,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         classes = [one | {"threshold": float(threshold)} for one, threshold in zip(classes, thresholds, strict=True)]
     bins = calibration_bins(details)
     return {
-        **({} if thresholds is None else {"task": MULTILABEL}),
+        **({"task": scores.task} if scores.task else {}),
         "samples": scores.samples,
         "loss": scores.loss,
         "loss_standard_error": float(details.losses.numpy().std()) / scores.samples**0.5 if scores.samples else 0.0,

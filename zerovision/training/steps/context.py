@@ -47,7 +47,7 @@ class TrainContext:
         saver: writes checkpoints; None if nothing is saved.
         averages: of the weights, over the steps or over islands; None for none.
         neighbours: tells classes in an evaluation; None if the model does.
-        label_sets: float32 [S, C] on the device, the classes of each label; None if it is one.
+        sets: float32 [S, C] on the device, the classes of each label; None if it is one.
         thresholds: as of `SampleRecorder`.
         log_hashes: optimizer steps between two lines of hashes; 0 for none.
         history: of the training images; None if it is not kept.
@@ -71,7 +71,7 @@ class TrainContext:
     saver: Saver | None = None
     averages: WeightAverages | OuterSteps | None = None
     neighbours: Neighbours | None = None
-    label_sets: torch.Tensor | None = None
+    sets: torch.Tensor | None = None
     thresholds: np.ndarray | None = None
     log_hashes: int = 0
     keeps_probabilities: bool = False

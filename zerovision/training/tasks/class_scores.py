@@ -47,18 +47,18 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
             same whatever is predicted.
     """
     has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images of a class, and others
-    if not has_both and score != "loss" and (score in AREAS or data.label_sets is not None):
+    if not has_both and score != "loss" and (score in AREAS or data.sets is not None):
         raise UserError(
             f"--best-by {score} tells the images of a class from the others, but each class has all "
             f"{len(data.val)} validation images or none: give --best-by "
-            f"{'top1' if data.label_sets is None else 'loss'}, or other validation images."
+            f"{'top1' if data.sets is None else 'loss'}, or other validation images."
         )
     samples, num_classes = max(map(len, (data.val, data.test or ()))), len(data.class_names)
-    if data.label_sets is not None:
+    if data.sets is not None:
         score, ranks = "map", 1  # every rank gets all probabilities in the end
     keeps = keeps_probabilities(score, samples, num_classes, batch_size, ranks)
     if score in AREAS and not keeps:
-        cure = "validate on fewer" if data.label_sets else "give more ranks, or --best-by macro_f1 or balanced_accuracy"
+        cure = "validate on fewer" if data.sets else "give more ranks, or --best-by macro_f1 or balanced_accuracy"
         needed = _probability_bytes(samples, num_classes, batch_size, ranks)
         raise UserError(
             f"--best-by {score} keeps the probability of every class for every image: {samples} images x "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from zerovision.models.ensemble import mean_over_members
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.reader import Batch
+from zerovision.training.data.settings import TaskName
 from zerovision.training.tasks import read_distill
 from zerovision.training.tasks.class_weights import class_weights
 from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, sample_losses
@@ -23,6 +23,9 @@ from zerovision.training.world.world import World
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
+
+Weighted = Iterable[tuple[float, torch.Tensor]]
+"""The weight and the logits [B, C] of each view of some images."""
 
 
 class OneLabel:
@@ -37,9 +40,10 @@ class OneLabel:
         thresholds: float64 [C], the probability from which on a class is predicted; None if one is, the most probable.
     """
 
-    name: Literal["multiclass", "multilabel"] = "multiclass"
+    name: TaskName = "multiclass"
     output = "softmax over the classes"
     thresholds: np.ndarray | None = None
+    losses: Callable[[TaskSettings, torch.Tensor | None], Loss] | None = None  # other than those of `--loss`
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
@@ -72,9 +76,7 @@ class OneLabel:
         """Return those of logits [B, C], float32."""
         return logits.float().softmax(1)
 
-    def mean_probabilities(
-        self, weighted: Iterable[tuple[float, torch.Tensor]], temperature: float | None
-    ) -> torch.Tensor:
+    def mean_probabilities(self, weighted: Weighted, temperature: float | None) -> torch.Tensor:
         """Return what is said of images, float32 [B, C]: of the weight and the logits [B, C] of each view of them."""
         logarithms = mean_log_probabilities(weighted)
         if temperature is not None:
@@ -95,7 +97,7 @@ class OneLabel:
         return replace(scores, areas=mean_areas(own, order, scores.details.labels.numpy().__eq__, world))
 
 
-def mean_log_probabilities(weighted: Iterable[tuple[float, torch.Tensor]]) -> torch.Tensor:
+def mean_log_probabilities(weighted: Weighted) -> torch.Tensor:
     """Return the logarithm of the weighted mean of probabilities, float32 [B, C], of weights and logits [B, C]."""
     return torch.stack([logits.float().log_softmax(1) + math.log(weight) for weight, logits in weighted]).logsumexp(0)
 

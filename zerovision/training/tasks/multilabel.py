@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -14,40 +13,55 @@ from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.tasks.class_counts import ClassCounts
-from zerovision.training.tasks.labels import Loss, OneLabel
+from zerovision.training.tasks.labels import Loss, OneLabel, Weighted
 from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, rows_of_all
 from zerovision.training.tasks.settings import TaskSettings
 from zerovision.training.world.world import World
+
+
+def several_loss(config: TaskSettings, _: torch.Tensor | None) -> Loss:
+    """Build the mean over the classes of each one's binary cross-entropy, smoothed alike both ways, as in Keras."""
+    smoothing = config.label_smoothing
+
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        targets = torch.zeros_like(logits) if batch.targets is None else batch.targets  # none in place of lost images
+        return multilabel_losses(logits, targets * (1 - smoothing) + smoothing / 2)
+
+    return loss
+
+
+def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean binary cross-entropy of each image over its classes: float32 [B, K] each, to [B]."""
+    return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
 
 
 class SeveralLabels(OneLabel):
     """Each image has any number of classes.
 
     Args:
-        num_classes: K.
+        classes: K.
         thresholds: float64 [K], from which on classes are predicted; None for those of the best F1 of an evaluation.
         sets: float32 [S, K], the classes that each label stands for; None of a task that judges no images.
     """
 
     name = MULTILABEL
     output = "sigmoid of each class"
+    losses = staticmethod(several_loss)
 
-    def __init__(
-        self, num_classes: int, thresholds: np.ndarray | None = None, sets: torch.Tensor | None = None
-    ) -> None:
-        super().__init__(num_classes)
-        self.thresholds, self._sets = thresholds, sets
+    def __init__(self, classes: int, thresholds: np.ndarray | None = None, sets: torch.Tensor | None = None) -> None:
+        super().__init__(classes)
+        self.thresholds, self._sets = thresholds, torch.empty(0, classes) if sets is None else sets
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
         """See `OneLabel`: the labels of the images stay, and what each stands for gets the model's numbers."""
-        assert data.label_sets is not None
-        targets = data.label_sets.targets
+        assert data.sets is not None
+        targets = data.sets.targets
         sets = torch.zeros(len(targets), self.num_classes).index_copy_(1, numbers, targets)
         return SeveralLabels(self.num_classes, self.thresholds, sets), torch.arange(len(targets))
 
     def to(self, device: torch.device) -> OneLabel:
         """See `OneLabel`."""
-        return SeveralLabels(self.num_classes, self.thresholds, self._of_labels.to(device))
+        return SeveralLabels(self.num_classes, self.thresholds, self._sets.to(device))
 
     def check_use(self, flags: str, why: str) -> None:
         """See `OneLabel`."""
@@ -55,19 +69,17 @@ class SeveralLabels(OneLabel):
 
     def hits(self, best: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """See `OneLabel`."""
-        return hits_of(best, labels, self._of_labels)
+        return hits_of(best, labels, self._sets)
 
     def sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """See `OneLabel`."""
-        return multilabel_losses(logits, self._of_labels[labels])
+        return multilabel_losses(logits, self._sets[labels])
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """See `OneLabel`."""
         return logits.float().sigmoid()
 
-    def mean_probabilities(
-        self, weighted: Iterable[tuple[float, torch.Tensor]], temperature: float | None
-    ) -> torch.Tensor:
+    def mean_probabilities(self, weighted: Weighted, temperature: float | None) -> torch.Tensor:
         """See `OneLabel`: of plain images, for which the thresholds are."""
         ((_, logits),) = weighted
         return self.probabilities(logits)
@@ -83,18 +95,13 @@ class SeveralLabels(OneLabel):
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
         """See `OneLabel`."""
         assert scores.details is not None
-        targets = self._of_labels.cpu()[scores.details.labels].numpy() > 0
+        targets = self._sets.cpu()[scores.details.labels].numpy() > 0
         probabilities = rows_of_all(own, world)[order].numpy()
         thresholds = best_thresholds(targets, probabilities) if self.thresholds is None else self.thresholds
         predicted = probabilities >= thresholds
         counts = ClassCounts(*(column.sum(0) for column in (predicted & targets, targets, predicted)))
         areas = mean_areas(own, order, lambda number: targets[:, number], world)
-        return replace(scores, areas=areas, counts=counts, thresholds=thresholds)
-
-    @property
-    def _of_labels(self) -> torch.Tensor:
-        assert self._sets is not None
-        return self._sets
+        return replace(scores, areas=areas, counts=counts, thresholds=thresholds, task=self.name)
 
 
 def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
@@ -112,19 +119,3 @@ def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarra
             best = int(f1.argmax())
             found[number] = ordered[best : best + 2].mean()
     return found
-
-
-def several_loss(config: TaskSettings, _: torch.Tensor | None) -> Loss:
-    """Build the mean over the classes of each one's binary cross-entropy, smoothed alike both ways, as in Keras."""
-    smoothing = config.label_smoothing
-
-    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        targets = torch.zeros_like(logits) if batch.targets is None else batch.targets  # none in place of lost images
-        return multilabel_losses(logits, targets * (1 - smoothing) + smoothing / 2)
-
-    return loss
-
-
-def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean binary cross-entropy of each image over its classes: float32 [B, K] each, to [B]."""
-    return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)

@@ -84,6 +84,7 @@ class Scores:
     Attributes:
         counts: of the classes, if they are not those of the most probable ones.
         thresholds: float64 [C], the probability from which on a class is predicted; None if one is, the most probable.
+        task: of `--task`, of classes that are predicted by thresholds.
     """
 
     loss: float
@@ -94,6 +95,7 @@ class Scores:
     areas: Areas | None = None
     counts: ClassCounts | None = None
     thresholds: np.ndarray | None = None
+    task: str = ""
 
 
 class ScoreSums:

@@ -8,7 +8,6 @@ from typing import Literal
 from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option
 from zerovision.training.tasks.class_weights import USAGE as CLASS_WEIGHTS_USAGE
 
-CONTRASTIVE = ("supcon",)  # losses of a projection, not of a classifier
 EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
 
 
@@ -51,7 +50,7 @@ class TaskSettings(RunSettings):
     @property
     def is_contrastive(self) -> bool:
         """Whether the loss compares all images of a step, in place of one that each image has by itself."""
-        return self.loss in CONTRASTIVE
+        return self.loss == "supcon"
 
     @property
     def embedding(self) -> int:

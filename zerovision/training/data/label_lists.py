@@ -1,4 +1,4 @@
-"""Several labels of an image, or none: `--task multilabel`, of tables.
+"""Several labels of an image, or none: of tables.
 
 Each different set of labels has a number, which is the image's label everywhere that an order, a split or a list of
 images is made; the table of the sets turns it into targets.
@@ -141,7 +141,7 @@ def classes_of(name: str) -> list[str]:
     return name.split(SEPARATOR) if name else []
 
 
-def make_label_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSets, list[str]]:
+def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSets, list[str]]:
     """Return the sets of these names, and the names of the classes.
 
     Args:
