@@ -25,10 +25,10 @@ ROOMS = {  # limit and end
     "zerovision/training/checkpoint": (807, 600),
     "zerovision/training/observe": (1170, 1050),
     "zerovision/training": (2910, 1400),
-    "zerovision/launch": (2563, 1800),
+    "zerovision/launch": (2561, 1800),
     "zerovision/planning": (943, 1000),
     "zerovision/delivery": (3213, 2400),
-    "zerovision/extras": (1566, 1300),
+    "zerovision/extras": (1562, 1300),
 }
 ELSEWHERE = {"zerovision/commands": "scripts"}  # in whose room such a folder counts
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from tests.cluster.hosts import REPO_ROOT, Hosts
 
-AGENT = "cluster/agent.py"
+AGENT = "launch/agent.py"
 ENTRY = "train_distributed.py"
-LAUNCH = "cluster/multi_node.py"
+LAUNCH = "launch/launch.py"
 RUN = "run"
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 20.0

@@ -265,6 +265,7 @@ nodes.LOST_SECONDS = float(os.environ.get("LOST_SECONDS", nodes.LOST_SECONDS))
 remote_shell, outcome, *words = sys.argv[1:]
 outlast_readers()
 rendezvous.FIRST_PATIENCE_SECONDS = cluster_run.RETURN_SECONDS = 1.0
+launch.Nodes = lambda shell: nodes.Nodes(remote_shell)
 launch.Plan = lambda given, arguments, config, hosts, _ssh, port: Plan(
     given, arguments, config, hosts, remote_shell, port)
 train = launch.train
@@ -344,47 +345,14 @@ def test_nodes_are_not_lost_while_nobody_reads_what_their_ranks_print(tmp_path: 
     assert printed.count("x") == 2 * 500_000
 
 
-@pytest.mark.parametrize("fault", ["kill", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("7", "stop"))])
-def test_a_failure_on_one_node_starts_both_again(tmp_path: Path, fault: str) -> None:
-    launch = StubLaunch(tmp_path, "--fault", fault, "--save")
+def test_a_failure_on_one_node_starts_both_again(tmp_path: Path) -> None:
+    launch = StubLaunch(tmp_path, "--fault", "kill", "--save")
     code, errors = launch.end()
     assert code == 0, errors
     assert "restart 1 of 3" in errors
     assert "--run-name=run-7" in launch.wait_for_rank(0, restarts=1)["argv"]
     assert launch.record()["position"] == 0
-    assert {"7": "exit code 7", "kill": "SIGKILL", "stop": "rank 1 hung"}[fault] in errors
-
-
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_reaches_the_ranks_of_both_nodes(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    remote_shell = "ssh" if number == signal.SIGINT else "srun"
-    launch = StubLaunch(tmp_path, remote_shell=remote_shell)
-    for rank in (0, 1):
-        launch.wait_for_rank(rank)
-    launch.process.send_signal(number)
-    ended_with, errors = launch.end()
-    assert ended_with == code, errors
-    received = [launch.wait_for_rank(rank)["received"] for rank in (0, 1)]
-    assert [[one[0] for one in both] for both in received] == [[number], [number]]
-
-
-def test_a_launch_that_is_killed_lets_the_ranks_leave(tmp_path: Path) -> None:
-    launch = StubLaunch(tmp_path)
-    pids = [launch.wait_for_rank(rank)["pid"] for rank in (0, 1)]
-    launch.process.kill()
-    launch.process.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert [launch.wait_for_rank(rank)["received"][0][0] for rank in (0, 1)] == [signal.SIGTERM] * 2
+    assert "SIGKILL" in errors
 
 
 @pytest.mark.parametrize("remote_shell", ["ssh", pytest.param("srun", marks=pytest.mark.slow)])

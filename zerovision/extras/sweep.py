@@ -17,7 +17,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,8 @@ POLL_SECONDS = 0.2
 PLACES = 3  # significant digits of a number that is drawn
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
-_RANGE = re.compile(r"([^.].*?)\.\.(.+?)(:log)?")
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?")
 LINE = "sweep.json"
 FAILED = "exit code"  # how the state of a trial that failed begins
 
@@ -136,9 +136,8 @@ class RunningSweep:
     epochs: int
     best_by: str
     ranks: int
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopped: bool = False
-    _left: int = 0  # places
+    _places: list[Place] = field(default_factory=list)
 
     def run(self, jobs: int, hostfile: Path | None = None) -> Iterator[SweepTrial]:
         """Train what is left; yield each trial when it has come to a rung.
@@ -151,7 +150,7 @@ class RunningSweep:
             UserError: if there are fewer GPUs than trials at a time need.
         """
         found = _places_on(self.ranks, hostfile) if hostfile else _places(self.ranks, jobs)
-        self._left, places = len(found), SimpleQueue[Place | None]()
+        self._places, places = [*found], SimpleQueue[Place | None]()
         for place in found:
             places.put(place)
         _keep_line(self.folder, self.sweep)
@@ -220,10 +219,9 @@ class RunningSweep:
                 places.put(place)
                 break
             print(f"{place.host}: {trial.state}: it gets no more trials", file=sys.stderr, flush=True)
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    places.put(None)
+            self._places.remove(place)
+            if not self._places:
+                places.put(None)
         else:
             places.put(None)
             trial.state = f"{FAILED} {NO_NODES_CODE}: no machine is left"
@@ -358,10 +356,7 @@ def _values(flag: str, text: str) -> list[str] | tuple[float, float, bool, bool]
     found = _RANGE.fullmatch(text)
     if not found:
         return text.split("|" if "|" in text else ",")
-    try:
-        low, high = float(found[1]), float(found[2])
-    except ValueError:
-        low, high = math.nan, math.nan
+    low, high = float(found[1]), float(found[2])
     if not low < high or (found[3] and low <= 0) or math.isinf(high - low):
         raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH, two numbers, above 0 with :log.")
     return low, high, bool(found[3]), all(end.lstrip("-").isdecimal() for end in (found[1], found[2]))

@@ -29,13 +29,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zerovision.launch.launch_folder import HeartbeatFolder, launch_environment, launch_folder
-from zerovision.launch.machine_facts import ANSWERS
 from zerovision.launch.node_launcher import NodeLauncher, malloc_variables
 from zerovision.launch.node_run import NodeRun, receive_signals
 from zerovision.launch.nodes import BEAT_SECONDS, LOST_SECONDS, Channel, Message
@@ -104,7 +102,7 @@ class Agent:
             "mark": ("marked", self._leave_mark),
             "see": ("seen", lambda order: {"is_seen": sees_mark(Path(order["mark"]), order["seconds"])}),
             "start": ("ended", self._run),
-            **{kind: (kind, partial(self._find_out, look)) for kind, look in ANSWERS.items()},
+            **{kind: (kind, self._find_out) for kind in ("facts", "listen", "reach", "all-reduce")},
         }
 
     def serve(self) -> None:
@@ -180,13 +178,15 @@ class Agent:
             "software": software() if order["compares"] else {},
         }
 
-    def _find_out(self, look: Callable[[str, Message], Message], order: Message) -> Message:
+    def _find_out(self, order: Message) -> Message:
         """Answer a question of the doctor; what libraries print on the way is nothing for its table."""
+        from zerovision.launch.machine_facts import ANSWERS  # takes as long as all that a start needs
+
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         try:
-            return {"address": self._address, **look(self._node, order)}
+            return {"address": self._address, **ANSWERS[order["kind"]](self._node, order)}
         except UserError as error:
             return {"problem": str(error)}
         except Exception as error:

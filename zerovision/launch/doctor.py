@@ -221,17 +221,10 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
     ):
         time.sleep(POLL_SECONDS)
     config = request.config
-    answers = nodes.ask(
-        list(nodes.found),
-        "facts",
-        "facts",
-        FACTS_SECONDS,
-        log_dir=request.log_dir,
-        data=data_fields(config) if request.has_data else None,
-        training=[f"--model-type={config.model_type}", *changed_flags(config, TrainConfig())]
-        if request.has_training
-        else None,
-    )
+    flags = [f"--model-type={config.model_type}", *changed_flags(config, TrainConfig())]
+    order: dict[str, Any] = {"log_dir": request.log_dir, "data": data_fields(config) if request.has_data else None}
+    order["training"] = flags if request.has_training else None
+    answers = nodes.ask(list(nodes.found), "facts", "facts", FACTS_SECONDS, **order)
     hosts, rows = {}, []
     for host in request.slots:
         answer, shell = answers.get(host, {}), nodes.shell_of[host]
@@ -242,10 +235,9 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
             why = f"the examination fails: {answer['problem']}", "bring the code there to the same commit"
         elif shell.failure():
             why = explain(host, shell.process.returncode, "\n".join(shell.lines))
-        elif host not in nodes.found:
-            why = f"no answer within {REACH_SECONDS:.0f} s", f"log in to {host} and look what hangs"
         else:
-            why = f"no answer within {FACTS_SECONDS:.0f} s", f"log in to {host} and look what hangs"
+            seconds = FACTS_SECONDS if host in nodes.found else REACH_SECONDS
+            why = f"no answer within {seconds:.0f} s", f"log in to {host} and look what hangs"
         rows.append(Row("hosts", "wrong", *why, host))
     return hosts, rows
 

@@ -38,8 +38,11 @@ def main(words: list[str]) -> int:
     script, *arguments = words
     given = read_arguments(script, arguments, os.environ)
     is_local = "num_nodes" not in given.positional
+    nodes = Nodes("local" if is_local else "ssh")
     if is_local:
         refuse_a_pod_alone(os.environ)
+        if not given.dry_run:
+            nodes.connect([HERE])  # its agent starts while this process checks the rest, and leaves if this one does
     given = resolve_strategy(given, given.nodes)
     config = check_training(given.training)
     hosts = [HERE] if is_local else _hosts(given)
@@ -55,7 +58,7 @@ def main(words: list[str]) -> int:
     if code := preflight(plan):
         return code
     remember_line(["bash"], script, arguments)
-    return train(plan, receive_signals()).ending.code
+    return train(plan, nodes, receive_signals()).ending.code
 
 
 def _hosts(given: LaunchArguments) -> list[str]:
@@ -77,7 +80,7 @@ def preflight(plan: Plan) -> int:
     return print_examination(Request(slots, plan.shell, plan.config, has_data=True, has_training=True))
 
 
-def train(plan: Plan, received: list[int]) -> Started:
+def train(plan: Plan, nodes: Nodes, received: list[int]) -> Started:
     """Start the ranks on all nodes, and again after every failure; return how it ended.
 
     SIGINT, SIGTERM, SIGHUP (which the ranks get as SIGTERM) and SIGUSR1 reach the ranks of all nodes; a second SIGINT
@@ -85,17 +88,17 @@ def train(plan: Plan, received: list[int]) -> Started:
 
     Args:
         plan: what to start.
+        nodes: the agents.
         received: the list to which the signal handlers append.
     """
     hosts = Hosts()
-    with contextlib.closing(Nodes(plan.shell)) as here:
-
-        def start(restart: int, resuming: list[str]) -> Started:
-            nodes = here if plan.is_local else Nodes(plan.shell)
-            return ClusterRun(plan, nodes, received, hosts).run(restart, resuming)
-
-        adaptation = Adaptation(plan.arguments, len(plan.hosts) * plan.given.ranks_per_node)
-        return start_until_done(start, RestartPolicy(plan.given.max_restarts), adaptation, received)
+    with contextlib.closing(nodes):
+        return start_until_done(
+            lambda restart, resuming: ClusterRun(plan, nodes, received, hosts).run(restart, resuming),
+            RestartPolicy(plan.given.max_restarts),
+            Adaptation(plan.arguments, len(plan.hosts) * plan.given.ranks_per_node),
+            received,
+        )
 
 
 if __name__ == "__main__":

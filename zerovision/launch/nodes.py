@@ -266,13 +266,15 @@ class Nodes:
             deadline = time.monotonic() + LEAVE_SECONDS
             for shell in self._shells:
                 shell.end(number, deadline)
+        with self._lock:
+            self.found, self.shell_of, self._shells = {}, {}, []
 
     def _read(self, node: Node) -> None:
         for message in node.channel.messages(_print):
             node.heard = time.monotonic()
             node.messages[message["kind"]] = message
             with self._lock:
-                if self.shell_of[node.host] is node.shell:
+                if self.shell_of.get(node.host) is node.shell:
                     self.found[node.host] = node
         node.is_closed = True
 

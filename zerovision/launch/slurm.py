@@ -27,6 +27,7 @@ from zerovision.launch.arguments import check_training, print_command, read_argu
 from zerovision.launch.hosts import host_names, scontrol
 from zerovision.launch.launch import preflight, train
 from zerovision.launch.node_run import FINAL_CODES
+from zerovision.launch.nodes import Nodes
 from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError
@@ -271,7 +272,7 @@ def main(words: list[str]) -> int:
 def _train(plan: Plan, received: list[int]) -> JobRecord:
     """Train; an exception of the launch counts as a failure, after which the job may be requeued."""
     try:
-        outcome = train(plan, received)
+        outcome = train(plan, Nodes(plan.shell), received)
     except Exception as error:
         traceback.print_exc()
         return JobRecord(1, f"the launch failed with {type(error).__name__}")
