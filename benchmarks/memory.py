@@ -36,7 +36,6 @@ from zerovision.planning.machines import detect_machine
 from zerovision.planning.search import PlannedJob, memory_of
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.build_engine import resolve_engine
-from zerovision.training.engines.deepspeed_config import read_strategy_json
 from zerovision.training.engines.strategies import STRATEGIES, plan_of
 
 FILL = 0.8  # of the free memory
@@ -121,7 +120,8 @@ def resolved(case: Case) -> Case:
     """Return a case with the engine that it gets."""
     with torch.device("meta"):
         network = build_model(case.model, num_classes=case.classes, image_size=case.image_size).module
-    engine = resolve_engine(case.engine, plan_of(case.strategy, case.ranks), read_strategy_json(case.strategy), network)
+    config = TrainConfig(engine=case.engine, strategy=case.strategy)  # type: ignore[arg-type]  # one of its values
+    engine = resolve_engine(config, plan_of(case.strategy, case.ranks), network)
     return dataclasses.replace(case, engine=engine)
 
 

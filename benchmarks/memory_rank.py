@@ -24,7 +24,12 @@ from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.world import World, start_world, stop_world
 
 STEPS = 3  # the first creates the optimizer's state
-meshes = functools.cache(form_mesh)
+
+
+@functools.cache
+def mesh_of(world: World, tensor: int, pipeline: int) -> World:
+    """Return the world with a mesh of these sizes."""
+    return form_mesh(world, {"pipeline_parallel": pipeline, "tensor_parallel": tensor})
 
 
 def sizes_in(*files: str) -> dict[str, int]:
@@ -84,9 +89,9 @@ def train(
     """Train some steps; return the bytes held between steps and the most in the last step, all over the start.
 
     `engine` is as `--engine`, or one of PyTorch's own loops in `benchmarks.peers.bare_ddp`, which has no strategy. The
-    sizes of the mesh are as in `form_mesh`.
+    sizes of the mesh are as in `mesh_of`.
     """
-    mesh = meshes(world, tensor, pipeline)
+    mesh = mesh_of(world, tensor, pipeline)
     gc.collect()
     start, resident_at_start = resident_bytes()
     torch.manual_seed(0)

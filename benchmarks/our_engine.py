@@ -16,12 +16,10 @@ from zerovision.models.weights_metadata import Description
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
-from zerovision.training.engines.build_engine import build_engine
-from zerovision.training.engines.deepspeed_config import read_strategy_json
-from zerovision.training.engines.engine import Engine
-from zerovision.training.engines.pipeline.engine import PipelineEngine
-from zerovision.training.setup import set_up_engine
-from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
+from zerovision.training.engines.build_engine import build_engine, set_up_engine
+from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
+from zerovision.training.engines.pipeline.engine import Pipelined, PipelineEngine
+from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.world.world import World
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
@@ -68,13 +66,13 @@ def make_engine(
         gradient_clipping=gradient_clipping,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
-        tensor_parallel=world.tensor.size,
-        pipeline_parallel=world.pipeline.size,
+        tensor_parallel=world.dimension("tensor_parallel").size,
+        pipeline_parallel=world.dimension("pipeline_parallel").size,
     )
     model = BuiltModel(module.to(world.device), Description("basic_cnn", None, 2, 8))
-    setup, name = set_up_engine(config, model, read_strategy_json(strategy), precision, world, compiles=compiles)
+    setup, ways = set_up_engine(config, model, precision, world, compiles=compiles)
     images = {"records_graphs": graphs_of is not None, "image_shape": graphs_of or image_shape}
-    built = build_engine(dataclasses.replace(setup, **images), name)
+    built = build_engine(dataclasses.replace(setup, **images), ways)
     for note in setup.notes:  # as that a network could not be recorded
         print(f"note: {note}", flush=True)
     return built

@@ -1,4 +1,4 @@
-"""How images were prepared for the weights that a run starts from, or for its teacher: as timm or a file says it."""
+"""How images were prepared for the weights that a run starts or learns from: as timm or a file says it."""
 
 from __future__ import annotations
 

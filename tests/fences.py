@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES, TASKS = "zerovision/training/engines", "zerovision/training/tasks"
 FENCES = {  # what names it, its own files, limit
-    "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed_", 36),
-    "pipeline": (r"pipeline|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 30),
+    "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed/", 26),
+    "pipeline": (r"pipeline|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 12),
     "several labels": (r"multilabel|label_sets", rf"{TASKS}/multilabel", 2),
-    "tensor": (r"tensor_parallel|tensor_split|TensorSplit|world\.tensor", rf"{ENGINES}/tensor_", 24),
+    "tensor": (r"tensor_parallel|TensorPart|engines\.tensor\b|world\.tensor", rf"{ENGINES}/tensor/", 5),
     "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", rf"{TASKS}/contrast", 8),
-    "islands": (r"island", rf"{ENGINES}/islands", 20),
+    "islands": (r"island", rf"{ENGINES}/islands/", 5),
     "teacher": (r"teacher|distill", r"zerovision/training/teacher", 11),
 }
 MOST_PARAMETERS, FUNCTIONS_LIMIT = 6, 12

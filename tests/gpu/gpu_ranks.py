@@ -97,7 +97,7 @@ def one_that_waits(world: World) -> dict[str, Any]:
         records_graphs=True,
         image_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
     )
-    built = build_engine(setup, "torch")
+    built = build_engine(setup)
     losses = our_losses(built, 3, world)
     with torch.no_grad():
         built.forward(make_batch()[0].to(world.device))

@@ -48,12 +48,13 @@ from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import frozen_parameters
+from zerovision.training.engines.pipeline.engine import Pipelined
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.step_metrics import Timing
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer, tune
-from zerovision.training.steps.accumulate import Accumulate, Pipelined
+from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
@@ -157,7 +158,7 @@ class Job:
         stages: int = 1,
         members: int = 0,
     ) -> None:
-        world = form_mesh(world, 1, stages)
+        world = form_mesh(world, {"pipeline_parallel": stages})
         data = world.data
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * data.size)
         config = configuration(

@@ -32,10 +32,9 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines import buckets, fsdp2
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 from zerovision.training.engines.build_engine import build_engine, resolve_engine
-from zerovision.training.engines.deepspeed_config import deepspeed_config, read_strategy_json
-from zerovision.training.engines.engine import Engine, EngineSetup, PipelineSetup
-from zerovision.training.engines.islands import Islands
+from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.engines.settings import ways_of
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.memory_limit import peak_memory, reset_peak_memory, used_memory
@@ -112,35 +111,27 @@ def make_engine(
     config: TrainConfig,
     precision: str = "fp32",
     discriminative: bool = False,
-    islands: Islands | None = None,
+    groups: int = 1,
 ) -> Engine:
     optimizer, ranks = build_optimizer(module, config, HEAD, discriminative=discriminative), world.data.size
     shards = 2 if config.replicate_across == "nodes" else ranks  # as on machines with two ranks each
-    plan, strategy_json = plan_of(config.strategy, ranks, config.offload, shards), read_strategy_json(config.strategy)
-    sharding = deepspeed_config(
-        strategy_json,
-        batch_size_per_rank=BATCH_SIZE,
-        accumulation_steps=config.gradient_accumulation_steps,
-        gradient_clipping=config.gradient_clipping,
-        offload=config.offload,
-    )
+    plan = plan_of(config.strategy, ranks, config.offload, shards)
     setup = EngineSetup(
         module,
         optimizer,
         plan,
         precision,
-        world.data,
+        world,
         BATCH_SIZE,
         config.gradient_accumulation_steps,
         config.gradient_clipping,
-        sharding,
         compiles=config.compile == "on",
+        groups=groups,
     )
     if config.pipeline_parallel > 1:
-        pipeline = PipelineSetup(world, config.pipeline_schedule, config.pipeline_split, ("a", "b", "c"))
         channels = next(parameter.shape[1] for parameter in module.parameters() if parameter.ndim == 4)
-        setup = dataclasses.replace(setup, pipeline=pipeline, image_shape=(channels, 8, 8))
-    return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module), islands)
+        setup = dataclasses.replace(setup, image_shape=(channels, 8, 8))
+    return build_engine(setup, ways_of(config, resolve_engine(config, plan, module)))
 
 
 def leaves_of(engine: Engine, world: World, accumulation: int = 1) -> Leaves:

@@ -36,12 +36,11 @@ from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.engines.islands import APPLIED_STEPS, OUTER_WEIGHTS, form_islands
+from zerovision.training.engines.islands.engine import APPLIED_STEPS, OUTER_WEIGHTS, OuterSteps
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.recipe.optimizer import OPTIONS, build_optimizer
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
-from zerovision.training.steps.outer_step import OuterSteps
 from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.collectives import gather_rows
 from zerovision.training.world.world import World
@@ -81,13 +80,12 @@ def train(
     if of_one_matrix:  # muon deals whole matrices out to an island's ranks: one has it
         config = dataclasses.replace(config, optimizer="muon")
         module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, CLASSES, bias=False))
-    groups = form_islands(world, islands)
     with unfused(), without_shared_memory() if over_collectives else nullcontext():
-        engine = make_engine(world, module, config, islands=groups)
-    plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES // world.size, world.size, 0, islands=islands)
+        engine = make_engine(world, module, config, groups=islands)
+    plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES // world.size, world.size, 0, groups=islands)
     log = Recorder()
-    outer = OuterSteps(engine, groups, world, config, EPOCHS * plan.steps_per_epoch, Loggers([log]))
-    guard = NonFiniteGuard(engine, world, Loggers([]), 0, str, by_island=True)
+    outer = OuterSteps(engine, config, EPOCHS * plan.steps_per_epoch, Loggers([log]))
+    guard = NonFiniteGuard(engine, world, Loggers([]), 0, str, by_group=True)
     context = loop_context(world, engine, plan, averages=outer, guard=guard)
     state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
     loader = Loader(make_small_data().train, plan, world.rank)
@@ -102,7 +100,7 @@ def train(
     context.stop.close()
     own = [state[OUTER_WEIGHTS].reshape(-1) for state in engine.optimizer.state.values()]
     ours = torch.cat([torch.empty(0), *own])
-    every = gather_rows(ours, groups.peers)
+    every = gather_rows(ours, engine.peers)
     rounds = [[values["step"], values["round"], values["local_steps"]] for _, values in log.events]
     engine.close()
     are_equal, sent = bool((every == every[0]).all()), [values["sent_bytes"] for _, values in log.events]
@@ -193,9 +191,9 @@ def change_islands(world: World, before: int, after: int) -> dict[str, Any]:
     """Give the state of some islands to engines of another number of them; return both, and the applied steps."""
     found: dict[str, Any] = {}
     for name, islands in (("before", before), ("after", after)):
-        config, groups = island_configuration(world, islands, outer_precision="bf16"), form_islands(world, islands)
-        engine = make_engine(world, make_model(True), config, islands=groups)
-        OuterSteps(engine, groups, world, config, 1, Loggers([]))
+        config = island_configuration(world, islands, outer_precision="bf16")
+        engine = make_engine(world, make_model(True), config, groups=islands)
+        OuterSteps(engine, config, 1, Loggers([]))
         if name == "before":
             torch.manual_seed(world.rank)
             for weights, state in engine.optimizer.state.items():
@@ -213,10 +211,10 @@ def change_islands(world: World, before: int, after: int) -> dict[str, Any]:
 
 def skip_on_one(world: World) -> dict[str, Any]:
     """Train three steps, of which the second has a NaN on the last island."""
-    config, groups = island_configuration(world, world.size), form_islands(world, world.size)
-    engine = make_engine(world, make_model(True), config, islands=groups)
+    config = island_configuration(world, world.size)
+    engine = make_engine(world, make_model(True), config, groups=world.size)
     log = Recorder()
-    guard = NonFiniteGuard(engine, world, Loggers([log]), 0, "photo-{}".format, by_island=True)
+    guard = NonFiniteGuard(engine, world, Loggers([log]), 0, "photo-{}".format, by_group=True)
     before: dict[int, dict[str, str]] = {}
     for step in range(3):
         guard.before_step()

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from tests.kit import Recorder
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_logger import Loggers
+from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
+from zerovision.training.engines.build_engine import form_ranks
 from zerovision.training.engines.engine import Engine, StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
@@ -34,11 +36,13 @@ from zerovision.training.world.world import World
 def neighbours(world: World, tensor: int, pipeline: int, per_machine: int = 0) -> dict[str, Any]:
     """Return the rank's group along each dimension by what every collective of it says; or the error of the mesh."""
     try:
-        mesh = form_mesh(dataclasses.replace(world, local_size=per_machine or world.local_size), tensor, pipeline)
+        config = TrainConfig(pipeline_parallel=pipeline, tensor_parallel=tensor)
+        mesh = form_ranks(config, dataclasses.replace(world, local_size=per_machine or world.local_size))
     except UserError as error:
         return {"error": str(error)}
     found: dict[str, Any] = {"text": mesh.describe()}
-    for name, group in (("data", mesh.data), ("pipeline", mesh.pipeline), ("tensor", mesh.tensor)):
+    groups = {name: mesh.dimension(f"{name}_parallel") for name in ("pipeline", "tensor")}
+    for name, group in {"data": mesh.data, "replica": mesh.replica, **groups}.items():
         own, mains = torch.tensor([float(world.rank)]), torch.tensor([float(world.rank)])
         barrier(group)
         copy_from_main([mains], group)
@@ -75,7 +79,7 @@ def copied(world: World, most_bytes: int, source: int) -> dict[str, Any]:
 
 def skip(world: World, tensor: int, pipeline: int) -> list[str]:
     """Return what a rank says of a step in which the ranks at the last place of data have a loss that is not finite."""
-    data, log = form_mesh(world, tensor, pipeline).data, Recorder()
+    data, log = form_mesh(world, {"pipeline_parallel": pipeline, "tensor_parallel": tensor}).data, Recorder()
     engine = cast(Engine, SimpleNamespace(buffers=ModelBuffers(torch.nn.Identity()), loss_scale=None))
     guard = NonFiniteGuard(engine, data, Loggers([log]), 0, "{}.png".format)
     guard.before_step()

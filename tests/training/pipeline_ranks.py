@@ -24,11 +24,13 @@ from zerovision.training.base.timing import SpanClock, measured_communication
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 from zerovision.training.engines.build_engine import build_engine
-from zerovision.training.engines.engine import Engine, EngineSetup, PipelineSetup
+from zerovision.training.engines.engine import Engine, EngineSetup, StepInput, TimedEngine
+from zerovision.training.engines.pipeline.engine import Pipelined
+from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import seed_dropout
 from zerovision.training.recipe.optimizer import build_optimizer
-from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
+from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.world.collectives import barrier, gather_objects
 from zerovision.training.world.mesh import form_mesh
@@ -127,21 +129,22 @@ def make_engine(
     world: World, module: nn.Module, leaves: int, size: int, *, pipeline: int, schedule: str, split: str, **changes: Any
 ) -> Engine:
     accumulation = leaves // world.data.size
-    config = configuration(gradient_accumulation_steps=accumulation, **changes)
+    cut = {"pipeline_parallel": pipeline, "pipeline_schedule": schedule, "pipeline_split": split}
+    cut["ensemble_members"] = ",".join(MEMBERS)
+    config = configuration(gradient_accumulation_steps=accumulation, **cut, **changes)
     heads = {"head.weight", "head.bias", "fc.weight", "fc.bias"}
     setup = EngineSetup(
         module,
         build_optimizer(module, config, heads, discriminative=False),
         plan_of("ddp", world.data.size),
         "fp32" if config.precision == "auto" else config.precision,
-        world.data,
+        world,
         8,
         accumulation,
         config.gradient_clipping,
         image_shape=(3, size, size),
-        pipeline=PipelineSetup(world, schedule, split, MEMBERS) if pipeline > 1 else None,
     )
-    engine = build_engine(setup, "torch")
+    engine = build_engine(setup, ways_of(config, TORCH))
     if pipeline > 1 and isinstance(module, Ensemble):
         named = ", ".join(setup.events["pipeline"]["members"])
         assert sorted(named.split(", ")) == sorted(MEMBERS)
@@ -172,7 +175,7 @@ def train(
     **changes: Any,
 ) -> dict[str, str]:
     """Train three steps and evaluate three batches; return a sha256 of all that came out, by name, on all ranks."""
-    world, module = form_mesh(world, 1, pipeline), make_network(network)
+    world, module = form_mesh(world, {"pipeline_parallel": pipeline}), make_network(network)
     size = LARGER.get(network, SIZE)
     if recomputes:
         enable_activation_checkpointing(module)
@@ -223,7 +226,7 @@ def train(
 def wait_share(world: World, micro_batches: int, schedule: str, split: str, block_s: float) -> float:
     """Return the share of a step in which a rank waits for others: the mean of all ranks, the least of three steps."""
     torch.manual_seed(0)
-    world, module = form_mesh(world, 1, world.size), Sleeper(block_s).train()
+    world, module = form_mesh(world, {"pipeline_parallel": world.size}), Sleeper(block_s).train()
     engine = make_engine(world, module, micro_batches, SIZE, pipeline=world.size, schedule=schedule, split=split)
     step = Pipelined(build_loss(configuration(), [], [], world.device))
     shares = []
@@ -244,10 +247,10 @@ def wait_share(world: World, micro_batches: int, schedule: str, split: str, bloc
 
 def features_sent(world: World) -> list[list[str]]:
     """Evaluate as on GPUs, where features have a group of their own; return every rank's messages in that group."""
-    world = form_mesh(world, 1, world.size)
+    world = form_mesh(world, {"pipeline_parallel": world.size})
     features, messages = dist.new_group(backend="gloo"), list[str]()
-    mesh = dataclasses.replace(world.mesh, pipeline=dataclasses.replace(world.pipeline, group=features))
-    world = dataclasses.replace(world, mesh=mesh)
+    stages = dataclasses.replace(world.dimension("pipeline_parallel"), group=features)
+    world.mesh.dimensions["pipeline_parallel"] = stages
     engine = make_engine(world, make_network("vit"), 1, SIZE, pipeline=world.size, schedule="1f1b", split="auto")
 
     def noted(name: str) -> Any:

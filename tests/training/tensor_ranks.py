@@ -25,13 +25,12 @@ from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
-from zerovision.training.engines.build_engine import build_engine
-from zerovision.training.engines.deepspeed_config import read_strategy_json
-from zerovision.training.engines.engine import Engine
+from zerovision.training.engines.build_engine import build_engine, set_up_engine
+from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
 from zerovision.training.engines.parameter_shards import gather_weights
+from zerovision.training.engines.pipeline.engine import Pipelined
 from zerovision.training.loop import seed_dropout
-from zerovision.training.setup import set_up_engine
-from zerovision.training.steps.accumulate import Accumulate, Pipelined, StepInput, TimedEngine
+from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.tasks.scores import sample_losses
 from zerovision.training.world.collectives import sum_over_ranks
 from zerovision.training.world.mesh import form_mesh
@@ -107,7 +106,7 @@ def divided_steps(
     If it `spoils` a gradient of the last rank afterwards: whether all of the state is left as it was then.
     Rank 0 adds what it expects, and how far its weights are from that.
     """
-    world = form_mesh(world, tensor, pipeline)
+    world = form_mesh(world, {"pipeline_parallel": pipeline, "tensor_parallel": tensor})
     network, pixels = make_network(name)
     if recomputes:
         enable_activation_checkpointing(network)
@@ -122,18 +121,13 @@ def divided_steps(
         gradient_accumulation_steps=accumulation,
         batch_size=BATCH_SIZE,
         pipeline_parallel=pipeline,
+        tensor_parallel=tensor,
         pipeline_split=split,
     )
     with mock.patch.object(tensor_plan, "WIDE_HEAD", wide_head or tensor_plan.WIDE_HEAD):
-        setup, engine_name = set_up_engine(
-            config,
-            BuiltModel(network, Description("basic_cnn", None, 2, 8)),
-            read_strategy_json(strategy),
-            precision,
-            world,
-            compiles=False,
-        )
-    engine = build_engine(dataclasses.replace(setup, image_shape=(3, pixels, pixels)), engine_name)
+        built = BuiltModel(network, Description("basic_cnn", None, 2, 8))
+        setup, ways = set_up_engine(config, built, precision, world, compiles=False)
+    engine = build_engine(dataclasses.replace(setup, image_shape=(3, pixels, pixels)), ways)
     step_of = (Accumulate if pipeline == 1 else Pipelined)(lambda logits, batch: sample_losses(logits, batch.labels))
     own_leaves = setup.leaves.of(world.data.rank)
     losses, norms = torch.zeros(STEPS * LEAVES), []

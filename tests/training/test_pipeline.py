@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerovision.training.engines.strategies import bubble
+from zerovision.training.engines.pipeline import bubble
 
 RANKS = "tests.training.pipeline_ranks"
 # Network, leaves of a step, ranks, stages, and what else is asked for.

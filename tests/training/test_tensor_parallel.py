@@ -12,7 +12,7 @@ from tests.training.tensor_ranks import CLASSES, CLIPPING, NETWORKS, RATE, STEPS
 from zerovision.models.tensor_plan import TENSOR_PLANS, tensor_plan
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import RunFolder
-from zerovision.training.engines.tensor_parallel import split_model
+from zerovision.training.engines.tensor.layers import split_model
 from zerovision.training.world.world import World
 
 DIVIDED = "tests.training.tensor_ranks:divided_steps"

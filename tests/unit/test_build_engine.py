@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
-import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from small_checkpoints import ALONE
 from torch import nn
-from torch._dynamo.utils import counters
 
 from tests.kit import ROUNDING
 from zerovision.models.build import BuiltModel
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
-from zerovision.training.engines import compilation
 from zerovision.training.engines import model as model_module
-from zerovision.training.engines.build_engine import ENGINES, build_engine, note_engine, resolve_engine
+from zerovision.training.engines.build_engine import ENGINES, build_engine, resolve_engine
 from zerovision.training.engines.compilation import (
     PIXELS_THAT_PAY,
     compile_network,
-    keep_compiled_code,
-    load_compiled_code,
     resolve_compile,
 )
-from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.deepspeed.config import read_strategy_json
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.norms import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
 from zerovision.training.engines.precision import note_slow_bf16
+from zerovision.training.engines.settings import ways_of
 from zerovision.training.engines.strategies import STRATEGIES, plan_of
 from zerovision.training.world.world import World
 
@@ -45,22 +43,35 @@ def model(parameters):
         return nn.Linear(parameters, 1, bias=False)
 
 
+def asked(engine, tmp_path, strategy="ddp", keys=()):
+    """Return settings with an engine, and a JSON file with more keys than the strategy's."""
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(read_strategy_json(strategy) | dict(keys)))
+    return TrainConfig(engine=engine, strategy=strategy, deepspeed_config=str(file))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("parameters", [SMALL, LARGE])
 def test_auto_is_pytorchs_engine(strategy, parameters):
-    json = read_strategy_json(strategy)
     for plan in (plan_of(strategy, 1), plan_of(strategy, 1024), plan_of(strategy, 4, shards=2)):
-        assert resolve_engine("auto", plan, json, model(parameters)) == "torch"
+        assert resolve_engine(TrainConfig(strategy=strategy), plan, model(parameters)) == "torch"
 
 
-def test_auto_says_why_it_takes_deepspeed():
+def test_auto_says_why_it_takes_deepspeed(tmp_path):
     plan, with_a_number = plan_of("fsdp_stage3", 2, "all"), nn.ParameterList([torch.ones(2), torch.ones(())])
-    asked = (plan, {"flops_profiler": {}}, with_a_number)
-    assert resolve_engine("auto", *asked) == "deepspeed"
-    assert note_engine("auto", "deepspeed", *asked) == [
+
+    def notes(engine):
+        config = asked(engine, tmp_path, "fsdp_stage3", {"flops_profiler": {}})
+        setup = EngineSetup(with_a_number, torch.optim.SGD(with_a_number, 0.1), plan, "fp32", ALONE, 2)
+        (way,) = ways_of(config, resolve_engine(config, plan, with_a_number))
+        with mock.patch("zerovision.training.engines.deepspeed.engine.DeepSpeedEngine"):
+            way.build_engine(setup)
+        return setup.notes
+
+    assert notes("auto") == [
         "--engine auto is deepspeed, which alone knows flops_profiler, --offload, how to shard the single number 1"
     ]
-    assert note_engine("deepspeed", "deepspeed", *asked) == note_engine("auto", "torch", *asked) == []
+    assert notes("deepspeed") == []
 
 
 @pytest.mark.parametrize(
@@ -75,28 +86,30 @@ def test_auto_says_why_it_takes_deepspeed():
         ),
     ],
 )
-def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named):
-    json = read_strategy_json("ddp") | keys
-    assert resolve_engine("auto", plan, json, model(SMALL)) == "deepspeed"
+def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named, tmp_path):
+    assert resolve_engine(asked("auto", tmp_path, keys=keys), plan, model(SMALL)) == "deepspeed"
     if named == "--offload":
-        assert resolve_engine("torch", plan, json, model(SMALL)) == "torch"
-        return
-    with pytest.raises(UserError, match=f"--engine torch does not know {named}: use --engine deepspeed, or auto"):
-        resolve_engine("torch", plan, json, model(SMALL))
+        assert resolve_engine(asked("torch", tmp_path, keys=keys), plan, model(SMALL)) == "torch"
+    else:
+        with pytest.raises(UserError, match=f"--engine torch does not know {named}: use --engine deepspeed, or auto"):
+            resolve_engine(asked("torch", tmp_path, keys=keys), plan, model(SMALL))
+    said = f"--audit 5 is for --engine torch, these settings take deepspeed, which alone knows {named}: leave out one"
+    with pytest.raises(UserError, match=said):
+        resolve_engine(asked("auto", tmp_path, keys=keys), plan, model(SMALL), "--audit 5")
 
 
 @pytest.mark.parametrize(
-    ("plan", "json", "module", "message"),
+    ("plan", "keys", "module", "message"),
     [
         (plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, nn.Linear(2, 2), "does not know flops_profiler"),
         (plan_of("fsdp_stage3", 2, "optimizer"), {}, nn.Linear(2, 2), "--offload optimizer: at stage 3 --engine torch"),
         (plan_of("fsdp_stage2", 2), {}, nn.ParameterList([torch.ones(())]), "its parameter 0 is a single number"),
     ],
 )
-def test_what_torch_cannot_do_is_one_line(plan, json, module, message):
+def test_what_torch_cannot_do_is_one_line(plan, keys, module, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        resolve_engine("torch", plan, json, module)
-    assert resolve_engine("torch", plan_of("ddp", 2), {}, module) == "torch"
+        resolve_engine(asked("torch", tmp_path, keys=keys), plan, module)
+    assert resolve_engine(TrainConfig(engine="torch"), plan_of("ddp", 2), module) == "torch"
 
 
 def test_a_strategys_plan_divides_one_copy_over_the_ranks_asked_for():
@@ -107,7 +120,7 @@ def test_a_strategys_plan_divides_one_copy_over_the_ranks_asked_for():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_users_word_holds(engine):
-    assert resolve_engine(engine, plan_of("ddp", 2), {}, model(LARGE)) == engine
+    assert resolve_engine(TrainConfig(engine=engine), plan_of("ddp", 2), model(LARGE)) == engine
 
 
 ON_GPU = World(0, 0, 1, 1, GPU)
@@ -191,40 +204,6 @@ def test_the_trial_of_compiled_code_leaves_no_trace(monkeypatch):
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-@pytest.fixture
-def kept_file(tmp_path, monkeypatch, no_sync):
-    monkeypatch.setattr(compilation, "KEPT", tmp_path / "compiled")
-    return load_compiled_code("recipe")
-
-
-def test_compiled_code_that_is_damaged_or_anothers_is_not_loaded(kept_file, monkeypatch):
-    assert kept_file is not None
-    kept_file.parent.mkdir()
-    kept_file.write_bytes(b"damaged")
-    assert load_compiled_code("recipe") == kept_file
-    monkeypatch.setattr(os, "getuid", lambda: kept_file.stat().st_uid + 1)
-    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", None)
-    assert load_compiled_code("recipe") == kept_file
-
-
-@pytest.mark.slow
-def test_a_later_start_finds_what_was_compiled(kept_file, tmp_path, monkeypatch):
-    images, results, found = torch.linspace(-2, 2, 64).view(4, 16), [], []
-    for start in range(2):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"{start}"))
-        torch.compiler.reset()
-        torch._inductor.utils.clear_caches()
-        counters.clear()
-        load_compiled_code("recipe")
-        network = nn.GELU()
-        network.compile()
-        results.append(network(images))
-        found.append(counters["inductor"]["fxgraph_cache_hit"])
-        keep_compiled_code(kept_file)
-    assert found == [0, 1]
-    assert torch.equal(*results)
-
-
 def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
     """PyTorch's SyncBatchNorm replaces the layers that a flat stack such as VGG's recomputes."""
     stack = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.BatchNorm2d(4))
@@ -250,7 +229,7 @@ def test_a_deep_copy_computes_with_its_own_weights(precision):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
     optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
-    engine = build_engine(EngineSetup(module, optimizer, plan_of("ddp", 1), precision, ALONE, 2), "torch")
+    engine = build_engine(EngineSetup(module, optimizer, plan_of("ddp", 1), precision, ALONE, 2))
     images = torch.randn(2, 3, 8, 8)
     copied = copy.deepcopy(engine.module)
     torch.testing.assert_close(copied(images), engine.forward(images), atol=2e-2, rtol=0)

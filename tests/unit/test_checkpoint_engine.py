@@ -45,7 +45,7 @@ def make_engine(optimizer: str, seed: int, module: nn.Module | None = None) -> E
     config = TrainConfig(optimizer=optimizer, learning_rate=0.01)
     rule = build_optimizer(module, config, [], discriminative=False)
     setup = EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8, gradient_clipping=1.0)
-    return build_engine(setup, "torch")
+    return build_engine(setup)
 
 
 def train(engine: Engine, steps: range) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from zerovision.training.config.values import field_types
 from zerovision.training.resume import (
     check_fit,
     keep_global_batch,
-    keep_islands,
+    keep_groups,
     keep_starting_weights,
     keep_threads,
     note_other_leaves,
@@ -318,17 +318,17 @@ def test_strange_numbers_of_threads_get_one_line(saved):
 def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
     before, meant, ranks, per_machine, islands, told, monkeypatch
 ):
-    monkeypatch.setattr("zerovision.training.resume.gather_objects", lambda *_: [per_machine] * ranks)
+    monkeypatch.setattr("zerovision.training.world.collectives.gather_objects", lambda *_: [per_machine] * ranks)
     checkpoint = found(config={"islands": meant})
     names = [f"island {number}/head.bias" if number else "head.bias" for number in range(before)]
     checkpoint.manifest.parameters.update({name: [10] for name in names})
     config = dataclasses.replace(CONFIG, local_steps=5)
-    kept, now, notes = keep_islands(config, checkpoint, world_of(ranks))
+    kept, now, notes = keep_groups(config, checkpoint, world_of(ranks))
     assert (kept.islands, now, len(notes)) == (meant, islands, bool(told))
     assert told in "".join(notes)
     if islands < meant:  # as a new run, it is refused
         with pytest.raises(UserError, match=f"--islands {meant}: .* cannot be divided into {meant} equal groups"):
-            keep_islands(dataclasses.replace(config, islands=meant), None, world_of(ranks))
+            keep_groups(dataclasses.replace(config, islands=meant), None, world_of(ranks))
 
 
 def test_another_batch_size_is_noted_since_the_bytes_change():

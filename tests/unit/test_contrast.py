@@ -25,7 +25,7 @@ from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
-from zerovision.training.steps.accumulate import StepInput, TimedEngine
+from zerovision.training.engines.engine import StepInput, TimedEngine
 from zerovision.training.tasks.contrast import NEIGHBOURS, TEMPERATURE, GradientCache, Neighbours, contrast
 
 CLASSES, IMAGES, CHUNK = 3, 32, 4

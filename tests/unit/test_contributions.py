@@ -16,7 +16,7 @@ from zerovision.training.checkpoint.settings import CheckpointSettings
 from zerovision.training.config import CHANGEABLE_ON_RESUME, FLAG_OF
 from zerovision.training.data import DATASETS
 from zerovision.training.data.augmentations import AUGMENTATIONS
-from zerovision.training.engines.deepspeed_config import strategy_file
+from zerovision.training.engines.deepspeed.config import strategy_file
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.observe.settings import ObserveSettings
 from zerovision.training.recipe.schedule import SCHEDULES

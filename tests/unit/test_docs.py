@@ -21,7 +21,7 @@ from zerovision.launch.slurm import training_arguments
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF
 from zerovision.training.config.command_line import parse_args
-from zerovision.training.engines.deepspeed_schema import check_deepspeed_json
+from zerovision.training.engines.deepspeed.schema import check_deepspeed_json
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -24,7 +24,7 @@ PACKAGES = (
 # Who may import it, anywhere in the file.
 OWNERS = {
     "pickle": {"models/weights_file.py"},  # the name of an error alone
-    "deepspeed": {"zerovision/training/engines/deepspeed_engine.py"},
+    "deepspeed": {"zerovision/training/engines/deepspeed/engine.py"},
     "peft": {"zerovision/training/recipe/tuning.py"},
     "torch.utils.tensorboard": {"zerovision/training/observe/loggers/tensorboard.py"},
     **{name: {"zerovision/training/observe/loggers/tracker_runs.py"} for name in ("wandb", "mlflow", "trackio")},
@@ -162,7 +162,7 @@ def test_the_environment_is_read_where_it_belongs():
         *(
             "zerovision/commands/train_distributed.py",
             "zerovision/training/base/heartbeat.py",
-            "zerovision/training/engines/deepspeed_engine.py",
+            "zerovision/training/engines/deepspeed/engine.py",
         ),
         *(f"zerovision/launch/{name}.py" for name in ("launch", "local_ranks", "process_tree")),  # hand it on
         "zerovision/extras/sweep.py",  # hands it on

@@ -297,9 +297,9 @@ def test_every_leaf_has_its_own_version_and_all_are_set_back():
             output = module(images_of(seed))
             assert undone or torch.equal(output, leaf(images_of(seed)))
         if undone:
-            buffers.restore_unless(torch.tensor(True), kept)
+            buffers.restore(kept, unless=torch.tensor(True))
             assert not torch.equal(buffers.by_name()["running_mean"], kept[0][:, :3])
-            buffers.restore_unless(torch.tensor(False), kept)
+            buffers.restore(kept, unless=torch.tensor(False))
         for name, found in buffers.by_name().items():
             assert torch.equal(found, torch.stack([dict(leaf.named_buffers())[name] for leaf in leaves]))
     buffers.average(ALONE)

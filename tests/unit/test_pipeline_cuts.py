@@ -11,10 +11,11 @@ from torch import nn
 
 from zerovision.models.dry_run import without_data
 from zerovision.training.base.errors import UserError
+from zerovision.training.config import TrainConfig
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
-from zerovision.training.engines.pipeline.boundary import layout_of
+from zerovision.training.engines.pipeline import Pipeline
 from zerovision.training.engines.pipeline.cuts import balanced_cuts, check_places, deal_members, places_to_cut, trace
-from zerovision.training.engines.strategies import check_micro_batches
+from zerovision.training.engines.pipeline.rehearsal import layout_of
 
 SIZE = 32  # pixels
 # Of timm's networks: blocks where they can be cut, and modules inside of blocks where they cannot.
@@ -129,11 +130,12 @@ def test_a_tensor_lies_as_before_after_it_was_sent(name):
     ],
 )
 def test_micro_batches_fill_the_schedule(schedule, stages, micro_batches, words):
+    cut = {"pipeline_schedule": schedule, "pipeline_parallel": stages, "gradient_accumulation_steps": micro_batches}
     if words is None:
-        check_micro_batches(schedule, stages, micro_batches)
+        Pipeline(TrainConfig(**cut)).check_micro_batches()
         return
     with pytest.raises(UserError, match=words):
-        check_micro_batches(schedule, stages, micro_batches)
+        Pipeline(TrainConfig(**cut)).check_micro_batches()
 
 
 def test_more_stages_than_places_are_refused():

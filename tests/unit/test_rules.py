@@ -17,8 +17,7 @@ from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
-from zerovision.training.engines.build_engine import build_engine
-from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.build_engine import build_engine, set_up_engine
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.strategies import STRATEGIES, plan_of
 from zerovision.training.recipe.composite import rules_of
@@ -36,7 +35,6 @@ from zerovision.training.recipe.rules import (
     SHIFTED_RATE,
     WHOLE_PARAMETER,
 )
-from zerovision.training.setup import set_up_engine
 
 CONFIG = TrainConfig(learning_rate=0.01, weight_decay=0.05)
 
@@ -224,7 +222,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(name):
     for poisoned in ((), (0, 2)):
         module, rule = make(name)
         setup = EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8, gradient_clipping=1.0)
-        engine = build_engine(setup, "torch")
+        engine = build_engine(setup)
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
             images = torch.randn(8, 4, 3, 3, generator=generator)
@@ -310,5 +308,5 @@ def test_options_reach_the_rule_that_they_are_for():
 def test_a_runs_muon_has_the_precision_that_auto_became(precision, name):
     config = TrainConfig(model_type="basic_cnn", optimizer="muon", precision="auto")
     built = build_model("basic_cnn", num_classes=10, image_size=8)
-    setup, _ = set_up_engine(config, built, read_strategy_json("ddp"), precision, ALONE, compiles=False)
+    setup, _ = set_up_engine(config, built, precision, ALONE, compiles=False)
     assert type(rules_of(setup.optimizer)[0]).__name__ == name

@@ -65,7 +65,7 @@ def test_loss_scale_makes_the_average_over_ranks_the_mean_over_samples(samples, 
 @pytest.mark.parametrize("islands", [1, 2])
 def test_an_island_takes_the_mean_over_its_own_samples(accumulation, world, repeats, islands):
     """The last step has 13 of 48 samples: of islands that get neighbouring ones, the second gets none."""
-    plan, losses = BatchPlan(109, 4, accumulation, world, 0, repeats=repeats, islands=islands), np.arange(109.0)
+    plan, losses = BatchPlan(109, 4, accumulation, world, 0, repeats=repeats, groups=islands), np.arange(109.0)
     ranks = np.arange(world).reshape(islands, -1)
     for step, island in itertools.product(range(plan.steps_per_epoch), ranks.tolist()):
         leaves = [plan.micro_batch(0, step, leaf, rank) for rank in island for leaf in range(accumulation)]

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF
-from zerovision.training.engines.deepspeed_config import deepspeed_config, read_strategy_json
-from zerovision.training.engines.deepspeed_schema import (
+from zerovision.training.engines.deepspeed.config import deepspeed_config, read_strategy_json
+from zerovision.training.engines.deepspeed.schema import (
     OWNED_BY_COMMAND_LINE,
     SCHEMA,
     check_deepspeed_json,
 )
 from zerovision.training.engines.strategies import STRATEGIES
 
-VALUES = {"batch_size_per_rank": 16, "accumulation_steps": 4, "gradient_clipping": 0.5}
+
+def merged(content, offload):
+    """Return what DeepSpeed is given for a strategy's JSON."""
+    given = {"batch_size": 16, "accumulation_steps": 4, "gradient_clipping": 0.5}
+    return deepspeed_config(content, SimpleNamespace(plan=SimpleNamespace(offload=offload), **given))
 
 
 @pytest.mark.parametrize(("name", "stage"), [("ddp", 1), ("fsdp_stage2", 2), ("fsdp_stage3", 3)])
 def test_strategies_are_the_zero_stages(name, stage):
-    config = deepspeed_config(read_strategy_json(name), **VALUES, offload="none")
+    config = merged(read_strategy_json(name), "none")
     assert config["zero_optimization"]["stage"] == stage
     assert config["train_micro_batch_size_per_gpu"] == 16
     assert config["gradient_accumulation_steps"] == 4
@@ -39,7 +44,7 @@ def test_strategies_are_the_zero_stages(name, stage):
     ],
 )
 def test_offload_is_what_the_command_line_says(name, offload, expected):
-    zero = deepspeed_config(read_strategy_json(name), **VALUES, offload=offload)["zero_optimization"]
+    zero = merged(read_strategy_json(name), offload)["zero_optimization"]
     assert {key for key in zero if key.startswith("offload")} == expected
     assert all(zero[key]["device"] == "cpu" for key in expected)
 
@@ -47,7 +52,7 @@ def test_offload_is_what_the_command_line_says(name, offload, expected):
 def test_merging_leaves_the_file_alone():
     content = read_strategy_json("fsdp_stage3")
     before = json.dumps(content)
-    deepspeed_config(content, **VALUES, offload="all")
+    merged(content, "all")
     assert json.dumps(content) == before
 
 
@@ -93,5 +98,5 @@ def test_bucket_sizes_may_be_written_as_the_documentation_does(value, ok, tmp_pa
 def test_the_flops_profiler_is_reachable_by_its_key(name, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(read_strategy_json(name) | {"flops_profiler": {"enabled": True, "profile_step": 2}}))
-    config = deepspeed_config(read_strategy_json(name, str(path)), **VALUES, offload="none")
+    config = merged(read_strategy_json(name, str(path)), "none")
     assert config["flops_profiler"]["enabled"] is True

@@ -26,7 +26,7 @@ from zerovision.training.base.timing import SPANS, SpanClock, StreamMarks, measu
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.engines.deepspeed_engine import TimedBackend
+from zerovision.training.engines.deepspeed.engine import TimedBackend
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.flops import TrainingFlops, peak_tflops
 from zerovision.training.engines.model_buffers import ModelBuffers

@@ -26,12 +26,11 @@ from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.file import read_config_file
-from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.build_engine import set_up_engine
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer, tune
-from zerovision.training.setup import set_up_engine
 from zerovision.training.world.world import World
 
 IMAGE_SIZE = 32
@@ -174,8 +173,8 @@ def test_learning_rates_of_head_and_backbone():
 @pytest.mark.parametrize("head_epochs", [0, 2])
 def test_a_published_backbone_has_its_own_rate_with_and_without_epochs_of_the_head(head_epochs):
     config = TrainConfig(model_type="mobilenet_finetuned", learning_rate=0.1, head_epochs=head_epochs)
-    json, model = read_strategy_json("ddp"), built("basic_cnn", "full")
-    setup, _ = set_up_engine(config, model, json, "fp32", ALONE, compiles=False)
+    model = built("basic_cnn", "full")
+    setup, _ = set_up_engine(config, model, "fp32", ALONE, compiles=False)
     assert {group["rate_scale"] for group in setup.optimizer.param_groups} == {1.0, 0.1}
 
 

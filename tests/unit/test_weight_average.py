@@ -36,7 +36,7 @@ def make_module() -> nn.Module:
 def make_engine(optimizer: str = "adamw") -> Engine:
     module, config = make_module(), TrainConfig(optimizer=optimizer, learning_rate=0.01)
     rule = build_optimizer(module, config, [], discriminative=False)
-    return build_engine(EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8), "torch")
+    return build_engine(EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8))
 
 
 def make_loss(forward, step: int) -> torch.Tensor:

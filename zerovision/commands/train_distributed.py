@@ -18,7 +18,7 @@ from zerovision.training.base.errors import USER_ERROR_EXIT_CODE, UserError
 from zerovision.training.base.heartbeat import LEAVE_SECONDS, HeartbeatWriter
 from zerovision.training.base.lasting_output import finish_output, outlast_readers
 from zerovision.training.config.command_line import parse_args, run_script
-from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.settings import check_files
 from zerovision.training.world.launchers import adopt_rank
 
 
@@ -26,7 +26,7 @@ def train(arguments: list[str]) -> int:
     """Train as the command line says; return the exit code."""
     adopt_rank()
     config, only_check = parse_args(arguments)
-    read_strategy_json(config.strategy, config.deepspeed_config)
+    check_files(config)
     if only_check:
         print("all is well with these settings; python scripts/doctor.py --check-data FOLDER looks at the images")
         return 0

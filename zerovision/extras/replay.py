@@ -32,14 +32,13 @@ from zerovision.training.checkpoint.restore import restore
 from zerovision.training.checkpoint.store import NAME_PATTERN, find_candidates
 from zerovision.training.data.augment import unnormalized
 from zerovision.training.data.reader import Batch
-from zerovision.training.engines.engine import StepResult
+from zerovision.training.engines.engine import StepInput, StepResult, TimedEngine
 from zerovision.training.epoch import begin_epoch
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.step_hashes import StepHashes, hashed_parameters
 from zerovision.training.prepare import FIRST_START
 from zerovision.training.run import set_up
 from zerovision.training.setup import Run, train_context
-from zerovision.training.steps.accumulate import StepInput, TimedEngine
 from zerovision.training.world.mesh_sizes import data_ranks
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.signals import StopRequest
@@ -72,7 +71,7 @@ class WatchedStep:
     hashes: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
-        """See `zerovision.training.steps.accumulate.Step`."""
+        """See `zerovision.training.engines.engine.Step`."""
         if self.context.position != self.number - 1:
             return self.context.step(engine, given)
         scale = 1.0 if engine.engine.loss_scale is None else engine.engine.loss_scale.value
@@ -125,21 +124,21 @@ def replay(run: Path, number: int) -> WatchedStep:
     """Train step `number`, from 1, of the run in a folder again, in a folder that is removed.
 
     Raises:
-        UserError: if the run has no such step, its data or configuration are gone, or its islands had weights each.
+        UserError: if the run has no such step, its data or configuration are gone, or its ranks trained apart.
     """
     config, facts = read_run_config(run), read_json(run / ENVIRONMENT)
     if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
         raise UserError(f"'{run / ENVIRONMENT}' is damaged: no number '{missing[0]}'. Restore it.")
-    if config.has_islands:
-        raise UserError(f"run {run.name} has --local-steps: its islands train apart, which one process cannot repeat.")
-    ranks = data_ranks(facts["ranks"], config.tensor_parallel, config.pipeline_parallel)
+    if config.local_steps > 1:
+        raise UserError(f"run {run.name} has --local-steps: its ranks train apart, which one process cannot repeat.")
+    ranks = data_ranks(facts["ranks"], config.mesh)
     leaves = ranks * config.gradient_accumulation_steps
     steps_per_epoch = -(-facts["training_images"] // (leaves * config.micro_batch))
     planned = config.epochs * steps_per_epoch
     if number > (last := min(_trained_steps(run, planned), planned)):
         steps = f"{last} steps" if last == planned else f"trained {last} of its {planned} steps"
         raise UserError(f"--step {number}: run {run.name} has {steps}, give 1 to {max(last, 1)}.")
-    whole: dict[str, Any] = dict.fromkeys(("tensor_parallel", "pipeline_parallel"), 1) | {"features": "computed"}
+    whole: dict[str, Any] = dict.fromkeys(config.mesh, 1) | {"features": "computed"}
     quiet: dict[str, Any] = dict.fromkeys(("profile", "log_hashes", "audit", "max_bad_steps"), 0) | {"loggers": "none"}
     resume = _newest_before(run, number, steps_per_epoch)
     config = dataclasses.replace(config, **whole, **quiet, resume=resume, gradient_accumulation_steps=leaves)

@@ -32,7 +32,7 @@ from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MO
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import check_launched_strategy
 from zerovision.training.config.command_line import OneLineParser, parse_args
-from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.settings import check_files
 
 ENTRY = str(ENTRIES / "train_distributed.py")
 MOST_OF = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
@@ -285,7 +285,7 @@ def check_training(arguments: Sequence[str]) -> TrainConfig:
         UserError: for whatever the entry would refuse.
     """
     config, _ = parse_args(arguments)
-    read_strategy_json(config.strategy, config.deepspeed_config)
+    check_files(config)
     return config
 
 

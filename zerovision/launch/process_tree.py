@@ -83,7 +83,7 @@ def extensions_folder() -> str:
 def remove_stale_build_locks(folder: Path) -> None:
     """Remove the locks of compile jobs that no longer run; of others that may, on another machine, print a note.
 
-    A rank signs its locks (`engines.deepspeed_engine`), and torch keeps a lock's file open while it compiles:
+    A rank signs its locks (`engines.deepspeed.engine`), and torch keeps a lock's file open while it compiles:
     so it is known of those that were made here. One without our signature is stale after `LONGEST_BUILD_SECONDS`.
     """
     locks = {str(path) for path in folder.glob("**/lock")}

@@ -88,7 +88,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
             "--gpus-per-node."
         )
     if config.global_batch and config.batch_size != "auto":
-        groups = data_ranks(ranks, config.tensor_parallel, config.pipeline_parallel)
+        groups = data_ranks(ranks, config.mesh)
         config = _with_global_batch(config, groups, config.global_batch)
     machine = Machine(find_gpu(given.gpu), per_node) if given.gpu else detect_machine(per_node)
     has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)

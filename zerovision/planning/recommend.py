@@ -21,7 +21,8 @@ from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import format_bytes, plural
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
-from zerovision.training.engines.strategies import STRATEGIES, bubble
+from zerovision.training.engines.pipeline import bubble
+from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.out_of_memory import Rung, next_rung
 
 SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
@@ -39,7 +40,7 @@ def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
         UserError: if the ranks or settings do not go together, or nothing fits, with the nearest thing that works.
     """
     config, rungs = job.config, list[Rung]()
-    asked = config.ranks_per_replica > 1 or config.engine == "deepspeed" or config.deepspeed_config
+    asked = config.ranks_per_replica > 1 or config.engine not in ("auto", "torch") or config.deepspeed_config
     tries_meshes = not asked
     while (fitting := next((each for each in engines_of(job, config) if fits(job, each)), None)) is None:
         rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
@@ -81,7 +82,7 @@ def _candidates(job: PlannedJob, divided: dict[str, Any], batch_size: int) -> It
     config = dataclasses.replace(job.config, engine="torch", **divided)
     images = config.ranks_per_replica * config.micro_batch * config.gradient_accumulation_steps
     # A tensor group takes the images of its ranks at once, unless BatchNorm would see more of them.
-    at_a_time = 1 if job.workload.has_batchnorm else config.tensor_parallel
+    at_a_time = 1 if job.workload.has_batchnorm else config.ranks_per_layer
     sizes = [each for each in dict.fromkeys((at_a_time * batch_size, batch_size)) if images % each == 0]
     for recomputes, size, strategy in itertools.product((False, True), sizes, STRATEGIES):
         changes: dict[str, Any] = {"batch_size": size, "activation_checkpointing": recomputes, "strategy": strategy}

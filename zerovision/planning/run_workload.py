@@ -16,16 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from zerovision.models.activations import Activations, activations
 from zerovision.models.dry_run import without_data
 from zerovision.models.sides import ImageSize, sides
-from zerovision.models.tensor_plan import tensor_plan
 from zerovision.planning.memory import FLOAT32_BYTES, ModelSizes
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
 from zerovision.training.engines.model import new_model
-from zerovision.training.engines.tensor_parallel import split_model
+from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.recipe.optimizer import build_optimizer, create_state
 from zerovision.training.recipe.tuning import tune
-from zerovision.training.world.world import World
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Workload:
-    """Count a run's network, or the part of it that a rank of a tensor group has.
+    """Count a run's network, or the part of it that a rank has.
 
     Args:
         config: with model, channels of the images, optimizer, averages.
@@ -130,16 +128,16 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
     with torch.device("meta"):
         network = build_network(config, classes, image_size)
     whole_bytes = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
-    if (ranks := config.tensor_parallel) > 1:  # the last one has most, if they have not the same
-        last = World(ranks - 1, ranks - 1, ranks, ranks, torch.device("cpu"))
-        split_model(network, tensor_plan(network, config.model_type, ranks), last)
+    ways = ways_of(config, TORCH)
+    for way in ways:
+        way.take_largest_part(network)
     optimizer = optimizer_of(network, config)
     create_state(optimizer, [parameter for parameter in network.parameters() if parameter.requires_grad])
     states = [value for state in optimizer.state.values() for value in state.values()]
     kept = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim > 0)
     sizes = sizes_of(network)
-    of_islands = config.has_islands * (2 + (config.outer_precision == "bf16"))
-    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + of_islands
+    of_ways = sum(way.kept_values() for way in ways)
+    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + of_ways
     return Workload(network, image_size, channels, sizes, values, whole_bytes)
 
 

@@ -18,10 +18,10 @@ from zerovision.planning.stages import pipeline_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
-from zerovision.training.config.check import check_config
+from zerovision.training.config.check import check_config, needing_torch
 from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
 from zerovision.training.engines.build_engine import ENGINES, resolve_engine
-from zerovision.training.engines.deepspeed_config import read_strategy_json
+from zerovision.training.engines.settings import check_machine
 from zerovision.training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
 from zerovision.training.observe.memory_limit import FILL
 from zerovision.training.prepare import RunFacts
@@ -59,16 +59,15 @@ class PlannedJob:
 
     @cached_property
     def _divided(self) -> dict[int, Workload]:
-        """The parts of tensor groups that were counted, by their ranks: each takes seconds of a large network."""
+        """What was counted, by the ranks that divide every layer: each takes seconds of a large network."""
         return {}
 
     def workload_for(self, config: TrainConfig) -> Workload:
         """Return what a rank has under another configuration, whose network is the job's."""
-        ranks = config.tensor_parallel
-        if ranks == self.config.tensor_parallel:
+        ranks = config.ranks_per_layer
+        if ranks == self.config.ranks_per_layer:
             return self.workload
         if ranks not in self._divided:
-            config = dataclasses.replace(self.config, tensor_parallel=ranks)
             self._divided[ranks] = workload_of(config, self.classes, self.image_size)
         return self._divided[ranks]
 
@@ -78,16 +77,10 @@ class PlannedJob:
         Raises:
             UserError: if they cannot form its mesh.
         """
-        tensor = config.tensor_parallel
-        of_data = data_ranks(self.ranks, tensor, config.pipeline_parallel)
-        local = min(self.machine.ranks, self.ranks)
-        if local % tensor:
-            raise UserError(
-                f"--tensor-parallel {tensor}: its ranks must be on one machine, which has {local}: give "
-                f"--gpus-per-node a multiple of {tensor}."
-            )
-        shards = local // tensor if config.replicate_across == "nodes" else 0
-        return plan_of(config.strategy, of_data, config.offload, shards, tensor, config.pipeline_parallel)
+        of_data, local = data_ranks(self.ranks, config.mesh), min(self.machine.ranks, self.ranks)
+        check_machine(config, local)
+        shards = local // config.ranks_per_replica if config.replicate_across == "nodes" else 0
+        return plan_of(config.strategy, of_data, config.offload, shards)
 
     @property
     def device(self) -> str:
@@ -154,10 +147,7 @@ def memory_of(
     if config.ranks_per_replica > 1:
         check_config(config, FLAG_OF)
     plan, workload = job.plan_for(config), job.workload_for(config)
-    json = read_strategy_json(config.strategy, config.deepspeed_config)
-    name = resolve_engine(config.engine, plan, json, workload.network)
-    if config.pipeline_parallel > 1 and name != "torch":
-        raise UserError(f"--pipeline-parallel is for --engine torch, these settings take {name}.")
+    name = resolve_engine(config, plan, workload.network, needing_torch(config))
     if not counts_activations:  # nor what a stage has, for which they are counted
         parts = [(ModelSizes(0, 0, 0) if config.pipeline_parallel > 1 else workload.sizes, NO_ACTIVATIONS, 0)]
     elif config.pipeline_parallel > 1:
@@ -257,7 +247,7 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
     config = job.config
     if config.batch_size != "auto":
         return job
-    ranks = data_ranks(job.ranks, config.tensor_parallel)
+    ranks = data_ranks(job.ranks, config.mesh)
     global_batch = config.global_batch or usual_global_batch(ranks, job.images)
     sizes = micro_batches(global_batch, ranks, 0 if job.has_gpus else MOST_IMAGES_ON_CPU)
     configs = [dataclasses.replace(divided(config, size, global_batch, ranks), global_batch=0) for size in sizes]

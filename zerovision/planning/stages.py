@@ -18,6 +18,7 @@ from zerovision.models.sides import sides
 from zerovision.planning.memory import ModelSizes
 from zerovision.planning.run_workload import Workload, sizes_of
 from zerovision.training.config import TrainConfig
+from zerovision.training.engines.pipeline import stages_per_rank
 from zerovision.training.engines.pipeline.cuts import (
     balanced_cuts,
     check_places,
@@ -27,7 +28,6 @@ from zerovision.training.engines.pipeline.cuts import (
     places_to_cut,
     trace,
 )
-from zerovision.training.engines.strategies import stages_per_rank
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from zerovision.models.weights_file import not_finite
 from zerovision.training.base.points import EpochPoint, merit
 from zerovision.training.checkpoint.saver import Saver
 from zerovision.training.data.bad_images import check_bad_images
-from zerovision.training.engines.compilation import keep_compiled_code
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.loop import evaluate, train_one_epoch
 from zerovision.training.observe.best_weights import write_best
@@ -64,8 +63,6 @@ def train_and_evaluate(context: Run, loop: TrainContext, saver: Saver) -> int:
                 else:
                     stop_signal = scores
     with clock.saving:
-        if context.compiled_code is not None and context.world.local_rank == 0:
-            keep_compiled_code(context.compiled_code)  # with the code of the evaluation
         saver.save(write_weights)
     return stop_signal
 

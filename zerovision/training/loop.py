@@ -15,8 +15,7 @@ from zerovision.training.base.timing import SpanClock
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data.bad_images import check_bad_images
 from zerovision.training.data.loader import Batch, Loader
-from zerovision.training.engines.engine import Engine
-from zerovision.training.steps.accumulate import StepInput
+from zerovision.training.engines.engine import Engine, StepInput
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.steps.epoch_observer import EpochObserver, EpochResult
 from zerovision.training.tasks.of_weights import task_of_labels

@@ -16,8 +16,8 @@ from zerovision.training.base.run_lock import Origin
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import note_unused_flags
 from zerovision.training.data import data_options, load_data
-from zerovision.training.engines.deepspeed_config import read_strategy_json
 from zerovision.training.engines.precision import resolve_precision
+from zerovision.training.engines.settings import check_files
 from zerovision.training.observe.evaluation import check_replaceable
 from zerovision.training.observe.new_run import create_run_folder, removed_if_refused, run_folder
 from zerovision.training.resume import Resolved, resolve
@@ -35,7 +35,7 @@ class RunFacts:
         config: with the resolved precision, and the channels of the images.
         classes: of the data set.
         image_size: of the training images, pixels.
-        ranks: that share one training state: all, or those of an island.
+        ranks: that share one training state: all, or those of a group that trains by itself.
         ranks_per_machine: of these.
         has_gpus: whether they compute on GPUs.
     """
@@ -75,14 +75,12 @@ class Prepared(Resolved):
     Attributes:
         world: the ranks.
         precision: 'bf16', 'fp16' or 'fp32', never 'auto'.
-        strategy_json: the strategy's JSON for DeepSpeed.
         folder: paths of the run's files.
         lock: on rank 0 the file that locks the run folder as long as it is open.
     """
 
     world: World
     precision: str
-    strategy_json: dict[str, Any]
     folder: RunFolder
     lock: IO[bytes] | None
 
@@ -96,7 +94,7 @@ class Prepared(Resolved):
 
     def memory_facts(self) -> RunFacts:
         """Return on what the memory that a rank needs depends."""
-        world, ranks = self.world, self.world.size // self.islands  # that share one training state
+        world, ranks = self.world, self.world.size // self.groups  # that share one training state
         resolved: dict[str, Any] = {"precision": self.precision, "image_channels": self.data.preprocessing.channels}
         return RunFacts(
             config=dataclasses.replace(self.config, **resolved),
@@ -121,7 +119,7 @@ def prepare(config: TrainConfig, world: World, start: RunStart = FIRST_START) ->
     """
     agreed(lambda: check_audit(config, world), world)
     precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
-    strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
+    agreed(lambda: check_files(config), world)
     data = agreed(lambda: load_data(data_options(config)), world)
     folder, lock = create_folder(config, start, world)
     with removed_if_refused(folder):
@@ -129,9 +127,7 @@ def prepare(config: TrainConfig, world: World, start: RunStart = FIRST_START) ->
     if resolved.config.threads_per_rank:
         torch.set_num_threads(resolved.config.threads_per_rank)
     resolved.notes[:0] = note_unused_flags(resolved.config)
-    return Prepared(
-        **vars(resolved), world=world, precision=precision, strategy_json=strategy_json, folder=folder, lock=lock
-    )
+    return Prepared(**vars(resolved), world=world, precision=precision, folder=folder, lock=lock)
 
 
 def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[RunFolder, IO[bytes] | None]:

@@ -21,9 +21,9 @@ from zerovision.training.config.values import is_allowed
 from zerovision.training.data import FROM_WEIGHTS, data_options, load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.image_list import describe_change, read_image_list
-from zerovision.training.engines.islands import number_of_islands, usable_islands
+from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.other_epochs import before_decay
-from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects, ranks_per_machine
+from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
 
 DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest.identity`
@@ -37,14 +37,14 @@ class Resolved:
         config: the settings, with those that a run keeps.
         data: the data set, prepared as the run began with.
         found: the checkpoint to resume from, None for a fresh start.
-        islands: that train by themselves, 1 without `--local-steps`.
+        groups: equal ones of ranks, of which each trains by itself.
         notes: lines for the log.
     """
 
     config: TrainConfig
     data: DatasetPair
     found: FoundCheckpoint | None
-    islands: int
+    groups: int
     notes: list[str]
 
 
@@ -67,10 +67,10 @@ def resolve(config: TrainConfig, folder: RunFolder, data: DatasetPair, world: Wo
     if found is None:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
     divided = agreed(lambda: keep_global_batch(config, found, world), world)
-    divided, islands, island_notes = keep_islands(divided, found, world)
+    divided, groups, group_notes = keep_groups(divided, found, world)
     kept, thread_notes = keep_threads(divided, found, world)
-    notes = [*notes, *decay_notes, *island_notes, *thread_notes, *note_other_leaves(kept, found)]
-    return Resolved(keep_starting_weights(kept, found), data, found, islands, notes)
+    notes = [*notes, *decay_notes, *group_notes, *thread_notes, *note_other_leaves(kept, found)]
+    return Resolved(keep_starting_weights(kept, found), data, found, groups, notes)
 
 
 def find_checkpoint(
@@ -176,13 +176,8 @@ def preparation_of(data: DatasetPair) -> dict[str, Any]:
     }
 
 
-def keep_islands(
-    config: TrainConfig, found: FoundCheckpoint | None, world: World
-) -> tuple[TrainConfig, int, list[str]]:
-    """Decide how many islands there are: as many as the run is meant to have, else one per machine; a collective.
-
-    A run that goes on keeps what it is meant to have, but fewer islands train if the ranks that are left cannot be
-    divided into as many.
+def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, int, list[str]]:
+    """Divide the ranks into groups that train by themselves, if the run does; a collective.
 
     Returns:
         The configuration with the number that the run is meant to have, how many train now, and notes for the log.
@@ -190,34 +185,12 @@ def keep_islands(
     Raises:
         UserError: on all ranks, if a new run's ranks cannot be divided into them.
     """
-    if not config.has_islands:
-        return config, 1, []
-    flag, size = f"--local-steps {config.local_steps}", world.data.size
-    meant = config.islands or (found.manifest.config.get("islands") if found else 0)
-    meant = meant or size // ranks_per_machine(world, flag)
-    if type(meant) is not int or meant < 2:
-        raise AgreedError(
-            f"{flag} needs 2 islands or more, here would be {shown(meant)}: give --islands N and a multiple of N "
-            f"ranks ({size} here), or leave {flag} out."
-        )
-    machines = {*gather_objects(world.local_size, world)}
-    islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
-    if found is None and islands != meant:
-        cure = f", or give --islands {islands}" if islands > 1 else ""
-        raise AgreedError(
-            f"--islands {meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
-            f"machines or of a part of one: start a multiple of {meant} ranks{cure}."
-        )
-    before, notes = number_of_islands(found.manifest.parameters) if found else islands, []
-    if islands != before:
-        how = "the others' weights are dropped"
-        if islands > before:
-            how = "new ones begin with the outer weights and island 0's moments"
-        notes.append(
-            f"{plural(islands, 'island')} in place of the checkpoint's {before} ({meant} are meant to be): {how}, the "
-            "bytes will not be those of the run so far"
-        )
-    return dataclasses.replace(config, islands=meant), islands, notes
+    saved, names = (found.manifest.config, found.manifest.parameters) if found else (None, ())
+    for way in ways_of(config, TORCH):
+        settings, groups, notes = way.divide_ranks(saved, names, world)
+        if settings:
+            return dataclasses.replace(config, **settings), groups, notes
+    return config, 1, []
 
 
 def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:

@@ -30,6 +30,7 @@ from zerovision.training.cached_features import cache_features
 from zerovision.training.checkpoint.restore import restore
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
+from zerovision.training.engines.build_engine import form_ranks
 from zerovision.training.epoch import train_and_evaluate
 from zerovision.training.final_test import judge_test
 from zerovision.training.launched_run import run_launched
@@ -42,7 +43,6 @@ from zerovision.training.prepare import FIRST_START, RunStart, prepare
 from zerovision.training.setup import Run, build, train_context
 from zerovision.training.teacher import keep_answers
 from zerovision.training.world.collectives import agreed
-from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World, start_world, stop_world
@@ -124,7 +124,7 @@ def set_up(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> 
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
     """
-    world = form_mesh(world, config.tensor_parallel, config.pipeline_parallel)
+    world = form_ranks(config, world)
     prepared = prepare(config, world, start)
     with removed_if_refused(prepared.folder):
         return build(choose_learning_rate(choose_batch_size(prepared, start), start))

@@ -6,12 +6,10 @@ import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from zerovision.models.build import BuiltModel
-from zerovision.models.tensor_plan import tensor_plan
-from zerovision.training.base.errors import AgreedError, UserError
+from zerovision.training.base.errors import UserError
 from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers
@@ -19,36 +17,31 @@ from zerovision.training.checkpoint.frozen import FrozenWeights, keep_frozen
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.checkpoint.saver import Saver
 from zerovision.training.config import TrainConfig
+from zerovision.training.config.check import needing_torch
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.image_list import ImageContents
 from zerovision.training.data.loader import Loader, build_loaders
 from zerovision.training.data.sampler import BatchPlan, EvaluationPlan, build_plan
-from zerovision.training.engines.build_engine import build_engine, note_engine, resolve_engine
-from zerovision.training.engines.compilation import load_compiled_code, resolve_compile
-from zerovision.training.engines.deepspeed_config import deepspeed_config
-from zerovision.training.engines.engine import EngineSetup, PipelineSetup
+from zerovision.training.engines.build_engine import build_engine, parallel_plan, set_up_engine
+from zerovision.training.engines.compilation import resolve_compile
+from zerovision.training.engines.engine import Averages, Step
 from zerovision.training.engines.flops import TrainingFlops
-from zerovision.training.engines.islands import form_islands
 from zerovision.training.engines.model import build_training_model
 from zerovision.training.engines.parameter_shards import frozen_parameters
-from zerovision.training.engines.strategies import ParallelPlan, check_micro_batches, plan_of
-from zerovision.training.engines.tensor_parallel import split_model
-from zerovision.training.engines.tensor_split import WHOLE
+from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.observe.environment import describe_run
 from zerovision.training.observe.loggers import open_loggers
 from zerovision.training.observe.sample_history import MOST_IMAGES, SampleHistory
 from zerovision.training.observe.step_metrics import start_timing
 from zerovision.training.prepare import Prepared, RunStart
 from zerovision.training.recipe import read_tune
-from zerovision.training.recipe.optimizer import build_optimizer
-from zerovision.training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
+from zerovision.training.recipe.schedule import Schedule, build_schedule, head_epochs_of
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer
 from zerovision.training.resume import DATA_SET, NORMALIZATION, check_fit, preparation_of
-from zerovision.training.steps.accumulate import Accumulate, Pipelined, Step
+from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.steps.audit import Audited
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
-from zerovision.training.steps.outer_step import OuterSteps
 from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.class_scores import check_best_by
 from zerovision.training.tasks.contrast import MOST_COMPARED, VIEWS, GradientCache, Neighbours
@@ -56,7 +49,7 @@ from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.of_weights import task_of_labels
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.teacher import Teacher, load_teacher
-from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
+from zerovision.training.world.collectives import agreed
 from zerovision.training.world.world import World
 
 
@@ -72,7 +65,7 @@ class Run(Prepared):
         schedule: learning rate by step.
         head_epochs: epochs in which only the head is trained.
         state: model, optimizer and position.
-        averages: of the weights, over the steps or over islands.
+        averages: of the weights.
         freezer: freezes what does not learn in an epoch.
         adapters: of the model, to be merged into its weights.
         frozen: the file of weights that are not trained; None if all are.
@@ -84,7 +77,6 @@ class Run(Prepared):
         neighbours: tells classes in an evaluation; None if the model does.
         keeps_probabilities: whether an evaluation does, as `SampleRecorder`.
         contents: watches the files that the first epoch reads.
-        compiled_code: the file that keeps what `torch.compile` makes; None unless the run is compiled.
     """
 
     built: BuiltModel
@@ -94,7 +86,7 @@ class Run(Prepared):
     schedule: Schedule
     head_epochs: int
     state: TrainState
-    averages: WeightAverages | OuterSteps
+    averages: Averages
     freezer: BackboneFreezer
     adapters: Adapters
     frozen: FrozenWeights | None
@@ -106,7 +98,6 @@ class Run(Prepared):
     neighbours: Neighbours | None
     keeps_probabilities: bool
     contents: ImageContents
-    compiled_code: Path | None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -135,10 +126,10 @@ def build(prepared: Prepared) -> Run:
         UserError: on all ranks, for a mistake that any of them found.
     """
     config, world, precision, data = prepared.config, prepared.world, prepared.precision, prepared.data
-    folder, found, strategy_json = prepared.folder, prepared.found, prepared.strategy_json
+    folder, found = prepared.folder, prepared.found
     head_epochs = head_epochs_of(config)
     views = VIEWS if config.is_contrastive else 1
-    dealt = (world.data.size, views, prepared.islands, parallel_plan(config, world).neighbours)
+    dealt = (world.data.size, views, prepared.groups, parallel_plan(config, world).neighbours)
     plan = agreed(lambda: build_plan(config, data.train.source, *dealt), world)
     teacher = load_teacher(config, data, precision, world)
     step = agreed(lambda: _build_step(config, data, plan, world, teacher), world)
@@ -155,38 +146,32 @@ def build(prepared: Prepared) -> Run:
     compiles = (
         not config.is_contrastive
         and config.features == "computed"  # else nothing is left to compile
-        and world.tensor.size == config.pipeline_parallel == 1
+        and config.ranks_per_replica == 1
         and resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     )
-    setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
-    notes = [*prepared.notes, *note_engine(config.engine, engine_name, setup.plan, strategy_json, built.module)]
+    setup, ways = set_up_engine(config, built, precision, world, needing_torch(config), compiles=compiles)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:
-        facts = describe_run(world, precision, data, built)
-        loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
+        files = {name: content for way in ways for name, content in way.files(setup).items()}
+        loggers = open_loggers(config, folder, describe_run(world, precision, data, built), files, first_step)
     freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
     frozen = None
     if read_tune(config.tune)[0] != "full":  # what is not trained is written once, beside the checkpoints
         kept = (folder.checkpoints, frozen_parameters(built.module), found)
         frozen = agreed(lambda: keep_frozen(*kept, is_main=world.is_main), world)
-    recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
-    compiled_code = load_compiled_code(recipe) if compiles else None
     setup = dataclasses.replace(
         setup,
         must_compile=config.compile == "on",
         records_graphs=config.compile != "off" and _computes_alike(config, head_epochs),
         image_shape=data.preprocessing.shape,
+        groups=prepared.groups,
     )
-    groups = form_islands(world, prepared.islands) if config.has_islands else None
-    engine = build_engine(setup, engine_name, groups)
-    averages: WeightAverages | OuterSteps
-    if groups is None:
-        averages = WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch)
-    else:
-        averages = OuterSteps(engine, groups, world, config, config.epochs * plan.steps_per_epoch, loggers)
-        notes.append(averages.describe())
-    notes += setup.notes
+    engine = build_engine(setup, ways)
+    steps = plan.steps_per_epoch
+    of_ways = (way.averages(engine, config.epochs * steps, loggers) for way in ways)
+    averages = next(filter(None, of_ways), None) or WeightAverages(engine, config.ema, config.lookahead, steps)
+    notes = [*prepared.notes, *averages.describe(), *setup.notes]
     changed: dict[str, Any] = {"config": dataclasses.replace(config, compile="on" if compiles else "off")}
     return Run(
         **vars(prepared) | changed | {"notes": notes},
@@ -211,7 +196,6 @@ def build(prepared: Prepared) -> Run:
         neighbours=neighbours,
         keeps_probabilities=keeps,
         contents=ImageContents(folder, data, {"train": train_loader, "val": val_loader}, world, loggers),
-        compiled_code=compiled_code,
     )
 
 
@@ -236,7 +220,8 @@ def _build_step(config: TrainConfig, data: DatasetPair, plan: BatchPlan, world: 
     told = (config, data.class_names, data.train_counts, world.device)
     task = task_of_labels(len(data.class_names), data.label_targets(world.device), None)
     loss = build_loss(*told, build=task.losses, teacher=teacher)
-    return Pipelined(loss) if config.has_stages else Accumulate(loss)
+    of_ways = (way.step(loss) for way in ways_of(config, TORCH))
+    return next(filter(None, of_ways), Accumulate(loss))
 
 
 def _build_readers(
@@ -251,74 +236,6 @@ def _build_readers(
     each_once = EvaluationPlan(-(-len(compared) // stride), config.micro_batch, world.data.size, stride)
     loader = Loader(compared, each_once, world.data.rank, workers=train.pool or 0, device=world.device)
     return train, val, Neighbours(loader, len(data.class_names), world.data)
-
-
-def parallel_plan(config: TrainConfig, world: World) -> ParallelPlan:
-    """Return how the state is distributed over the ranks; a collective."""
-    shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
-    return plan_of(config.strategy, world.data.size, config.offload, shards, world.tensor.size, world.pipeline.size)
-
-
-def set_up_engine(
-    config: TrainConfig,
-    built: BuiltModel,
-    strategy_json: dict[str, Any],
-    precision: str,
-    world: World,
-    *,
-    compiles: bool,
-) -> tuple[EngineSetup, str]:
-    """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
-    parallel = parallel_plan(config, world)
-    name = agreed(lambda: resolve_engine(config.engine, parallel, strategy_json, built.module), world)
-    needing = {
-        f"--loss {config.loss}": config.is_contrastive,
-        f"--features {config.features}": config.features == "cached",
-        f"--local-steps {config.local_steps}": config.has_islands,
-        f"--audit {config.audit}": config.audit > 0,
-        f"--pipeline-parallel {config.pipeline_parallel}": config.pipeline_parallel > 1,
-    }
-    setting = next((setting for setting, is_given in needing.items() if is_given), None)
-    if setting is not None and name != "torch":
-        raise AgreedError(
-            f"{setting} is for --engine torch, these settings take {name}: leave out --offload and --deepspeed-config."
-        )
-    split = WHOLE
-    if world.tensor.size > 1:
-        divided = agreed(lambda: tensor_plan(built.module, config.model_type, world.tensor.size), world)
-        copy_from_main([*built.module.parameters()], world)
-        split = split_model(built.module, divided, world.tensor)
-    discriminative = has_slow_backbone(config)
-    resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
-    heads = built.head_parameter_names
-    optimizer = agreed(lambda: build_optimizer(built.module, resolved, heads, discriminative=discriminative), world)
-    pipeline = None
-    if config.pipeline_parallel > 1:
-        schedule, steps = config.pipeline_schedule, config.gradient_accumulation_steps
-        if config.has_stages:
-            agreed(lambda: check_micro_batches(schedule, config.pipeline_parallel, steps), world)
-        pipeline = PipelineSetup(world, schedule, config.pipeline_split, config.ensemble_members.split(","))
-    setup = EngineSetup(
-        built.module,
-        optimizer,
-        parallel,
-        precision,
-        world.data,
-        batch_size=config.micro_batch,
-        accumulation_steps=config.gradient_accumulation_steps,
-        gradient_clipping=config.gradient_clipping,
-        deepspeed_config=deepspeed_config(
-            strategy_json,
-            batch_size_per_rank=config.micro_batch,
-            accumulation_steps=config.gradient_accumulation_steps,
-            gradient_clipping=config.gradient_clipping,
-            offload=config.offload,
-        ),
-        compiles=compiles,
-        split=split,
-        pipeline=pipeline,
-    )
-    return setup, name
 
 
 def train_context(context: Run, start: RunStart) -> TrainContext:
@@ -344,7 +261,7 @@ def train_context(context: Run, start: RunStart) -> TrainContext:
         context.data.train.source.name,
         skipped=state.progress.skipped_steps,
         consecutive=state.progress.bad_steps_in_row,
-        by_island=config.has_islands,
+        by_group=context.groups > 1,
     )
     step = context.step
     if config.audit:

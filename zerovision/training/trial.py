@@ -142,7 +142,7 @@ def train_shortly(
             Loggers([]),
             MOST_BAD_STEPS,
             context.data.train.source.name,
-            by_island=context.config.has_islands,
+            by_group=context.groups > 1,
         ),
         heartbeat=start.heartbeat,
         timing=Timing(),

@@ -15,9 +15,8 @@ from zerovision.training.checkpoint.manifest import DamagedCheckpoint, Manifest
 from zerovision.training.checkpoint.shards import CheckpointReader
 from zerovision.training.checkpoint.store import FoundCheckpoint
 from zerovision.training.engines.engine import Engine
-from zerovision.training.engines.islands import of_first_island
 from zerovision.training.engines.model_buffers import AVERAGE, buffers_elsewhere
-from zerovision.training.engines.parameter_shards import EngineState, frozen_parameters
+from zerovision.training.engines.parameter_shards import EngineState, frozen_parameters, of_first_group
 from zerovision.training.world.world import World
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def _check_content(
     own: EngineState, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, torch.Tensor]
 ) -> None:
     """Refuse other parameters, buffers or moments than the engine's."""
-    ours, theirs = of_first_island(own.shapes), of_first_island(manifest.parameters)
+    ours, theirs = of_first_group(own.shapes), of_first_group(manifest.parameters)
     if ours != theirs:
         other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")

@@ -170,9 +170,8 @@ class Saver:
             "frozen": self._frozen.facts if self._frozen else None,
         }
         # Of ranks with the same images one saves their sums, of ranks with the same layers one their buffers.
-        is_first = self._world.tensor.is_main
-        sums = self._state.sums.state() if is_first and self._world.pipeline.is_main else None
-        saved = state if is_first else dataclasses.replace(state, buffers={})
+        sums = self._state.sums.state() if self._world.replica.is_main else None
+        saved = state if state.saves_buffers else dataclasses.replace(state, buffers={})
         self._snapshot.take(saved, sums, self._frozen.names if self._frozen else (), self._world.data.rank)
         save = self._running = _Save(
             checkpoint_name(progress),

@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen dataclass that declares the command line, `--help` and the YAML file.
 
-This module imports neither torch nor deepspeed, so that `--help` and a launcher's check of the arguments cost a
+This module does not import torch, so that `--help` and a launcher's check of the arguments cost a
 fraction of a second.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from zerovision.training.base.places import REPO_ROOT
+from zerovision.training.engines.settings import WAYS
 from zerovision.training.observe.settings import ObserveSettings
 
 __all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "REPO_ROOT", "TrainConfig"]
@@ -24,8 +25,7 @@ class TrainConfig(ObserveSettings):
 CHANGEABLE_ON_RESUME = frozenset(
     {
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
-        *("tensor_parallel", "islands"),
-        *("deepspeed_config", "pipeline_parallel", "pipeline_schedule", "pipeline_split"),
+        *(name for way in WAYS for name in way.resumable),
         *("activation_checkpointing", "deterministic", "features"),
         *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),
         *("pretrained", "weights", "early_stopping_patience", "epochs"),

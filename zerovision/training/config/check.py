@@ -17,7 +17,9 @@ from zerovision.training.data import bad_image_share, find_dataset
 from zerovision.training.data.augmentations import augmentation_of
 from zerovision.training.data.image_sizes import size_ramp
 from zerovision.training.data.settings import MULTILABEL
-from zerovision.training.engines.strategies import STRATEGIES, check_micro_batches
+from zerovision.training.engines.settings import TORCH, WAYS
+from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE, Values, Way
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.observe.settings import TRACKERS
 from zerovision.training.recipe import read_tune
@@ -41,9 +43,6 @@ OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 DESTINATIONS = ("tensorboard", *TRACKERS)
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
-Values = dict[str, tuple[object, ...]]
-OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto"), ("off", "auto"), ("cross_entropy", "bce")
-
 
 def check_launched_strategy(name: str) -> None:
     """Raise UserError for what is no strategy of a launcher."""
@@ -53,6 +52,10 @@ def check_launched_strategy(name: str) -> None:
 
 def _only(value: object, *names: str) -> Values:
     return dict.fromkeys(names, (value,))
+
+
+def _answer_of(way: type[Way], question: Callable[[Way], bool]) -> Callable[[TrainConfig], bool]:
+    return lambda config: question(way(config))
 
 
 # By a setting in words, with {name} for flag and value: when it restricts others, and the values that these may have
@@ -82,29 +85,13 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
         {"loss": ("bce",), "bce_target_threshold": (0,), "class_weights": ("none",), "sampling": ("uniform",)}
         | {"distill": ("",), "features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
     ),
-    # Islands each have an engine, an optimizer and statistics of their own; fp16 would have another loss scale on each.
-    "{local_steps}": (
-        lambda config: config.has_islands,
-        {"strategy": ("ddp",), "engine": OUR_ENGINE, "precision": ("fp32", "auto", "bf16"), "loss": OF_CLASSES}
-        | {"sync_batchnorm": (False,)}
-        | _only(0, "ema", "lookahead"),  # the outer weights are such an average
-    ),
-    "{tensor_parallel}": (
-        lambda config: config.tensor_parallel > 1,
-        {"engine": OUR_ENGINE, "compile": NOT_COMPILED, "offload": ("none",), "tune": ("full",)}
-        | {"replicate_across": ("none",), "local_steps": (1,), "optimizer": ELEMENT_WISE},
-    ),
     "{audit}": (
         lambda config: config.audit > 0,
         {"strategy": ("ddp",)}  # every rank has all weights
         | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "sync_batchnorm": (False,), "features": ("computed",)}
-        | _only(1, "tensor_parallel", "pipeline_parallel", "local_steps"),
+        | {way.flag: (1,) for way in WAYS if not way.engine},
     ),
-    "{pipeline_parallel}": (
-        lambda config: config.pipeline_parallel > 1,
-        {"strategy": ("ddp",), "engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED}
-        | {"sync_batchnorm": (False,), "local_steps": (1,)},
-    ),
+    **{f"{{{way.flag}}}": (_answer_of(way, way.is_asked), way.goes_with) for way in WAYS if way.goes_with},
 }
 
 
@@ -205,7 +192,7 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     plan = STRATEGIES[config.strategy]
     if config.offload not in plan.offloadable:
         yield f"{of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(plan.offloadable)}."
-    if config.replicate_across == "nodes" and (config.engine == "deepspeed" or plan.zero_stage == 1):
+    if config.replicate_across == "nodes" and (config.engine not in OUR_ENGINE or plan.zero_stage == 1):
         yield f"{of['replicate_across']} nodes: --engine torch does it, at fsdp_stage2 and fsdp_stage3."
     shards = plan.zero_stage > 1
     check_optimizer(of["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=shards)
@@ -233,21 +220,8 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: else there may be no minimum."
     if config.task == MULTILABEL and has_members:
         yield f"{of['task']} {MULTILABEL}: the members of an ensemble choose one class: give another."
-    if config.pipeline_parallel > 1:
-        flag, members = f"{of['pipeline_parallel']} {config.pipeline_parallel}", config.ensemble_members.count(",") + 1
-        for name in ("batch_size", "learning_rate"):
-            if getattr(config, name) == "auto":
-                yield f"{flag} does not go with {of[name]} auto: give {of[name]} a number."
-        if config.has_stages:  # else the loss is computed where a member's images are
-            yield from _wrong_values(config, of, flag, {"distill": ("",)})
-        if not config.has_stages and members < config.pipeline_parallel:
-            yield (
-                f"{flag}: an ensemble of {plural(members, 'member')} fills {plural(members, 'rank')}: give "
-                f"{of['pipeline_parallel']} {members} or less, or more {of['ensemble_members']}."
-            )
-        if config.has_stages and not config.global_batch:
-            steps = config.gradient_accumulation_steps
-            check_micro_batches(config.pipeline_schedule, config.pipeline_parallel, steps)
+    for way in WAYS:
+        yield from way(config).mistakes(of)
     if config.learning_rate == "auto" and config.base_batch_size:
         yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto tries those of this batch."
     if config.mixup_off_epochs > config.epochs:
@@ -363,14 +337,18 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
     "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
-    **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.has_stages),
+    **{name: _answer_of(way, way.uses_own) for way in WAYS for name in way.own},
     **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
     "temperature": lambda config: config.is_contrastive,
     "teacher_classes": lambda config: bool(config.teacher),
-    **dict.fromkeys(
-        ("islands", "outer_learning_rate", "outer_momentum", "outer_precision"), lambda config: config.has_islands
-    ),
 }
+
+
+def needing_torch(config: TrainConfig) -> str:
+    """Return the first setting, with its value, that only PyTorch's engine follows; '' if there is none."""
+    given = {name: f"{FLAG_OF[name]} {getattr(config, name)}" for name in FIELDS}
+    needing = (words for words, (is_chosen, allowed) in GOES_WITH.items() if TORCH in allowed.get("engine", ()))
+    return next((words.format_map(given) for words in needing if GOES_WITH[words][0](config)), "")
 
 
 def note_unused_flags(config: TrainConfig) -> list[str]:

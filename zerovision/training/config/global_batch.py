@@ -112,7 +112,7 @@ def in_chunks(config: TrainConfig) -> TrainConfig:
 
 def check_division(config: TrainConfig, ranks: int) -> None:
     """Raise a UserError if this many ranks cannot form the mesh of a new run, or share its global batch."""
-    ranks = data_ranks(ranks, config.tensor_parallel, config.pipeline_parallel)
+    ranks = data_ranks(ranks, config.mesh)
     if config.batch_size == "auto":
         micro_batches(config.global_batch or usual_global_batch(ranks), ranks)
     else:

@@ -64,7 +64,7 @@ class BatchPlan:
         seed: Decides the order.
         labels: Bytes of the int64 labels [N]: an epoch has equally many samples of each class; empty: each sample once.
         repeats: How often each sample of an epoch occurs in it, in a row.
-        islands: Equal groups of ranks of which each takes the mean over its own samples.
+        groups: Equal ones of ranks of which each takes the mean over its own samples.
         places: Bytes of the places in shards, see `FileSource.shards`, that decide the order; empty: any sample may
             follow any other.
         window: Samples of the shuffled shards among which each is shuffled, if there are places.
@@ -78,7 +78,7 @@ class BatchPlan:
     seed: int
     labels: bytes = b""
     repeats: int = 1
-    islands: int = 1
+    groups: int = 1
     places: bytes = b""
     window: int = 1
     in_turn: int = 1
@@ -150,31 +150,31 @@ class BatchPlan:
             yield self.micro_batch(epoch, step, micro_step, rank)
 
     def real_samples(self, step: int, rank: int = 0) -> int:
-        """Return the samples of optimizer step `step` without padding, over the ranks and micro-steps of an island.
+        """Return the samples of optimizer step `step` without padding, over the ranks and micro-steps of a group.
 
         Args:
             step: Of the epoch.
-            rank: Of the island.
+            rank: Of the group.
         """
-        if self.islands == 1:
+        if self.groups == 1:
             return min(self.global_batch, self.num_samples - step * self.global_batch)
-        leaves = self.leaves_of_island(rank)
+        leaves = self.leaves_of_group(rank)
         return sum(int((self._positions(step, leaf) < self.num_samples).sum()) for leaf in leaves)
 
-    def leaves_of_island(self, rank: int) -> range:
-        """Return the leaves of a step that the island of a rank computes: all if there is one."""
-        length = self.world_size // self.islands * self.accumulation_steps
+    def leaves_of_group(self, rank: int) -> range:
+        """Return the leaves of a step that the group of a rank computes: all if there is one."""
+        length = self.world_size // self.groups * self.accumulation_steps
         first = rank * self.accumulation_steps // length * length
         return range(first, first + length)
 
     def loss_scale_for(self, step: int, rank: int = 0) -> float:
-        """Return the factor s that makes averages exact: leaves of the island / `real_samples(step, rank)`.
+        """Return the factor s that makes averages exact: leaves of the group / `real_samples(step, rank)`.
 
         With `s * sum(weights * losses)` as the loss of a micro-batch, the average over ranks and micro-steps that
-        data-parallel training computes is the mean loss over the real samples of the step. An island without any, in
+        data-parallel training computes is the mean loss over the real samples of the step. A group without any, in
         the last step of an epoch, has a loss of 0.
         """
-        return len(self.leaves_of_island(rank)) / max(self.real_samples(step, rank), 1)
+        return len(self.leaves_of_group(rank)) / max(self.real_samples(step, rank), 1)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class EvaluationPlan:
 
 
 def build_plan(
-    config: DataSettings, source: Source, world_size: int, views: int = 1, islands: int = 1, in_turn: int = 1
+    config: DataSettings, source: Source, world_size: int, views: int = 1, groups: int = 1, in_turn: int = 1
 ) -> BatchPlan:
     """Build the plan of a run over a training set, with at least so many views of each sample; see `BatchPlan`.
 
@@ -234,7 +234,7 @@ def build_plan(
         config.seed,
         labels.numpy().tobytes() if config.sampling == "balanced" else b"",
         max(config.repeated_augmentation, views),
-        islands=islands,
+        groups=groups,
         places=places,
         window=config.shuffle_window,
         in_turn=in_turn,

@@ -21,12 +21,12 @@ from zerovision.training.engines.parameter_shards import (
     CHANNELS_LAST,
     CONVOLUTION_DIMENSIONS,
     WEIGHTS,
+    ModelPart,
     ParameterShard,
     flat_shards,
     from_channels_last,
 )
 from zerovision.training.engines.summation_tree import StepTree
-from zerovision.training.engines.tensor_split import TensorSplit
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.world import World
 
@@ -245,7 +245,7 @@ class Placed(NamedTuple):
 
 
 def share_out(
-    module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, split: TensorSplit
+    module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, part: ModelPart
 ) -> list[Shared]:
     """Return which of the optimizer's parameters share a bucket, whatever the ranks and stages are.
 
@@ -253,7 +253,7 @@ def share_out(
         module: whose parameters they are.
         optimizer: over them.
         device: of the rank.
-        split: what the module has of parameters that several ranks divide; they share no bucket with others.
+        part: what the module has of the model; divided parameters share no bucket with others.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     fewest = FEWEST_ELEMENTS_ON_GPU if device.type == "cuda" else FEWEST_ELEMENTS
@@ -263,8 +263,8 @@ def share_out(
         if group.get("whole_parameters"):  # all in one bucket, so that each rank gets as much
             cuts = [parameters]
         else:
-            divided = {name: parameter for name, parameter in parameters.items() if name in split.cuts}
-            others = {name: parameter for name, parameter in parameters.items() if name not in split.cuts}
+            divided = {name: parameter for name, parameter in parameters.items() if part.is_divided(name)}
+            others = {name: parameter for name, parameter in parameters.items() if not part.is_divided(name)}
             cuts = [*_cut(divided, fewest), *_cut(others, fewest)]
         shared += [Shared(group, cut) for cut in cuts]
     return shared

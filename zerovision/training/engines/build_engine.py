@@ -1,78 +1,60 @@
-"""The table of engines, the choice of one, and its construction."""
+"""From the settings of a run to its engine: which ways share the work, how the state is distributed, what is built."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from zerovision.models.ensemble import Ensemble
+from zerovision.models.build import BuiltModel
 from zerovision.training.base.errors import UserError
-from zerovision.training.engines.deepspeed_config import keys_of_deepspeed_alone
 from zerovision.training.engines.engine import Engine, EngineSetup
-from zerovision.training.engines.islands import IslandEngine, Islands
-from zerovision.training.engines.parameter_shards import frozen_parameters
-from zerovision.training.engines.strategies import ParallelPlan
-from zerovision.training.world.collectives import copy_from_main
+from zerovision.training.engines.parameter_shards import WHOLE, frozen_parameters
+from zerovision.training.engines.settings import TORCH, WAYS, check_machine, ways_of
+from zerovision.training.engines.strategies import ParallelPlan, plan_of
+from zerovision.training.engines.torch_engine import TorchEngine
+from zerovision.training.engines.ways import Way
+from zerovision.training.recipe.optimizer import build_optimizer
+from zerovision.training.recipe.schedule import has_slow_backbone
+from zerovision.training.recipe.settings import RecipeSettings
+from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
+from zerovision.training.world.mesh import form_mesh
+from zerovision.training.world.mesh_sizes import data_ranks
+from zerovision.training.world.world import World
 
-# Module and class of each, built from an `EngineSetup`; a collective.
-ENGINES = {
-    "deepspeed": ("zerovision.training.engines.deepspeed_engine", "DeepSpeedEngine"),
-    "torch": ("zerovision.training.engines.torch_engine", "TorchEngine"),
-}
-# The torch engine, if the model is cut, or has members.
-PIPELINED = ("zerovision.training.engines.pipeline.engine", "PipelineEngine")
-OF_MEMBERS = ("zerovision.training.engines.pipeline.members", "MembersEngine")
+ENGINES = (*(way.engine for way in WAYS if way.engine), TORCH)
 
 
-def resolve_engine(engine: str, plan: ParallelPlan, strategy_json: Mapping[str, Any], module: nn.Module) -> str:
-    """Return the engine of a run, a key of `ENGINES`.
+def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by: str = "") -> str:
+    """Return the engine of a run, one of `ENGINES`.
 
-    'auto' is PyTorch's, which gives the same weights on any number of ranks, and DeepSpeed for what that does not do.
+    'auto' is PyTorch's, which gives the same weights on any number of ranks, and another for what that does not do.
 
     Args:
-        engine: 'auto' or a key of `ENGINES`.
+        config: the settings.
         plan: how the state is distributed.
-        strategy_json: the strategy's JSON for DeepSpeed.
         module: the model.
+        needed_by: a setting, with its value, that needs PyTorch's engine; '' if there is none.
 
     Raises:
         UserError: if an engine is asked for something that it does not do.
     """
-    if engine == "auto" and plan.replicas == plan.tensor_parallel == 1:
-        return "deepspeed" if reasons_for_deepspeed(plan, strategy_json, module) else "torch"
-    if engine in ("auto", "torch"):
-        unknown = keys_of_deepspeed_alone(strategy_json)
-        if unknown:
-            raise UserError(f"--engine torch does not know {', '.join(unknown)}: use --engine deepspeed, or auto.")
-        _check_torch(plan, module)
-        return "torch"
-    return engine
-
-
-def reasons_for_deepspeed(plan: ParallelPlan, strategy_json: Mapping[str, Any], module: nn.Module) -> list[str]:
-    """Return what asks for DeepSpeed under 'auto': keys of the JSON that it alone follows, and what it does better."""
-    reasons = keys_of_deepspeed_alone(strategy_json) + (["--offload"] if plan.offload != "none" else [])
-    if plan.zero_stage > 1 and (scalar := _single_number(module)):
-        reasons.append(f"how to shard the single number {scalar}")
-    return reasons
-
-
-def note_engine(
-    asked: str, engine: str, plan: ParallelPlan, strategy_json: Mapping[str, Any], module: nn.Module
-) -> list[str]:
-    """Return a note if the engine is another than the words say, or DeepSpeed; arguments as of `resolve_engine`."""
-    if asked != "auto" or engine != "deepspeed":
-        return []
-    reasons = ", ".join(reasons_for_deepspeed(plan, strategy_json, module))
-    return [f"--engine auto is deepspeed, which alone knows {reasons}"]
-
-
-def _single_number(module: nn.Module) -> str | None:
-    """Return the name of a parameter that is a single number, which FSDP2 cannot shard."""
-    return next((name for name, parameter in module.named_parameters() if not parameter.ndim), None)
+    if config.engine not in ("auto", TORCH):
+        return config.engine
+    for way in (kind(config) for kind in WAYS):
+        if config.engine == "auto" and plan.replicas == 1 and (reasons := way.reasons(plan, module)):
+            if needed_by:
+                raise UserError(
+                    f"{needed_by} is for --engine torch, these settings take {way.engine}, which alone knows "
+                    f"{', '.join(reasons)}: leave out one or the other."
+                )
+            return way.engine
+        if unknown := way.alone_knows():
+            raise UserError(f"--engine torch does not know {', '.join(unknown)}: use --engine {way.engine}, or auto.")
+    _check_torch(plan, module)
+    return TORCH
 
 
 def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
@@ -82,7 +64,7 @@ def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
             "--offload optimizer: at stage 3 --engine torch offloads weights, gradients and optimizer state together: "
             "use --offload all, or --engine deepspeed."
         )
-    scalar = _single_number(module)
+    scalar = next((name for name, parameter in module.named_parameters() if not parameter.ndim), None)
     if plan.zero_stage > 1 and scalar:
         raise UserError(
             f"--engine torch cannot shard this model: its parameter {scalar} is a single number. "
@@ -90,21 +72,72 @@ def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
         )
 
 
-def build_engine(setup: EngineSetup, engine: str, islands: Islands | None = None) -> Engine:
+def form_ranks(config: Any, world: World) -> World:
+    """Return the world with the mesh that the ways of a run need; as it is if they need none. A collective.
+
+    Raises:
+        UserError: on all ranks, if the ranks cannot be divided so.
+    """
+    agreed(lambda: (data_ranks(world.size, config.mesh), check_machine(config, world.local_size)), world)
+    return form_mesh(world, config.mesh)
+
+
+def parallel_plan(config: RecipeSettings, world: World) -> ParallelPlan:
+    """Return how the state is distributed over the ranks; a collective."""
+    shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
+    return plan_of(config.strategy, world.data.size, config.offload, shards)
+
+
+def set_up_engine(
+    config: Any, built: BuiltModel, precision: str, world: World, needed_by: str = "", *, compiles: bool
+) -> tuple[EngineSetup, list[Way]]:
+    """Return what the engine is built from, with a new optimizer, and the ways of the run; a collective.
+
+    Args:
+        config: the settings.
+        built: the model, in which this rank's part is left.
+        precision: as resolved.
+        world: the ranks.
+        needed_by: as of `resolve_engine`.
+        compiles: see `EngineSetup`.
+
+    Raises:
+        UserError: on all ranks, for what does not go together.
+    """
+    plan, part = parallel_plan(config, world), WHOLE
+    engine = agreed(lambda: resolve_engine(config, plan, built.module, needed_by), world)
+    ways = ways_of(config, engine)
+    for way in ways:
+        part = way.prepare(built.module, world) or part
+    settings = dataclasses.replace(config, precision=precision), built.head_parameter_names
+    is_slow = has_slow_backbone(config)
+    optimizer = agreed(lambda: build_optimizer(built.module, *settings, discriminative=is_slow), world)
+    setup = EngineSetup(
+        built.module,
+        optimizer,
+        plan,
+        precision,
+        world,
+        batch_size=config.micro_batch,
+        accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        compiles=compiles,
+        part=part,
+    )
+    return setup, ways
+
+
+def build_engine(setup: EngineSetup, ways: Sequence[Way] = ()) -> Engine:
     """Distribute a model and its optimizer; a collective.
 
     Args:
         setup: model, optimizer and how they are distributed.
-        engine: a key of `ENGINES`.
-        islands: of which each has an engine of its own, PyTorch's; None for none.
+        ways: of the run.
     """
-    if engine != "torch" or setup.plan.zero_stage == 1 or setup.world.size == 1:  # else FSDP2 moves it block by block
-        setup.module.to(setup.world.device)
-    copy_from_main([*frozen_parameters(setup.module).values()], setup.world)
-    if islands is not None:
-        return IslandEngine(setup, islands)
-    # Imported here: DeepSpeed takes seconds to import, and other engines do not need it.
-    module_name, class_name = ENGINES[engine]
-    if setup.pipeline is not None:
-        module_name, class_name = OF_MEMBERS if isinstance(setup.module, Ensemble) else PIPELINED
-    return getattr(importlib.import_module(module_name), class_name)(setup)
+    data = setup.data
+    if (
+        any(way.engine for way in ways) or setup.plan.zero_stage == 1 or data.size == 1
+    ):  # else FSDP2 moves it block by block
+        setup.module.to(data.device)
+    copy_from_main([*frozen_parameters(setup.module).values()], data)
+    return next(filter(None, (way.build_engine(setup) for way in ways)), None) or TorchEngine(setup)

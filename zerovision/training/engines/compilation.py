@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import AgreedError, one_line
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.model_buffers import undone
@@ -24,7 +18,6 @@ from zerovision.training.world.world import World
 # so many pixels in all (images x epochs x side x side): several times what pays for the compilation.
 FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
 PIXELS_THAT_PAY = 20 * 10**9
-KEPT = Path("~/.cache/zerovision/compiled")
 COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -76,7 +69,7 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
         AgreedError: on all ranks, if the network cannot be compiled and must be.
     """
     network.compile()
-    error = error_on_any_rank(_rehearse(network, setup), setup.world)
+    error = error_on_any_rank(_rehearse(network, setup), setup.data)
     if error is None:
         return
     if setup.must_compile:
@@ -86,45 +79,15 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
     setup.notes.extend((f"torch.compile failed: {error}", "trains without torch.compile"))
 
 
-def load_compiled_code(recipe: Any) -> Path | None:
-    """Give PyTorch what an earlier start has compiled, and return the file for `keep_compiled_code`.
-
-    The file has graphs and kernels of a GPU, but no machine code for CPUs, which PyTorch compiles again.
-
-    Args:
-        recipe: what the compiled code depends on; its repr is the file's name.
-
-    Returns:
-        The file, None if there is no home folder.
-    """
-    name = hashlib.sha256(repr((recipe, torch.__version__)).encode()).hexdigest()[:32]
-    file = None
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
-        file = KEPT.expanduser() / name
-        if file.stat().st_uid == os.getuid():  # PyTorch unpickles it
-            torch.compiler.load_cache_artifacts(file.read_bytes())
-    return file
-
-
-def keep_compiled_code(file: Path) -> None:
-    """Write what was compiled, if anything was since the last call; nothing depends on what cannot be written."""
-    artifacts = torch.compiler.save_cache_artifacts()
-    if artifacts is not None:
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(file) as temporary:
-                temporary.write_bytes(artifacts[0])
-
-
 def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
     """Run a network that has just been compiled; return why that fails, None if it does not."""
     if setup.image_shape is None:
         return None
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     shape = (max(setup.batch_size, 2), *setup.image_shape)  # BatchNorm wants more than one image
-    images = torch.zeros(shape, device=setup.world.device).contiguous(memory_format=torch.channels_last)
+    images = torch.zeros(shape, device=setup.data.device).contiguous(memory_format=torch.channels_last)
     try:
-        with undone(network, setup.world.device):
+        with undone(network, setup.data.device):
             network.train()
             torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # no hook of an engine runs
     except Exception as error:  # of whatever kind the compiler has

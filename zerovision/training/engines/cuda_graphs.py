@@ -99,12 +99,12 @@ def records(setup: EngineSetup) -> bool:
     Not with several ranks whose exchange of gradients takes longer than the host's launches, nor a compiled ensemble:
     the members of one are recorded singly.
     """
-    if not setup.records_graphs or setup.image_shape is None or setup.world.device.type != "cuda":
+    if not setup.records_graphs or setup.image_shape is None or setup.data.device.type != "cuda":
         return False
     if setup.compiles and isinstance(setup.module, Ensemble):
         return False
     trained = sum(parameter.nbytes for parameter in setup.module.parameters() if parameter.requires_grad)
-    return setup.world.size == 1 or trained <= MOST_EXCHANGED_BYTES
+    return setup.data.size == 1 or trained <= MOST_EXCHANGED_BYTES
 
 
 def record(network: nn.Module, setup: EngineSetup) -> Call:
@@ -115,7 +115,7 @@ def record(network: nn.Module, setup: EngineSetup) -> Call:
         setup: with `image_shape`.
     """
     assert setup.image_shape is not None
-    device, recorded = setup.world.device, None
+    device, recorded = setup.data.device, None
     with undone(setup.module, device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gradients of a recording are on its own stream
         images = torch.rand((setup.batch_size, *setup.image_shape), device=device)

@@ -1,24 +1,25 @@
-"""The interface of the engines, and what one is built from.
+"""The interfaces of engines and steps, and what an engine is built from.
 
 An engine is a model with its optimizer, distributed over the ranks. Only the engines' own modules know which one it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from zerovision.training.base.leaves import Leaves
+from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.model_buffers import ModelBuffers
-from zerovision.training.engines.parameter_shards import EngineState, ParameterShard, TakeBox
+from zerovision.training.engines.parameter_shards import WHOLE, EngineState, ModelPart, TakeBox
 from zerovision.training.engines.precision import DynamicLossScale
 from zerovision.training.engines.strategies import ParallelPlan
-from zerovision.training.engines.tensor_split import WHOLE, TensorSplit
 from zerovision.training.world.world import World
 
 
@@ -100,23 +101,6 @@ class Updates:
 
 
 @dataclass(frozen=True)
-class PipelineSetup:
-    """How a model is cut into stages.
-
-    Attributes:
-        world: all ranks, of whose mesh the pipelines are one dimension.
-        schedule: '1f1b' or 'interleaved'.
-        split: 'auto', or the names of the modules with which the stages but the first begin, with commas between them.
-        members: the models of an ensemble, which is not cut.
-    """
-
-    world: World
-    schedule: str
-    split: str
-    members: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class EngineSetup:
     """What every engine is built from.
 
@@ -125,19 +109,18 @@ class EngineSetup:
         optimizer: the optimizer over the module's parameters; the engine may replace them by its own.
         plan: how the state is distributed.
         precision: 'bf16', 'fp16' or 'fp32'.
-        world: the ranks that read different images.
+        world: the ranks, of which `data` are those that read different images.
         batch_size: images of a micro-batch.
         accumulation_steps: micro-batches of each rank in one optimizer step.
         gradient_clipping: largest global L2 norm of the gradient; 0 for none.
-        deepspeed_config: of `zerovision.training.engines.deepspeed_config`, which only DeepSpeed follows.
         compiles: whether the model runs through `torch.compile`.
         must_compile: whether it is an error if that fails.
         records_graphs: whether forward and backward may become CUDA graphs: what they do is the same in the whole run.
         image_shape: [C, H, W] of the images that either is tried with; None for no trial, and no graphs.
         notes: lines for the log, to which the engine adds.
         events: for metrics.jsonl, kind -> values, to which the engine adds.
-        split: what the module has of parameters that several ranks divide.
-        pipeline: how the model is cut into stages; None if it is not.
+        part: what the module has of the model.
+        groups: equal ones of ranks, of which each trains by itself.
     """
 
     module: nn.Module
@@ -148,20 +131,24 @@ class EngineSetup:
     batch_size: int
     accumulation_steps: int = 1
     gradient_clipping: float = 0.0
-    deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     compiles: bool = False
     must_compile: bool = False
     records_graphs: bool = False
     image_shape: tuple[int, int, int] | None = None
     notes: list[str] = field(default_factory=list)
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
-    split: TensorSplit = WHOLE
-    pipeline: PipelineSetup | None = None
+    part: ModelPart = WHOLE
+    groups: int = 1
 
     @property
     def leaves(self) -> Leaves:
         """The leaves of a step."""
-        return Leaves(self.world.size, self.accumulation_steps, self.plan.neighbours)
+        return Leaves(self.data.size, self.accumulation_steps, self.plan.neighbours)
+
+    @property
+    def data(self) -> World:
+        """The ranks that read different images."""
+        return self.world.data
 
 
 class Engine(Protocol):
@@ -229,41 +216,75 @@ class Engine(Protocol):
         """Release hooks and buffers."""
 
 
-class Distribution(Protocol):
-    """Where the parameters are, and what moves their values and gradients between the ranks.
+class TimedEngine:
+    """The three calls of a step on an engine, each a span of the clock; a step of other calls has both."""
 
-    The optimizer's groups get this rank's parts of them as their parameters.
-
-    Attributes:
-        reports: whether this rank's parts are in checkpoints; among ranks with the same parts, one's are.
-    """
-
-    reports: bool
+    def __init__(self, engine: Engine, clock: SpanClock) -> None:
+        self.engine, self.clock = engine, clock
+        self.optimizer, self.buffers = engine.optimizer, engine.buffers
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Run the network on images [B, C, H, W]; a collective if it gathers weights."""
+        """See `Engine.forward`."""
+        with self.clock.forward:
+            return self.engine.forward(images)
 
-    def begin_backward(self, leaf: int) -> None:
-        """Prepare for backward of this rank's leaf of the step, the first of which is 0."""
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Engine.backward`."""
+        with self.clock.backward:
+            self.engine.backward(loss)
 
-    def end_backward(self) -> None:
-        """Add the gradients to the sums over the leaves; after the last leaf of a step, a collective."""
+    def step(self) -> StepResult | None:
+        """See `Engine.step`."""
+        with self.clock.optimizer:
+            return self.engine.step()
 
-    def sum_gradients(self) -> torch.Tensor:
-        """Give the optimizer's parameters the sum of the gradients over all ranks' leaves; a collective.
 
-        Returns:
-            The sum of its squares, float64 []; of parameters that a tensor group has whole, on its first rank alone.
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
+
+Note = Callable[..., None]
+"""Takes what a micro-batch has given: batch, losses [B], logits [B, classes], and, unless the losses tell, evidence [B]
+that is not finite where a sample is to blame."""
+
+
+class StepInput(NamedTuple):
+    """This rank's part of an optimizer step.
+
+    Attributes:
+        batches: its micro-batches, on its device.
+        seed_leaf: seeds dropout for the micro-batch of a number, from 0.
+        loss_scale: a factor on losses, see `BatchPlan.loss_scale_for`.
+        note: called with each micro-batch.
+    """
+
+    batches: Iterable[Batch]
+    seed_leaf: Callable[[int], None]
+    loss_scale: float
+    note: Note
+
+
+Step = Callable[[TimedEngine, StepInput], StepResult | None]
+"""Trains on this rank's part of a step by the model with its optimizer, and returns what the engine did; a collective.
+"""
+
+
+class Averages(Protocol):
+    """Weights of an engine that are evaluated, and are others than those that are trained."""
+
+    def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
+        """Update them; a collective.
+
+        Args:
+            applied: whether the step changed the weights, also as a bool tensor [] on their device.
+            step: of the run, from 1; skipped ones count.
         """
 
-    def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply the optimizer's gradients by a number [] on the ranks' device."""
+    def in_use(self) -> AbstractContextManager[None]:
+        """Let the model compute with them inside the block; a collective at both ends.
 
-    def share_weights(self) -> None:
-        """Let every rank compute with what the optimizers' parameters are now; a collective."""
+        Afterwards every bit is as before. After an error the weights are not put back: other ranks may not know of it.
+        """
 
-    def settle(self) -> None:
-        """Let the optimizer's parameters be what the model computes with; no collective."""
-
-    def shards(self) -> list[ParameterShard]:
-        """Return this rank's parts of all parameters, with the optimizer's state of them; no collective."""
+    def describe(self) -> list[str]:
+        """Return lines for the log."""
+        return []

@@ -21,13 +21,12 @@ from torch.distributed.tensor import DTensor
 from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
 from zerovision.training.engines.activation_checkpointing import repeated_blocks
 from zerovision.training.engines.compilation import compile_network
-from zerovision.training.engines.engine import Distribution, EngineSetup
+from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.machine_levels import machine_levels
 from zerovision.training.engines.norms import SumOfSquares, pieces_per_row
-from zerovision.training.engines.parameter_shards import WEIGHTS, ParameterShard
+from zerovision.training.engines.parameter_shards import WEIGHTS, ModelPart, ParameterShard
 from zerovision.training.engines.precision import DTYPES, under_autocast
 from zerovision.training.engines.summation_tree import LeafSums, StepTree
-from zerovision.training.engines.tensor_split import TensorSplit
 from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.collectives import copy_from_main
@@ -40,15 +39,15 @@ CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
 MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial over the numbers of the blocks that were run
 
 
-class Fsdp2(Distribution):
-    """Rows of every parameter on each rank of a replica; on a single rank, plain parameters.
+class Fsdp2:
+    """Rows of every parameter on each rank of a replica; on a single rank, plain parameters. Methods as of `Zero1`.
 
     The optimizer sees plain vectors: an operation on a DTensor costs many times its dispatch.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
         """Shard the model; a collective."""
-        self._module, self._optimizer, world, plan = setup.module, setup.optimizer, setup.world, setup.plan
+        self._module, self._optimizer, world, plan = setup.module, setup.optimizer, setup.data, setup.plan
         self._accumulation_steps, self._releases = setup.accumulation_steps, plan.releases_weights
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         grouped = [[names[id(one)] for one in group.pop("params")] for group in self._optimizer.param_groups]
@@ -74,13 +73,13 @@ class Fsdp2(Distribution):
         }
         for group, members in zip(self._optimizer.param_groups, grouped, strict=True):
             group["params"] = [self._parts[name].trained for name in members if name in self._parts]
-        self._split = setup.split
+        self._part = setup.part
         self._own_sums = None if world.size > 1 else _OwnSums(self._parts, StepTree(1, setup.accumulation_steps))
-        self._sum_of_squares = SumOfSquares(self._own_pieces(trained, setup.split), world)
+        self._sum_of_squares = SumOfSquares(self._own_pieces(trained, setup.part), world)
 
     def _shard(self, setup: EngineSetup) -> None:
         """Shard the modules; a collective."""
-        world, plan = setup.world, setup.plan
+        world, plan = setup.data, setup.plan
         replicas = world.size // self._shards
         names = ("replicas", "shards") if replicas > 1 else ("shards",)
         sizes = (replicas, self._shards, dist.get_world_size() // world.size)  # the last: of ranks with other weights
@@ -118,7 +117,7 @@ class Fsdp2(Distribution):
         if block.training:
             self._blocks_run = (self._blocks_run * MULTIPLIER + number) % MODULUS
 
-    def _own_pieces(self, trained: set[str], split: TensorSplit) -> torch.Tensor:
+    def _own_pieces(self, trained: set[str], part: ModelPart) -> torch.Tensor:
         """Return the place of every piece that counts among this rank's, int64 [pieces]; -1 for other ranks'."""
         places, own = [torch.arange(0)], 0
         for name, parameter in self._parameters.items():
@@ -127,7 +126,7 @@ class Fsdp2(Distribution):
             rows = len(parameter)
             pieces = pieces_per_row(parameter.numel() // rows) if parameter.ndim > 1 else 1
             low, high = (pieces * _first_row(rows, self._row + more, self._shards) for more in (0, 1))
-            if split.counts(name):
+            if part.counts(name):
                 places.append(torch.full((rows * pieces,), -1))
                 if self.reports:  # no replica
                     places[-1][low:high] = torch.arange(own, own + high - low)
@@ -135,9 +134,11 @@ class Fsdp2(Distribution):
         return torch.cat(places)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """See `Zero1`."""
         return self._network(images)
 
     def begin_backward(self, leaf: int) -> None:
+        """See `Zero1`."""
         is_last = leaf == self._accumulation_steps - 1
         if isinstance(self._module, FSDPModule):
             self._module.set_reshard_after_backward(is_last or self._releases)
@@ -145,6 +146,7 @@ class Fsdp2(Distribution):
             reduce.leaf = leaf
 
     def end_backward(self) -> None:
+        """See `Zero1`."""
         if self._own_sums is not None:
             self._own_sums.add_leaf()
         elif self._reduce[-1].leaf < self._accumulation_steps - 1:  # the sum comes with the last leaf
@@ -152,11 +154,12 @@ class Fsdp2(Distribution):
                 part.parameter.grad = None
 
     def sum_gradients(self) -> torch.Tensor:
+        """See `Zero1`."""
         for part in self._parts.values():
             part.take_weights()
         norms = [part.take_gradient() for part in self._parts.values()]
-        whole = (part.trained for name, part in self._parts.items() if name not in self._split.cuts)
-        self._split.share_gradients(whole)
+        whole = (part.trained for name, part in self._parts.items() if not self._part.is_divided(name))
+        self._part.share_gradients(whole)
         # More ranks than rows leave some without any.
         squares, blocks_run = torch.cat(norms).double().square() if norms else torch.zeros(0).double(), self._blocks_run
         self._blocks_run = 0
@@ -164,15 +167,18 @@ class Fsdp2(Distribution):
         return self._sum_of_squares(squares, mark=blocks_run)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
+        """See `Zero1`."""
         gradients = [part.trained.grad for part in self._parts.values() if part.trained.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
 
     def share_weights(self) -> None:
+        """See `Zero1`."""
         for part in self._parts.values():
             part.give_weights()
 
     def settle(self) -> None:
+        """See `Zero1`."""
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -180,6 +186,7 @@ class Fsdp2(Distribution):
             part.take_weights()
 
     def shards(self) -> list[ParameterShard]:
+        """See `Zero1`."""
         self.settle()
         shards = []
         for name, parameter in self._parameters.items():

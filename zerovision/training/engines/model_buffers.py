@@ -108,17 +108,11 @@ class ModelBuffers:
         self._store()
         return [rows.clone() for rows in self._rows]
 
-    def restore(self, copies: list[torch.Tensor]) -> None:
-        """Set all versions to what `copy` returned."""
-        for rows, kept in zip(self._rows, copies, strict=True):
-            rows.copy_(kept)
-        self._load()
-
-    def restore_unless(self, applied: torch.Tensor, copies: list[torch.Tensor]) -> None:
-        """As `restore` if the bool tensor `applied` [] is false, without a synchronization."""
+    def restore(self, copies: list[torch.Tensor], unless: torch.Tensor | None = None) -> None:
+        """Set all versions to what `copy` returned, unless a bool tensor [] is true, which is not synchronized."""
         self._store()
         for rows, kept in zip(self._rows, copies, strict=True):
-            rows.copy_(torch.where(applied, rows, kept))
+            rows.copy_(kept if unless is None else torch.where(unless, rows, kept))
         self._load()
 
     def keep_averages(self) -> None:

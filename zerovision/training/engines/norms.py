@@ -33,12 +33,12 @@ class SumOfSquares:
 
     Args:
         places: int64 [pieces], of every piece its place among this rank's; -1 if it is another rank's.
-        world: the ranks that share a stage, or the whole model.
-        pipeline: the ranks that have its stages; None for a whole model.
+        world: the ranks that share this rank's part of the model.
+        holders: see `ModelPart.holders`.
     """
 
-    def __init__(self, places: torch.Tensor, world: World, pipeline: World | None = None) -> None:
-        self._places, self._groups = places.to(world.device), [world, *([pipeline] if pipeline else [])]
+    def __init__(self, places: torch.Tensor, world: World, holders: World | None = None) -> None:
+        self._places, self._groups = places.to(world.device), [world, *([holders] if holders else [])]
 
     def __call__(self, own: torch.Tensor, mark: int = 0) -> torch.Tensor:
         """Return the sum, float64 [], of all ranks' pieces; a collective.

@@ -7,7 +7,8 @@ parameters, rows of them, and pieces of flat buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,12 +18,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerovision.training.base.timing import communication
+from zerovision.training.world.collectives import gather_rows
 from zerovision.training.world.world import World
 
 if TYPE_CHECKING:
     from zerovision.training.engines.engine import Engine
 
 WEIGHTS = "weights"
+# How the name of a parameter begins that is of a further group of ranks, with weights of its own, in a checkpoint.
+FURTHER = re.compile(r"[a-z]+ ([0-9]{1,6})/")
 CHANNELS_LAST = (0, 2, 3, 1)  # the order of a convolution's dimensions in memory
 CONVOLUTION_DIMENSIONS = len(CHANNELS_LAST)
 # Where each dimension of the usual order is in that.
@@ -54,6 +58,48 @@ class ParameterShard:
 
 
 @dataclass(frozen=True)
+class ModelPart:
+    """What this rank has of a model: all of it, unless a way to divide models has a class of its own.
+
+    Attributes:
+        stages: names of this rank's parameters, those of each backward that computes their gradients; None for all.
+        holders: the ranks that have all parameters among them; None if each has.
+    """
+
+    stages: Sequence[Collection[str]] | None = None
+    holders: World | None = None
+
+    def is_divided(self, name: str) -> bool:
+        """Return whether this rank has only some values of a parameter."""
+        return False
+
+    def counts(self, name: str) -> bool:
+        """Return whether this rank's values of a parameter count: of what several ranks have, those of the first.
+
+        Buffers, whatever their name, are not divided.
+        """
+        return True
+
+    def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make the gradients of parameters that are not divided the same on the ranks that have them; a collective."""
+
+    def sum(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return the sum of [] over the ranks that divide parameters, the same on all; a collective."""
+        return squares
+
+    def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the whole parameters for those of a rank's."""
+        return {**shapes}
+
+    def of_whole(self, shards: Iterable[ParameterShard]) -> list[ParameterShard]:
+        """Return shards of this rank's parameters as shards of the whole ones."""
+        return [*shards]
+
+
+WHOLE = ModelPart()
+
+
+@dataclass(frozen=True)
 class EngineState:
     """One rank's part of the state that an engine trains.
 
@@ -64,6 +110,7 @@ class EngineState:
         buffers: name -> [n, ...]: the module's buffers, in as many versions as this rank has.
         leaves: of a step, whose versions these are.
         applied_steps: updates applied so far, for Adam's bias correction.
+        saves_buffers: whether they are in checkpoints: of ranks with the same, those of the first.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -72,6 +119,7 @@ class EngineState:
     buffers: dict[str, torch.Tensor]
     leaves: tuple[int, ...]
     applied_steps: int
+    saves_buffers: bool = True
 
 
 def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -134,6 +182,11 @@ def _boxes_of_row(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[t
         yield (index, *offsets), (1, *sizes)
 
 
+def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """Return the shapes without those of further groups of ranks, see `FURTHER`."""
+    return {name: list(shape) for name, shape in shapes.items() if not FURTHER.match(name)}
+
+
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of every parameter; ZeRO 3's are empty, and keep theirs as `ds_shape`."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
@@ -171,10 +224,10 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
     state, weights = engine.state(), {}
     parameters = dict(engine.module.named_parameters())
     for name, shape in state.shapes.items():
-        if name not in parameters:  # the same one on another island
+        if name not in parameters:  # the same one in another group of ranks
             continue
         whole = parameters[name].detach()
-        if world.pipeline.size > 1 or _is_sharded(parameters[name], shape):
+        if world.replica.size > 1 or _is_sharded(parameters[name], shape):
             whole = torch.zeros(shape, device=world.device)
             for shard in state.shards:
                 if shard.name == name:
@@ -184,7 +237,7 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
                     dist.reduce(whole.view(torch.int32), 0)
         if world.is_main:
             weights[name] = torch.empty(shape).copy_(whole)
-    buffers = {name: _gather_buffer(buffer, world) for name, buffer in engine.module.named_buffers()}
+    buffers = _gather_buffers(engine.module, world)
     if not world.is_main:
         return {}
     module = engine.module
@@ -196,16 +249,22 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
 
 
 def _is_sharded(parameter: nn.Parameter, shape: tuple[int, ...]) -> bool:
-    """Return whether ranks have parts of a parameter: by FSDP2, by DeepSpeed at stage 3, or in a tensor group."""
+    """Return whether ranks have parts of a parameter."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_shape") or parameter.shape != shape
 
 
-def _gather_buffer(buffer: torch.Tensor, world: World) -> torch.Tensor:
-    """Return a buffer, or a stage's own of the first rank that has it, in CPU memory on rank 0; a collective."""
-    if world.pipeline.size == 1:
-        return buffer.detach().to("cpu", copy=True)
-    has_none = buffer.is_meta or world.data.rank or world.tensor.rank
-    own = torch.zeros(buffer.shape, dtype=buffer.dtype, device=world.device) if has_none else buffer.detach().clone()
-    with communication():  # as above
-        dist.reduce(own.view(-1).view(torch.uint8), 0)
-    return own.cpu()
+def _gather_buffers(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
+    """Return the buffers of the first rank that has each, in CPU memory on rank 0; a collective."""
+    buffers = dict(module.named_buffers())
+    if world.replica.size == 1 or not buffers:
+        return {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
+    has = torch.tensor([not buffer.is_meta for buffer in buffers.values()], dtype=torch.int32, device=world.device)
+    firsts = gather_rows(has, world).argmax(0).tolist()
+    gathered = {}
+    for (name, buffer), first in zip(buffers.items(), firsts, strict=True):
+        is_first = world.rank == first
+        own = buffer.detach().clone() if is_first else torch.zeros_like(buffer, device=world.device)
+        with communication():  # as above
+            dist.reduce(own.view(-1).view(torch.uint8), 0)
+        gathered[name] = own.cpu()
+    return gathered

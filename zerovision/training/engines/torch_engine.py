@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from zerovision.training.engines.engine import Distribution, Engine, EngineSetup, StepResult, Updates
+from zerovision.training.engines.engine import Engine, EngineSetup, StepResult, Updates
 from zerovision.training.engines.fsdp2 import Fsdp2
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.parameter_shards import (
@@ -32,18 +32,15 @@ class TorchEngine(Engine):
 
     def __init__(self, setup: EngineSetup) -> None:
         """Distribute the model; a collective."""
-        self.module, self.optimizer, self._world = setup.module, setup.optimizer, setup.world
+        self.module, self.optimizer, self._world = setup.module, setup.optimizer, setup.data
         device = self._world.device if setup.plan.offload == "none" else torch.device("cpu")
         self.updates = Updates(self.optimizer, setup.precision, setup.gradient_clipping, device)
         self.loss_scale = self.updates.loss_scale
-        self._accumulation_steps, self._micro_steps, self._split = setup.accumulation_steps, 0, setup.split
+        self._accumulation_steps, self._micro_steps, self._part = setup.accumulation_steps, 0, setup.part
         self._leaves = setup.leaves
         self.buffers = ModelBuffers(self.module, setup.leaves, device)
-        self._distribution = self._distribute(setup)
+        self._distribution: Zero1 | Fsdp2 = (Zero1 if setup.plan.zero_stage == 1 else Fsdp2)(setup)
         create_state(self.optimizer, self._trained())
-
-    def _distribute(self, setup: EngineSetup) -> Distribution:
-        return (Zero1 if setup.plan.zero_stage == 1 else Fsdp2)(setup)
 
     @property
     def _factor(self) -> float:
@@ -85,7 +82,7 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def _update_weights(self) -> StepResult:
-        norm = self._split.sum(self._distribution.sum_gradients()).sqrt() / self.updates.scale
+        norm = self._part.sum(self._distribution.sum_gradients()).sqrt() / self.updates.scale
         result = self.updates.apply(norm, lambda: self._update(norm))
         for parameter in self._trained():
             parameter.grad = None
@@ -110,11 +107,12 @@ class TorchEngine(Engine):
         self._distribution.share_weights()
 
     def state(self) -> EngineState:
-        shapes, kinds = self._split.shapes(parameter_shapes(self.module)), moment_kinds(self.optimizer)
+        shapes, kinds = self._part.shapes(parameter_shapes(self.module)), moment_kinds(self.optimizer)
         own = self._distribution.shards() if self._distribution.reports else []
-        shards = self._split.of_whole(shard for shard in own if self._split.counts(shard.name))
+        shards = self._part.of_whole(shard for shard in own if self._part.counts(shard.name))
         leaves = tuple(self._leaves.of(self._world.rank))
-        return EngineState(shapes, kinds, shards, self.buffers.by_name(), leaves, int(self.updates.applied))
+        buffers, applied = self.buffers.by_name(), int(self.updates.applied)
+        return EngineState(shapes, kinds, shards, buffers, leaves, applied, saves_buffers=self._part.counts(""))
 
     @torch.no_grad()
     def load_state(
@@ -125,7 +123,7 @@ class TorchEngine(Engine):
     ) -> None:
         self.updates.applied = applied_steps
         set_applied_steps(self.optimizer, applied_steps)
-        fill_shards(self._split.of_whole(self._distribution.shards()), tensors)
+        fill_shards(self._part.of_whole(self._distribution.shards()), tensors)
         for parameter in frozen_parameters(self.module).values():
             # Whole on every rank, and a shard of one; without data on a rank that does not compute with it.
             if not isinstance(parameter, DTensor) and not parameter.is_meta:

@@ -10,8 +10,7 @@ kernels would otherwise convert them in every step. Everything else sees the usu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -29,79 +28,59 @@ from zerovision.training.engines.buckets import (
 )
 from zerovision.training.engines.compilation import compile_network
 from zerovision.training.engines.cuda_graphs import record, records
-from zerovision.training.engines.engine import Distribution, EngineSetup
+from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.machine_levels import machine_levels
 from zerovision.training.engines.norms import BLOCK, SumOfSquares, squares_of_rows
 from zerovision.training.engines.parameter_shards import (
     CONVOLUTION_DIMENSIONS,
+    ModelPart,
     ParameterShard,
     frozen_parameters,
     frozen_shards,
 )
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.engines.summation_tree import StepTree
-from zerovision.training.engines.tensor_split import TensorSplit
 from zerovision.training.world.collectives import barrier
-from zerovision.training.world.world import World
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The stages that a model is cut into.
+class Zero1:
+    """A model in flat buffers, whose gradients and optimizer state are cut into one part per rank.
+
+    The optimizer's groups get this rank's parts of them as their parameters, under this class as under `Fsdp2`.
 
     Attributes:
-        names: of each stage's parameters.
-        pipeline: the ranks that have them, one after another and round again.
+        reports: whether this rank's parts are in checkpoints; among ranks with the same parts, one's are.
     """
-
-    names: Sequence[Collection[str]]
-    pipeline: World
-
-    def of_rank(self, rank: int) -> Sequence[Collection[str]]:
-        """Return the stages of a rank of the pipeline."""
-        return self.names[rank :: self.pipeline.size]
-
-
-class Zero1(Distribution):
-    """A model in flat buffers, whose gradients and optimizer state are cut into one part per rank."""
 
     reports = True
 
-    def __init__(self, setup: EngineSetup, stages: Stages | None = None) -> None:
-        """Take over the parameters; a collective.
-
-        Args:
-            setup: the model with its optimizer; `world` are the ranks that have this rank's stages.
-            stages: of the model; None for a whole one.
-        """
-        self._module, self._optimizer, self._world = setup.module, setup.optimizer, setup.world
-        self._network = under_autocast(setup.module, setup.precision, setup.world.device)
+    def __init__(self, setup: EngineSetup) -> None:
+        """Take over the parameters; a collective."""
+        self._module, self._optimizer, self._world = setup.module, setup.optimizer, setup.data
+        self._network = under_autocast(setup.module, setup.precision, setup.data.device)
         self._accumulation_steps = setup.accumulation_steps
         for parameter in frozen_parameters(self._module).values():
             if parameter.ndim == CONVOLUTION_DIMENSIONS:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         levels = machine_levels(self._world, setup.leaves, setup.notes)
         tree = StepTree(self._world.size, setup.accumulation_steps, levels)
-        shared = share_out(self._module, self._optimizer, self._world.device, setup.split)
-        if stages is None:
-            stages = Stages([{name for one in shared for name in one.parameters}], self._world.alone())
-        pipeline = stages.pipeline
-        own_stages = stages.of_rank(pipeline.rank)
-        own = place(shared, own_stages, self._world.size)
+        shared = share_out(self._module, self._optimizer, self._world.device, setup.part)
+        stages = setup.part.stages or [{name for one in shared for name in one.parameters}]
+        own = place(shared, stages, self._world.size)
         self._buckets, self._gradients = make_buckets(shared, own, self._world, tree)
-        self._split = setup.split
-        self._whole = [bucket for bucket in self._buckets if bucket.parameters.keys().isdisjoint(self._split.cuts)]
+        self._part = setup.part
+        self._whole = [bucket for bucket in self._buckets if not any(map(self._part.is_divided, bucket.parameters))]
         self._orders = [
             BackwardOrder(self._module, [b for b, one in zip(self._buckets, own, strict=True) if one.stage == stage])
-            for stage in range(len(own_stages))
+            for stage in range(len(stages))
         ]
-        blocks = _own_blocks(shared, own, self._world.rank, setup.split)
-        self._sum_of_squares = SumOfSquares(blocks, self._world, pipeline)
+        blocks = _own_blocks(shared, own, self._world.rank, setup.part)
+        self._sum_of_squares = SumOfSquares(blocks, self._world, setup.part.holders)
         if setup.compiles:
             compile_network(self._network, setup)
         self._compute = record(self._network, setup) if records(setup) else self._network
         # What is compiled or recorded begins with all weights, and what reads memory of all ranks waits for none.
-        is_whole = setup.compiles or self._compute is not self._network or pipeline.size > 1
+        is_whole = setup.compiles or self._compute is not self._network or setup.part.holders
         self._waits_in_forward = not is_whole and not any(bucket.buffers.are_shared for bucket in self._buckets)
         if self._waits_in_forward:
             self._await_by_block(repeated_blocks(self._module))
@@ -119,13 +98,16 @@ class Zero1(Distribution):
             module.register_forward_pre_hook(lambda *_, buckets=buckets: _wait_for_weights(buckets))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Run the network on images [B, C, H, W]; a collective if it gathers weights."""
         return self._compute(images)
 
     def begin_backward(self, leaf: int, stage: int = 0) -> None:
+        """Prepare for backward of this rank's leaf of the step, the first of which is 0."""
         _wait_for_weights(self._buckets)  # of blocks that were skipped
         self._orders[stage].begin(sums_over_ranks=leaf == self._accumulation_steps - 1)
 
     def end_backward(self, stage: int = 0) -> None:
+        """Add the gradients to the sums over the leaves; after the last leaf of a step, a collective."""
         self._orders[stage].end()
 
     def drop_leaf(self) -> None:
@@ -136,27 +118,36 @@ class Zero1(Distribution):
             bucket.buffers.sums.clear()
 
     def sum_gradients(self) -> torch.Tensor:
+        """Give the optimizer's parameters the sum of the gradients over all ranks' leaves; a collective.
+
+        Returns:
+            The sum of its squares, float64 []; of what several ranks have whole, on the first alone.
+        """
         for bucket in self._buckets:
             bucket.sum_gradients()
-        self._split.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
+        self._part.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
         # All ranks have read the gradients when this returns: they may be written again.
         return self._sum_of_squares(squares_of_rows(self._gradients.view(-1, BLOCK)))
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply the optimizer's gradients by a number [] on the ranks' device."""
         self._gradients.mul_(factor)
 
     def share_weights(self) -> None:
+        """Let every rank compute with what the optimizers' parameters are now; a collective."""
         for bucket in self._buckets:
             bucket.buffers.start_gather()
         if not self._waits_in_forward:
             _wait_for_weights(self._buckets)
 
     def settle(self) -> None:
+        """Let the optimizer's parameters be what the model computes with; no collective."""
         _wait_for_weights(self._buckets)
         if any(bucket.buffers.are_shared for bucket in self._buckets):
             barrier(self._world)  # no rank computes any more with weights that all share
 
     def shards(self) -> list[ParameterShard]:
+        """Return this rank's parts of all parameters, with the optimizer's state of them; no collective."""
         _wait_for_weights(self._buckets)
         shards = frozen_shards(self._module, self._world)
         return shards + [shard for bucket in self._buckets for shard in bucket.shards(self._optimizer)]
@@ -168,14 +159,14 @@ def _wait_for_weights(buckets: Sequence[Bucket]) -> None:
         bucket.buffers.finish_gather()
 
 
-def _own_blocks(shared: Sequence[Shared], placed: Sequence[Placed], rank: int, split: TensorSplit) -> torch.Tensor:
+def _own_blocks(shared: Sequence[Shared], placed: Sequence[Placed], rank: int, part: ModelPart) -> torch.Tensor:
     """Return the place of each block of the whole model among those of this rank, int64 [blocks]; -1 for others'.
 
     Args:
         shared: the parameters of the model's buckets.
         placed: the buckets that this rank has parts of.
         rank: whose parts they are.
-        split: decides which parameters count on this rank of a tensor group.
+        part: decides which parameters count on this rank.
     """
     places = [
         {name: -torch.ones(count_blocks(one), dtype=torch.int64) for name, one in every.parameters.items()}
@@ -183,10 +174,10 @@ def _own_blocks(shared: Sequence[Shared], placed: Sequence[Placed], rank: int, s
     ]
     start = 0
     for number, _, layout in placed:
-        part = layout.part // BLOCK
+        blocks = layout.part // BLOCK
         for name, element in layout.starts.items():
-            place = torch.arange(len(places[number][name])) + element // BLOCK - rank * part  # in the part
-            is_own = (place >= 0) & (place < part) & split.counts(name)
+            place = torch.arange(len(places[number][name])) + element // BLOCK - rank * blocks  # in the part
+            is_own = (place >= 0) & (place < blocks) & part.counts(name)
             places[number][name] = torch.where(is_own, start + place, -1)
-        start += part
+        start += blocks
     return torch.cat([torch.arange(0), *(place for of_bucket in places for place in of_bucket.values())])

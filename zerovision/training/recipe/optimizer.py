@@ -222,6 +222,13 @@ def restart(optimizer: torch.optim.Optimizer) -> None:
     set_applied_steps(optimizer, 0)
 
 
+def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind: str) -> None:
+    """Exchange weights with what the optimizer's state has of a kind."""
+    kept = weights.clone()
+    weights.copy_(state[kind])
+    state[kind].copy_(kept)
+
+
 def _groups(
     optimizer: torch.optim.Optimizer,
 ) -> Callable[[torch.Tensor], tuple[torch.optim.Optimizer, dict[str, Any]]]:

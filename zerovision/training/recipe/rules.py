@@ -91,7 +91,7 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_
             f"{flag} {name} computes with whole parameters, which --strategy {strategy} shards: use --strategy ddp, "
             "or a rule such as adamw or lion."
         )
-    if name in WHOLE_PARAMETER and engine == "deepspeed":
+    if name in WHOLE_PARAMETER and engine not in ("auto", "torch"):
         raise UserError(
             f"{flag} {name} computes with whole parameters, which --engine {engine} cuts into flat parts: "
             "use --engine torch, or auto."

@@ -23,11 +23,11 @@ from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE, RunEnded, 
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.transfer import to_device
-from zerovision.training.engines.engine import StepResult
+from zerovision.training.engines.engine import StepInput, StepResult, TimedEngine
 from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.observe.settings import ObserveSettings
 from zerovision.training.observe.step_hashes import tensor_hash
-from zerovision.training.steps.accumulate import Accumulate, StepInput, TimedEngine
+from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.world.collectives import copy_from_main, gather_objects
 from zerovision.training.world.world import World
 
@@ -86,7 +86,7 @@ class _Watched(TimedEngine):
 
 @dataclass(frozen=True)
 class Audited:
-    """A `zerovision.training.steps.accumulate.Step` that is checked every so many steps.
+    """A `zerovision.training.engines.engine.Step` that is checked every so many steps.
 
     Attributes:
         step: that is checked.
@@ -109,7 +109,7 @@ class Audited:
     findings: Counter[int] = field(default_factory=Counter)
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
-        """See `zerovision.training.steps.accumulate.Step`.
+        """See `zerovision.training.engines.engine.Step`.
 
         Raises:
             RunEnded: on all ranks, if a rank has computed wrong too often.

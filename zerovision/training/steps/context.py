@@ -12,13 +12,11 @@ from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint.saver import Saver
 from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines.engine import Averages, Step
 from zerovision.training.observe.sample_history import SampleHistory
 from zerovision.training.observe.step_metrics import Timing
 from zerovision.training.recipe.schedule import Schedule
-from zerovision.training.steps.accumulate import Step
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
-from zerovision.training.steps.outer_step import OuterSteps
-from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.contrast import Neighbours
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
@@ -45,13 +43,13 @@ class TrainContext:
         heartbeat: signs of life for the launcher.
         timing: what measures time.
         saver: writes checkpoints; None if nothing is saved.
-        averages: of the weights, over the steps or over islands; None for none.
+        averages: of the weights; None for none.
         neighbours: tells classes in an evaluation; None if the model does.
         sets: float32 [S, C] on the device, the classes of each label; None if it is one.
         thresholds: as of `SampleRecorder`.
         log_hashes: optimizer steps between two lines of hashes; 0 for none.
         history: of the training images; None if it is not kept.
-        local_steps: between two outer steps of islands, which exchange nothing else in most steps; 1 for no islands.
+        local_steps: between two exchanges of groups that train apart; 1 for one group.
     """
 
     world: World
@@ -69,7 +67,7 @@ class TrainContext:
     heartbeat: HeartbeatWriter
     timing: Timing
     saver: Saver | None = None
-    averages: WeightAverages | OuterSteps | None = None
+    averages: Averages | None = None
     neighbours: Neighbours | None = None
     sets: torch.Tensor | None = None
     thresholds: np.ndarray | None = None

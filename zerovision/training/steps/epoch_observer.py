@@ -9,15 +9,16 @@ import torch
 
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data.reader import Batch
-from zerovision.training.engines.engine import StepResult
+from zerovision.training.engines.engine import StepResult, TimedEngine
 from zerovision.training.observe.step_hashes import HASHES, StepHashes
 from zerovision.training.observe.step_metrics import StepMetrics
-from zerovision.training.steps.accumulate import TimedEngine
 from zerovision.training.steps.context import TrainContext
 from zerovision.training.world.collectives import gather_objects
 from zerovision.training.world.signals import StopDecision
 
-STEPS_BETWEEN_POLLS = 10  # of islands, whose link may take longer than a step: nothing waits for a poll until the next
+STEPS_BETWEEN_POLLS = (
+    10  # of groups that train apart, whose link may take longer than a step: nothing waits for a poll until the next
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class EpochObserver:
         self.timed_engine = TimedEngine(state.engine, self._clock)
         self._metrics = StepMetrics(context, state.progress.epoch, state.sums)
         world = context.world
-        is_whole = world.tensor.size == world.pipeline.size == 1  # else gradients are of a part of the network
+        is_whole = world.replica.size == 1  # else gradients are of a part of the network
         self._hashes = StepHashes(
             context.log_hashes, world, context.plan.leaves, state.engine.module if is_whole else None
         )
@@ -61,7 +62,7 @@ class EpochObserver:
     def note(
         self, batch: Batch, losses: torch.Tensor, logits: torch.Tensor, evidence: torch.Tensor | None = None
     ) -> None:
-        """As `zerovision.training.steps.accumulate.Note`."""
+        """As `zerovision.training.engines.engine.Note`."""
         self._state.sums.add(losses, logits, batch.labels, batch.weights)
         self._guard.note(batch, losses if evidence is None else evidence)
         if self._context.history is not None:

@@ -64,7 +64,7 @@ class NonFiniteGuard:
         name_of: returns the path of a sample by its index in the training set.
         skipped: steps skipped before a resume.
         consecutive: how many of them were the latest steps.
-        by_island: whether each island of ranks decides by itself, and they hear of each other in `settle`.
+        by_group: whether each group of ranks decides by itself, and they hear of each other in `settle`.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class NonFiniteGuard:
         skipped: int = 0,
         consecutive: int = 0,
         *,
-        by_island: bool = False,
+        by_group: bool = False,
     ) -> None:
-        self._engine, self._world, self._loggers, self._by_island = engine, world, loggers, by_island
+        self._engine, self._world, self._loggers, self._by_group = engine, world, loggers, by_group
         self._most_consecutive, self._name_of = most_consecutive, name_of
         self._buffers = engine.buffers
         self._kept: list[torch.Tensor] = []
@@ -112,7 +112,7 @@ class NonFiniteGuard:
             RunEnded: on all ranks, after too many consecutive skipped steps.
         """
         if result is not None and isinstance(result.applied, torch.Tensor):
-            self._buffers.restore_unless(result.applied, self._kept)
+            self._buffers.restore(self._kept, unless=result.applied)
             self._pending.append(_PendingStep(step, result.applied, self._evidence))
             return result.applied
         if result is None or result.applied:
@@ -123,9 +123,9 @@ class NonFiniteGuard:
         return False
 
     def settle(self) -> None:
-        """Read the outcomes that are still on the device: a sync; a collective if a step was skipped, or with islands.
+        """Read the outcomes that are still on the device: a sync; a collective if a step was skipped, or with groups.
 
-        A step counts as skipped if any island has skipped it.
+        A step counts as skipped if any group has skipped it.
 
         Raises:
             RunEnded: as `after_step`.
@@ -134,7 +134,7 @@ class NonFiniteGuard:
         if not pending:
             return
         skipped = ~torch.stack([one.applied for one in pending])
-        skipped_anywhere = largest_over_ranks(skipped.int(), self._world) if self._by_island else skipped
+        skipped_anywhere = largest_over_ranks(skipped.int(), self._world) if self._by_group else skipped
         for (step, _, evidence), is_own, is_skipped in zip(
             pending, skipped.tolist(), skipped_anywhere.tolist(), strict=True
         ):
@@ -156,7 +156,7 @@ class NonFiniteGuard:
         rank, worst = min(enumerate(causes), key=lambda item: (item[1].losses_finite, not item[1].names))
         if self._world.group:  # of a mesh: the first of the ranks that read these images
             rank = dist.get_global_rank(self._world.group, rank)
-        skipped = f"skipped on the island of rank {rank} (" if self._by_island else "skipped on all ranks ("
+        skipped = f"skipped on the island of rank {rank} (" if self._by_group else "skipped on all ranks ("
         shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
         more = f" and {len(worst.names) - NAMES_IN_MESSAGE} more" if len(worst.names) > NAMES_IN_MESSAGE else ""
         self._loggers.message(

@@ -14,15 +14,15 @@ from functools import partial
 
 import torch
 
-from zerovision.training.engines.engine import Engine
-from zerovision.training.recipe.optimizer import AVERAGES
+from zerovision.training.engines.engine import Averages, Engine
+from zerovision.training.recipe.optimizer import AVERAGES, exchange_with
 
 EMA, SLOW_WEIGHTS = "ema", "slow_weights"  # kinds of tensors in the optimizer's state
 LOOKAHEAD_SHARE = 0.5  # of the way from the slow weights to the fast ones: timm.optim.Lookahead's alpha
 WARM_UP_GAMMA, WARM_UP_POWER = 1.0, 2 / 3  # timm.utils.ModelEmaV3's
 
 
-class WeightAverages:
+class WeightAverages(Averages):
     """The averages of an engine's weights that a run asks for: none, one or both.
 
     Args:
@@ -44,12 +44,7 @@ class WeightAverages:
             engine.buffers.keep_averages()
 
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
-        """Update the averages; a collective.
-
-        Args:
-            applied: whether the step changed the weights, also as a bool tensor [] on their device.
-            step: of the run, from 1; skipped ones count.
-        """
+        """See `Averages`."""
         if self._lookahead_steps:
             self._pull(applied, step)
         if self._decay and applied is not False:
@@ -57,10 +52,7 @@ class WeightAverages:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the model compute with the EMA inside the block, if there is one; a collective at both ends.
-
-        Afterwards every bit is as before. After an error the weights are not put back: other ranks may not know of it.
-        """
+        """See `Averages`: with the EMA, if there is one."""
         if not self._decay:
             yield
             return
@@ -103,13 +95,6 @@ def ema_decay_at(step: int, decay: float) -> float:
     With a warm-up, as `timm.utils.ModelEmaV3.get_decay(step)` with use_warmup.
     """
     return min(1 - (1 + (step - 1) / WARM_UP_GAMMA) ** -WARM_UP_POWER, decay)
-
-
-def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind: str) -> None:
-    """Exchange weights with what the optimizer's state has of a kind; see `Engine.change_weights`."""
-    kept = weights.clone()
-    weights.copy_(state[kind])
-    state[kind].copy_(kept)
 
 
 def _pull_slow_weights(

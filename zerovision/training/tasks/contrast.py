@@ -23,7 +23,7 @@ from zerovision.training.world.collectives import gather_rows
 from zerovision.training.world.world import World
 
 if TYPE_CHECKING:
-    from zerovision.training.steps.accumulate import StepInput, TimedEngine
+    from zerovision.training.engines.engine import StepInput, TimedEngine
 
 VIEWS = 2  # of each image of a step: what an image has in common with itself, augmented otherwise
 # Wu et al. 2018 (https://arxiv.org/abs/1805.01978, section 3.4), with the number of neighbours that DINO found best

@@ -15,14 +15,12 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.settings import TaskName
+from zerovision.training.engines.engine import Loss
 from zerovision.training.tasks import read_distill
 from zerovision.training.tasks.class_weights import class_weights
 from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, sample_losses
 from zerovision.training.tasks.settings import TaskSettings
 from zerovision.training.world.world import World
-
-Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
 
 Weighted = Iterable[tuple[float, torch.Tensor]]
 """The weight and the logits [B, C] of each view of some images."""

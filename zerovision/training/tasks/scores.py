@@ -152,7 +152,7 @@ class ScoreSums:
     def reduce(self, world: World) -> Scores:
         """Return the averages over all ranks' samples, NaN of none; a collective, and a sync with the device."""
         sums = sum_over_ranks(self._sums, world.data)
-        copy_from_main([sums], world.tensor)  # all decide by the same bits
+        copy_from_main([sums], world.replica)  # all decide by the same bits
         loss, top1, top5, count = sums.tolist()
         divisor = count or math.nan
         return Scores(loss / divisor, top1 / divisor, top5 / divisor, int(count))
@@ -206,7 +206,7 @@ def rows_of_all(batches: list[torch.Tensor], world: World) -> torch.Tensor:
     """Return the rows [B, n] of all ranks' batches, on the CPU of every rank; a collective."""
     own = torch.cat(batches)
     rows = gather_rows(own.reshape(-1), world.data).view(-1, own.shape[1])
-    copy_from_main([rows], world.tensor)  # all decide by the same bits
+    copy_from_main([rows], world.replica)  # all decide by the same bits
     return rows.cpu()
 
 

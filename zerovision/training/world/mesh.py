@@ -1,52 +1,40 @@
-"""Division of the ranks into a mesh: which compute the same layers, which consecutive ones, which read other images.
+"""Division of the ranks into a mesh: which share one copy of the model, in which way, and which read other images.
 
-The rank at (data, pipeline, tensor) is number (data * pipelines + pipeline) * tensors + tensor. Ranks of a tensor group
-are neighbours, because they exchange activations in every layer, and those of a pipeline are as near as that allows.
+The numbers of ranks along the last dimension are consecutive: those are neighbours on a machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from zerovision.training.base.errors import UserError
-from zerovision.training.world.collectives import agreed
-from zerovision.training.world.mesh_sizes import data_ranks
 from zerovision.training.world.world import COLLECTIVE_TIMEOUT, Mesh, World
 
 
-def form_mesh(world: World, tensor: int, pipeline: int = 1) -> World:
-    """Return the world with groups of `tensor` ranks in `pipeline` stages; as it is if both are 1. A collective.
+def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
+    """Return the world with groups of ranks that share one copy of the model; a collective.
 
     Args:
         world: the ranks.
-        tensor: ranks that share the arithmetic of every layer.
-        pipeline: ranks that have consecutive layers.
-
-    Raises:
-        UserError: on all ranks, if the ranks cannot be divided so.
+        mesh: how many share it in which way, by the setting that asks for it; a divisor of the ranks. The world stays
+            as it is if none do.
     """
-    if tensor * pipeline == 1:
+    mesh = {name: size for name, size in mesh.items() if size > 1}
+    if not mesh:
         return world
-    agreed(lambda: _check(world, tensor, pipeline), world)
-    numbers = torch.arange(world.size).view(-1, pipeline, tensor)
-    return dataclasses.replace(world, mesh=Mesh(*(along(dimension, numbers, world) for dimension in range(3))))
-
-
-def _check(world: World, tensor: int, pipeline: int) -> None:
-    data_ranks(world.size, tensor, pipeline)
-    if world.local_size % tensor:
-        raise UserError(
-            f"--tensor-parallel {tensor}: its ranks exchange activations in every layer and must be on one machine, "
-            f"where {world.local_size} rank(s) are: start a multiple of {tensor} on each."
-        )
+    numbers = torch.arange(world.size).view(-1, *mesh.values())
+    data = along(0, numbers, world)
+    dimensions = {name: along(dimension, numbers, world) for dimension, name in enumerate(mesh, 1)}
+    replica = next(iter(dimensions.values())) if len(mesh) == 1 else along(1, numbers.flatten(1), world)
+    return dataclasses.replace(world, mesh=Mesh(data, replica, dimensions))
 
 
 def along(dimension: int, numbers: torch.Tensor, world: World) -> World:
-    """Return this rank's group along a dimension of the ranks' numbers [data, pipeline, tensor]; a collective."""
+    """Return this rank's group along a dimension of a tensor of all ranks' numbers; a collective."""
     rows = numbers.movedim(dimension, -1).reshape(-1, numbers.shape[dimension]).tolist()
     own = next(row for row in rows if world.rank in row)
     if len(own) == 1:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from zerovision.training.base.errors import UserError
 
 
-def data_ranks(ranks: int, tensor: int, pipeline: int = 1) -> int:
+def data_ranks(ranks: int, mesh: Mapping[str, int]) -> int:
     """Return how many groups of ranks read different images; arguments as of `mesh.form_mesh`.
 
     Raises:
         UserError: if the ranks cannot be divided so.
     """
-    sizes = {"--tensor-parallel": tensor, "--pipeline-parallel": pipeline}
-    groups, rest = divmod(ranks, tensor * pipeline)
+    whole = math.prod(mesh.values())
+    groups, rest = divmod(ranks, whole)
     if rest or not groups:
-        whole = tensor * pipeline
+        flags = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in reversed(mesh.items()))
         fitting = f"{groups * whole} or {(groups + 1) * whole}" if groups else f"{whole}"
-        raise UserError(
-            f"{' x '.join(f'{flag} {size}' for flag, size in sizes.items() if size > 1)}: {ranks} rank(s) cannot be "
-            f"divided into groups of {whole}, start {fitting} ranks."
-        )
+        raise UserError(f"{flags}: {ranks} rank(s) cannot be divided into groups of {whole}, start {fitting} ranks.")
     return groups

@@ -5,11 +5,13 @@ Only this module chooses between NCCL and gloo.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -65,14 +67,13 @@ class World:
         return self.mesh.data if self.mesh else self
 
     @property
-    def tensor(self) -> World:
-        """The ranks that share the arithmetic of the same layers for the same images."""
-        return self.mesh.tensor if self.mesh else self.alone()
+    def replica(self) -> World:
+        """The ranks that share one copy of the model, and so the same images."""
+        return self.mesh.replica if self.mesh else self.alone()
 
-    @property
-    def pipeline(self) -> World:
-        """The ranks that have consecutive layers, in their order, and the same images."""
-        return self.mesh.pipeline if self.mesh else self.alone()
+    def dimension(self, name: str) -> World:
+        """Return this rank's group along a dimension of the mesh that is not that of data."""
+        return self.mesh.dimensions[name] if self.mesh and name in self.mesh.dimensions else self.alone()
 
     def __deepcopy__(self, _copied: dict[int, Any]) -> World:
         """Return itself: a copy of a layer that several ranks compute is computed by the same ones."""
@@ -103,22 +104,22 @@ class World:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's groups in ranks that are divided into data x pipeline x tensor.
+    """A rank's groups in ranks that are divided into data x replica.
 
     Attributes:
         data: see `World.data`.
-        pipeline: see `World.pipeline`.
-        tensor: see `World.tensor`.
+        replica: see `World.replica`.
+        dimensions: see `World.dimension`.
     """
 
     data: World
-    pipeline: World
-    tensor: World
+    replica: World
+    dimensions: dict[str, World]
 
     def describe(self) -> str:
         """Return the sizes of the dimensions that are divided."""
-        sizes = {"data": self.data.size, "pipeline": self.pipeline.size, "tensor": self.tensor.size}
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if name == "data" or size > 1)
+        groups = {"data": self.data, **self.dimensions}
+        return " x ".join(f"{name.partition('_')[0]} {group.size}" for name, group in groups.items())
 
 
 def start_world(*, deterministic: bool = False) -> World:
@@ -210,6 +211,8 @@ def _configure_libraries(*, deterministic: bool) -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT_OF_NONE)
     # Otherwise the last bit of MKL's products may depend on a matrix's address.
     os.environ.setdefault("MKL_CBWR", "AUTO")
+    with contextlib.suppress(RuntimeError):  # there is no home folder
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path("~/.cache/zerovision/compiled").expanduser()))
     # Otherwise the profiler's library logs every start, and an error if there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     use_exact_fp32()

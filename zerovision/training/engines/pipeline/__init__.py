@@ -1,1 +1,126 @@
-"""Pipeline parallelism: consecutive layers on neighbouring ranks, through which micro-batches pass."""
+"""Pipelines: consecutive layers, or members of an ensemble, on ranks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from zerovision.models import model_spec
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.settings import option
+from zerovision.training.base.units import plural
+from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE, Values, Way
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zerovision.training.engines.engine import Engine, EngineSetup, Loss, Step
+    from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How a model is cut into stages."""
+
+    pipeline_parallel: int = option(
+        1,
+        "Cut the model into so many stages of consecutive layers, each on ranks of its own; micro-batches go through "
+        "them. An ensemble: deal its members out to so many ranks (ddp, not --engine deepspeed).",
+        low=1,
+        high=1024,
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved"] = option(
+        "1f1b",
+        "When a stage computes which micro-batch; 1f1b: keeps as many as there are stages, interleaved: two stages on "
+        "each rank, which waits half as long.",
+    )
+    pipeline_split: str = option(
+        "auto",
+        "Where stages begin: names of blocks with commas between them, such as blocks.3,blocks.6; auto: where all take "
+        "as long.",
+    )
+
+
+class Pipeline(Way):
+    """Consecutive layers, or members of an ensemble, on ranks of their own."""
+
+    flag = "pipeline_parallel"
+    shares_replica = True
+    goes_with: ClassVar[Values] = {
+        **{"strategy": ("ddp",), "engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED},
+        **{"sync_batchnorm": (False,), "local_steps": (1,)},
+    }
+    own = ("pipeline_schedule", "pipeline_split")
+    resumable = ("pipeline_parallel", "pipeline_schedule", "pipeline_split")
+
+    def uses_own(self) -> bool:
+        return self.is_asked() and not model_spec(self.config.model_type).takes_members
+
+    def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
+        if not self.is_asked():
+            return
+        flag = f"{label_of['pipeline_parallel']} {self.config.pipeline_parallel}"
+        for name in ("batch_size", "learning_rate"):
+            if getattr(self.config, name) == "auto":
+                yield f"{flag} does not go with {label_of[name]} auto: give {label_of[name]} a number."
+        if self.uses_own():
+            if self.config.distill:  # a teacher answers where the images are, the loss is computed on the last stage
+                taught = label_of["distill"]
+                yield f"{flag} does not go with {taught} {self.config.distill}: leave {taught} out."
+            if not self.config.global_batch:
+                self.check_micro_batches()
+            return
+        members = self.config.ensemble_members.count(",") + 1
+        if members < self.config.pipeline_parallel:
+            yield (
+                f"{flag}: an ensemble of {plural(members, 'member')} fills {plural(members, 'rank')}: give "
+                f"{label_of['pipeline_parallel']} {members} or less, or more {label_of['ensemble_members']}."
+            )
+
+    def check_micro_batches(self) -> None:
+        """Raise a UserError if its schedule cannot pass a step's micro-batches through the stages."""
+        stages, micro_batches = self.config.pipeline_parallel, self.config.gradient_accumulation_steps
+        flag = f"--pipeline-schedule {self.config.pipeline_schedule}"
+        if micro_batches < stages:
+            raise UserError(
+                f"{flag}: {stages} ranks need {stages} micro-batches or more in a step, which has {micro_batches}: use "
+                f"--gradient-accumulation-steps {stages}, or more, with a smaller batch size."
+            )
+        rounds = micro_batches // stages
+        if self.config.pipeline_schedule == "interleaved" and micro_batches % rounds:
+            raise UserError(
+                f"{flag}: {micro_batches} micro-batches do not fill whole rounds of {stages} ranks: use "
+                f"--gradient-accumulation-steps {rounds * stages} or {(rounds + 1) * stages}, or 1f1b."
+            )
+
+    def prepare(self, module: nn.Module, world: World) -> None:
+        from zerovision.training.world.collectives import agreed
+
+        if self.uses_own():
+            agreed(lambda: self.check_micro_batches(), world)
+
+    def build_engine(self, setup: EngineSetup) -> Engine:
+        from zerovision.models.ensemble import Ensemble
+        from zerovision.training.engines.pipeline.engine import PipelineEngine
+        from zerovision.training.engines.pipeline.members import MembersEngine
+
+        return (MembersEngine if isinstance(setup.module, Ensemble) else PipelineEngine)(setup, self.config)
+
+    def step(self, loss: Loss) -> Step | None:
+        from zerovision.training.engines.pipeline.engine import Pipelined
+
+        return Pipelined(loss) if self.uses_own() else None
+
+
+def stages_per_rank(schedule: str) -> int:
+    """Return the stages of each rank: an interleaved schedule goes round twice."""
+    return 2 if schedule == "interleaved" else 1
+
+
+def bubble(ranks: int, schedule: str, micro_batches: int) -> float:
+    """Return the share of a step in which a rank waits, if all stages take equally long.
+
+    Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+    """
+    return (ranks - 1) / (micro_batches * stages_per_rank(schedule) + ranks - 1)

@@ -7,9 +7,11 @@ leaf: the weights are the same bits as without the pipeline.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from zerovision.training.base.timing import SpanClock, communication
 from zerovision.training.data.reader import Batch
-from zerovision.training.engines.engine import EngineSetup, StepResult
+from zerovision.training.engines.engine import EngineSetup, Loss, StepInput, StepResult, TimedEngine
 from zerovision.training.engines.parameter_shards import CONVOLUTION_DIMENSIONS
+from zerovision.training.engines.pipeline import bubble, stages_per_rank
 from zerovision.training.engines.pipeline.cuts import (
+    Trace,
     balanced_cuts,
     check_places,
     named_cuts,
@@ -30,18 +34,35 @@ from zerovision.training.engines.pipeline.cuts import (
     shares_of_stages,
 )
 from zerovision.training.engines.pipeline.network import StagedNetwork
-from zerovision.training.engines.pipeline.rehearsal import boundaries_at, measure_pieces
+from zerovision.training.engines.pipeline.rehearsal import boundaries_at, images_to_try, measure_pieces
 from zerovision.training.engines.precision import under_autocast
-from zerovision.training.engines.strategies import bubble, stages_per_rank
 from zerovision.training.engines.torch_engine import TorchEngine
-from zerovision.training.engines.zero1 import Stages, Zero1
 from zerovision.training.world.collectives import agreed
 
 SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-FEWEST_IMAGES = 2  # of a rehearsal: BatchNorm wants more than one
 
-Loss = Callable[[torch.Tensor, int], torch.Tensor]
-"""Returns the scalar loss of a micro-batch, given logits and its number."""
+
+def _choose_cuts(
+    setup: EngineSetup, config: Any, network: nn.Module, images: torch.Tensor, traced: Trace, count: int
+) -> list[str]:
+    """Return the cuts that are asked for, or those that balance the stages; a collective."""
+    ranks, world, schedule = config.pipeline_parallel, setup.world, config.pipeline_schedule
+    agreed(lambda: check_places(traced, count, f"--pipeline-parallel {ranks}"), world)
+    places = places_to_cut(traced)
+    seconds = measure_pieces(network, setup.module, places, images, world)
+    if config.pipeline_split == "auto":
+        cuts = balanced_cuts(places, seconds, count)
+    else:
+        cuts = agreed(lambda: named_cuts(traced, config.pipeline_split, count, "--pipeline-split"), world)
+    shares = shares_of_stages(traced, places, seconds, cuts)
+    waits = bubble(ranks, schedule, setup.accumulation_steps)
+    taken = ", ".join(f"{share:.0%}" for share in shares)
+    setup.notes.append(
+        f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take {taken} of a "
+        f"forward; by {schedule} a rank waits for {waits:.0%} of a step"
+    )
+    setup.events["pipeline"] = {"cuts": cuts, "stage_shares": shares, "wait_share": waits}
+    return cuts
 
 
 class PipelineEngine(TorchEngine):
@@ -52,91 +73,50 @@ class PipelineEngine(TorchEngine):
         count: of the stages.
     """
 
-    def __init__(self, setup: EngineSetup) -> None:
-        """Cut the model and distribute the stages; a collective.
+    def __init__(self, setup: EngineSetup, config: Any) -> None:
+        """Cut the model, release what other ranks have, and distribute the stages; a collective.
 
         Raises:
             UserError: on all ranks, if it cannot be cut so.
         """
-        assert setup.pipeline is not None
-        self.pipeline, self._schedule_name = setup.pipeline.world.pipeline, setup.pipeline.schedule
-        self.count = self.pipeline.size * stages_per_rank(self._schedule_name)
-        self._own = range(self.pipeline.rank, self.count, self.pipeline.size)
-        self._images_shape = (max(setup.batch_size, FEWEST_IMAGES), *(setup.image_shape or ()))
-        module, device = setup.module, setup.world.device
-        network = under_autocast(module, setup.precision, device)
-        self._staged = StagedNetwork(module)
-        # Images and weights lie as they will: an image of one channel is contiguous in either order, but not alike.
-        images = torch.empty(self._images_shape, device=device, memory_format=torch.channels_last).uniform_()
+        pipeline, module = setup.world.dimension("pipeline_parallel"), setup.module
+        count = pipeline.size * stages_per_rank(config.pipeline_schedule)
+        own = range(pipeline.rank, count, pipeline.size)
+        network, staged = under_autocast(module, setup.precision, setup.world.device), StagedNetwork(module)
+        images = images_to_try(setup)
+        # Weights lie as they will: an image of one channel is contiguous in either order, but not alike.
         for parameter in module.parameters():
             if parameter.ndim == CONVOLUTION_DIMENSIONS and parameter.requires_grad:
                 weight = parameter.detach()
                 parameter.data = torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight)
-        cuts = self._choose_cuts(network, module, images, setup)
-        self._boundaries = boundaries_at(network, module, cuts, images, setup.pipeline.world)
-        traced = self._staged.traced(self._images_shape)
+        traced = staged.traced(images.shape)
+        cuts = _choose_cuts(setup, config, network, images, traced, count)
+        boundaries = boundaries_at(network, module, cuts, images, setup.world)
         names = names_of_stages(traced, [name for name, _ in module.named_parameters()], cuts)
         buffers = names_of_stages(traced, [name for name, _ in module.named_buffers()], cuts)
-        self._stages = Stages(names, self.pipeline)
-        self._staged.cut(cuts, self._own, network, traced)
-        release(module, setup.optimizer, {name for stage in self._own for name in (*names[stage], *buffers[stage])})
-        super().__init__(setup)
+        staged.cut(cuts, own, network, traced)
+        release(module, setup.optimizer, {name for stage in own for name in (*names[stage], *buffers[stage])})
+        part = dataclasses.replace(setup.part, stages=[names[stage] for stage in own], holders=pipeline)
+        super().__init__(dataclasses.replace(setup, part=part))
+        self.pipeline, self.count, self._own, self._staged = pipeline, count, own, staged
+        self._is_last = pipeline.rank == pipeline.size - 1
+        self._boundaries, self._draws, self._schedule_name = boundaries, traced.draws, config.pipeline_schedule
         self._schedules: dict[tuple[int, ...], Any] = {}
-        self._draws, self._clock = traced.draws, SpanClock()
-        self._images: Sequence[torch.Tensor] = ()
-        self._loss: Loss | None = None
-        self._seed_leaf: Callable[[int], None] | None = None
         self._works: list[Any] = []  # sends under way, with what they send
 
-    def _choose_cuts(
-        self, network: nn.Module, module: nn.Module, images: torch.Tensor, setup: EngineSetup
-    ) -> list[str]:
-        """Return the cuts that are asked for, or those that balance the stages; a collective."""
-        assert setup.pipeline is not None
-        traced, asked, ranks = self._staged.traced(images.shape), setup.pipeline, self.pipeline.size
-        agreed(lambda: check_places(traced, self.count, f"--pipeline-parallel {ranks}"), asked.world)
-        places = places_to_cut(traced)
-        seconds = measure_pieces(network, module, places, images, asked.world)
-        if asked.split == "auto":
-            cuts = balanced_cuts(places, seconds, self.count)
-        else:
-            cuts = agreed(lambda: named_cuts(traced, asked.split, self.count, "--pipeline-split"), asked.world)
-        shares = shares_of_stages(traced, places, seconds, cuts)
-        waits = bubble(ranks, asked.schedule, setup.accumulation_steps)
-        taken = ", ".join(f"{share:.0%}" for share in shares)
-        setup.notes.append(
-            f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take {taken} of a "
-            f"forward; by {asked.schedule} a rank waits for {waits:.0%} of a step"
-        )
-        setup.events["pipeline"] = {"cuts": cuts, "stage_shares": shares, "wait_share": waits}
-        return cuts
-
-    def _distribute(self, setup: EngineSetup) -> Zero1:
-        self._parts = Zero1(setup, self._stages)
-        return self._parts
-
-    @property
-    def _is_last(self) -> bool:
-        return self.pipeline.rank == self.pipeline.size - 1
-
-    def run_schedule(
-        self,
-        images: Sequence[torch.Tensor],
-        loss: Loss,
-        seed_leaf: Callable[[int], None],
-        clock: SpanClock,
-    ) -> StepResult:
-        """Train on this rank's micro-batches of a step, and update the weights; a collective.
+    def train(self, loss: Loss, given: StepInput, clock: SpanClock) -> StepResult:
+        """Train on this rank's micro-batches of a step, which are of one shape, and update the weights; a collective.
 
         Args:
-            images: [B, C, H, W] of each micro-batch; read by the first stage, all of one shape.
-            loss: called on the last rank alone, once for each micro-batch, in their order.
-            seed_leaf: seeds dropout for the micro-batch of a number; called on the first rank alone.
+            loss: of images, computed on the last rank alone.
+            given: of the step.
             clock: measures forward and backward; waiting for other stages counts as communication.
         """
-        self._images, self._loss, self._seed_leaf, self._clock = images, loss, seed_leaf, clock
-        schedule = self._schedule_for(images[0].shape)
-        numbers = torch.arange(len(images))  # in place of images and targets, which are looked up by them
+        self._batches, self._outputs = [*given.batches], list[torch.Tensor]()
+        self._loss, self._given, self._clock = loss, given, clock
+        images = self._batches[0].images
+        schedule = self._schedule_for(images.shape)
+        numbers = torch.arange(len(self._batches))  # in place of images and targets, which are looked up by them
         with clock.communication:
             try:
                 schedule.step(
@@ -145,20 +125,22 @@ class PipelineEngine(TorchEngine):
             except RuntimeError as error:
                 raise error.__cause__ or error from None  # what a stage has raised, out of memory for one
             self._finish_sends()
-        self._images, self._loss = (), None
         with clock.optimizer:
-            return self._update_weights()
+            result = self._update_weights()
+        self._note_outputs(len(images), self._staged.traced(images.shape).output.shape)
+        return result
 
-    def share_outputs(self, outputs: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-        """Return on every rank of the pipeline what the last one has, float32 of a shape; a collective."""
-        shared = torch.empty(tuple(shape), device=self._world.device) if outputs is None else outputs.contiguous()
+    def _note_outputs(self, size: int, shape: torch.Size) -> None:
+        """Tell every rank of the losses [size] and logits of a shape that the last one has; a collective."""
+        columns = size + shape.numel()
+        rows = torch.empty(len(self._batches), columns, device=self._world.device)
+        if self._outputs:
+            torch.stack(self._outputs, out=rows)
         with communication():
-            dist.broadcast(shared, group=self.pipeline.group, group_src=self.pipeline.size - 1)
-        return shared
-
-    def output_shape(self, images: torch.Tensor) -> torch.Size:
-        """Return the shape of the logits of a micro-batch in training."""
-        return self._staged.traced(images.shape).output.shape
+            dist.broadcast(rows, group=self.pipeline.group, group_src=self.pipeline.size - 1)
+        for batch, row in zip(self._batches, rows, strict=True):
+            self._given.note(batch, row[:size], row[size:].view(shape))
+        self._batches = []
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """See `Engine.forward`; in evaluation alone. Every rank of the pipeline returns the logits; a collective."""
@@ -232,8 +214,10 @@ class PipelineEngine(TorchEngine):
         return self._schedules[shape]
 
     def _scaled_loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        assert self._loss is not None
-        return self._loss(logits, int(number)) * self._factor
+        batch = self._batches[int(number)]
+        losses = self._loss(logits, batch)
+        self._outputs.append(torch.cat([losses.detach().view(-1), logits.detach().reshape(-1)]))
+        return (losses * batch.weights).sum() * self._given.loss_scale * self._factor
 
     def run_stage(self, stage: int, inputs: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Run a stage in training, from the number of a micro-batch or the row that was received to the row to send."""
@@ -241,7 +225,7 @@ class PipelineEngine(TorchEngine):
             features = self._staged.traced(shape).features[self._staged.cuts[stage - 1]]
             result = self._staged.run(stage, self._boundaries[stage - 1].receive(inputs, features.shape), shape)
         else:
-            result = self._staged.run(stage, self._images[int(inputs)], shape)
+            result = self._staged.run(stage, self._batches[int(inputs)].images, shape)
         if stage == self.count - 1:
             return result
         if not result.requires_grad:  # nothing in the stages so far is trained
@@ -263,36 +247,30 @@ class PipelineEngine(TorchEngine):
         # Of other groups and tags than the schedule's messages.
         group, tag = self.pipeline.signal_group, stage * self._accumulation_steps + leaf
         if self._draws and not stage:
-            assert self._seed_leaf is not None
-            self._seed_leaf(leaf)
+            self._given.seed_leaf(leaf)
         elif self._draws:
-            state = torch.empty_like(self._generator_state())
+            state = torch.empty_like(self._generator.get_state())
             dist.recv(state, group=group, group_src=(self.pipeline.rank - 1) % self.pipeline.size, tag=tag)
-            self._set_generator_state(state)
+            self._generator.set_state(state)
         with self._clock.forward:
             yield
         if self._draws and stage < self.count - 1:
             after = (self.pipeline.rank + 1) % self.pipeline.size
-            self._send(self._generator_state(), after, group, tag + self._accumulation_steps)
+            self._send(self._generator.get_state(), after, group, tag + self._accumulation_steps)
 
     @contextmanager
     def backward_of(self, stage: int, leaf: int) -> Iterator[None]:
         """Add up what the backward of a leaf computes."""
         own = stage // self.pipeline.size
         with self._clock.backward:
-            self._parts.begin_backward(leaf, own)
+            self._distribution.begin_backward(leaf, own)
             yield
-            self._parts.end_backward(own)
+            self._distribution.end_backward(own)
 
-    def _generator_state(self) -> torch.Tensor:
+    @property
+    def _generator(self) -> torch.Generator:
         device = self._world.device
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-    def _set_generator_state(self, state: torch.Tensor) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self._world.device)
-        else:
-            torch.set_rng_state(state)
+        return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collection[str]) -> None:
@@ -311,6 +289,18 @@ def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collectio
         setattr(module.get_submodule(owner), attribute, empty[id(tensor)])
     for group in optimizer.param_groups:
         group["params"] = [empty.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """Each micro-batch has a loss of its own, which the last stage computes; all ranks learn of it afterwards."""
+
+    loss: Loss
+
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
+        """See `zerovision.training.engines.engine.Step`."""
+        assert isinstance(engine.engine, PipelineEngine)
+        return engine.engine.train(self.loss, given, engine.clock)
 
 
 class _StageModule(nn.Module):

@@ -7,37 +7,37 @@ and so is their norm: the weights are the same bits.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
 from zerovision.models.ensemble import Ensemble
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.pipeline.cuts import deal_members
-from zerovision.training.engines.pipeline.engine import FEWEST_IMAGES, release
-from zerovision.training.engines.pipeline.rehearsal import measure_pieces
+from zerovision.training.engines.pipeline.engine import release
+from zerovision.training.engines.pipeline.rehearsal import images_to_try, measure_pieces
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.engines.torch_engine import TorchEngine
-from zerovision.training.engines.zero1 import Stages, Zero1
 from zerovision.training.world.collectives import gather_rows
 
 
 class MembersEngine(TorchEngine):
     """An ensemble of which this rank has some members."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, config: Any) -> None:
         """Deal the members out to the ranks, of which there are no more, and distribute those of each; a collective."""
-        assert setup.pipeline is not None
         assert isinstance(setup.module, Ensemble)
-        module, world = setup.module, setup.pipeline.world
-        self._pipeline = world.pipeline
+        module, world = setup.module, setup.world
+        self._pipeline = world.dimension("pipeline_parallel")
+        labels = config.ensemble_members.split(",")
         names = [f"members.{number}" for number in range(len(module.members))]
-        shape = (max(setup.batch_size, FEWEST_IMAGES), *(setup.image_shape or ()))
-        images = torch.empty(shape, device=world.device, memory_format=torch.channels_last).uniform_()
         network = under_autocast(module, setup.precision, world.device)
-        seconds = measure_pieces(network, module, names[1:], images, world)
+        seconds = measure_pieces(network, module, names[1:], images_to_try(setup), world)
         self._dealt = deal_members(seconds, self._pipeline.size)
         loads = [sum(seconds[number] for number in members) for members in self._dealt]
         shares, waits = [load / sum(loads) for load in loads], 1 - sum(loads) / len(loads) / max(loads)
-        had = [", ".join(setup.pipeline.members[number] for number in members) for members in self._dealt]
+        had = [", ".join(labels[number] for number in members) for members in self._dealt]
         setup.notes.append(
             f"ensemble on {len(loads)} ranks: they have the members {' | '.join(had)}, which take "
             f"{', '.join(f'{share:.0%}' for share in shares)} of a forward; a rank waits for {waits:.0%} of a step"
@@ -48,13 +48,11 @@ class MembersEngine(TorchEngine):
             [name for name in tensors if name.startswith(tuple(f"{names[number]}." for number in members))]
             for members in self._dealt
         ]
-        self._stages = Stages(held, self._pipeline)
+        own = held[self._pipeline.rank]
         module.own, module.gather = self._dealt[self._pipeline.rank], self._gather
-        release(module, setup.optimizer, {*held[self._pipeline.rank]})
-        super().__init__(setup)
-
-    def _distribute(self, setup: EngineSetup) -> Zero1:
-        return Zero1(setup, self._stages)
+        release(module, setup.optimizer, {*own})
+        part = dataclasses.replace(setup.part, stages=[own], holders=self._pipeline)
+        super().__init__(dataclasses.replace(setup, part=part))
 
     def _gather(self, answers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the logits of all members, float32 [B, classes] each, given this rank's own; a collective.

@@ -1,6 +1,10 @@
-"""What only a run on the device tells before a network is cut: how long its pieces take, and how tensors lie in memory.
+"""What goes from one stage to the next, and what a run on the device tells before a network is cut.
 
-Rank 0 has all layers at that time, runs one micro-batch through them together with its tensor group, and tells the
+Kernels choose their order of summation by how tensors lie in memory. So a stage gets its input, and the gradient of its
+output, laid out as they would be without the cut, and computes the same bits. Tensors travel as rows of numbers.
+
+How long the pieces of a network take, and how tensors lie in memory, only a run on the device tells. Rank 0 has all
+layers at that time, runs one micro-batch through them together with the ranks that compute them with it, and tells the
 others.
 """
 
@@ -8,19 +12,103 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.model_buffers import undone
-from zerovision.training.engines.pipeline.boundary import Boundary, TensorLayout, layout_of
 from zerovision.training.engines.precision import DTYPES
 from zerovision.training.world.collectives import broadcast_object
 from zerovision.training.world.world import World
 
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """How a tensor lies in memory.
+
+    Attributes:
+        order: its dimensions, from the outermost to the innermost.
+        repeated: dimensions along which one value stands for all, as in the gradient of a mean.
+    """
+
+    order: tuple[int, ...]
+    repeated: tuple[int, ...] = ()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as [n], contiguous."""
+        return tensor.permute(self.order).reshape(-1)
+
+    def unpack(self, row: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the tensor of this shape again, given what `pack` returned: a view of it."""
+        inverse = [self.order.index(dimension) for dimension in range(len(self.order))]
+        tensor = row.view([shape[dimension] for dimension in self.order]).permute(inverse)
+        for dimension in self.repeated:
+            tensor = tensor.narrow(dimension, 0, 1)
+        return tensor.expand(*shape)
+
+
+def layout_of(tensor: torch.Tensor) -> TensorLayout:
+    """Return how a tensor lies in memory."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dimension: -strides[dimension])  # stable
+    repeated = [dimension for dimension in order if strides[dimension] == 0 and tensor.shape[dimension] > 1]
+    return TensorLayout(tuple(order), tuple(repeated))
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What goes over a cut.
+
+    Attributes:
+        dtype: of features and their gradients.
+        features: their layout in training.
+        gradients: that of their gradients.
+        evaluated: that of the features in evaluation.
+    """
+
+    dtype: torch.dtype
+    features: TensorLayout
+    gradients: TensorLayout
+    evaluated: TensorLayout
+
+    def send(self, features: torch.Tensor) -> torch.Tensor:
+        """Return features as [n], contiguous; the gradient that comes back is laid out again."""
+        return _Send.apply(features, self)
+
+    def receive(self, row: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the features that `send` was given; the gradient becomes [n], contiguous."""
+        return _Receive.apply(row, self, tuple(shape))
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, features: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+        context.boundary, context.shape = boundary, features.shape
+        return boundary.features.pack(features)
+
+    @staticmethod
+    def backward(context: Any, row: torch.Tensor) -> Any:
+        return context.boundary.gradients.unpack(row, context.shape), None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, row: torch.Tensor, boundary: Boundary, shape: tuple[int, ...]) -> torch.Tensor:
+        context.boundary = boundary
+        features = boundary.features.unpack(row, shape)
+        return features if boundary.features.repeated else features.clone()  # the next layer may write into it
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        return context.boundary.gradients.pack(gradient), None, None
+
+
 TIMED_RUNS = 3
+FEWEST_IMAGES = 2  # of a rehearsal: BatchNorm wants more than one
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 
@@ -54,9 +142,15 @@ class _Passage:
             hook.remove()
 
 
+def images_to_try(setup: EngineSetup) -> torch.Tensor:
+    """Return a micro-batch of random images on the ranks' device, as images lie in memory."""
+    shape = (max(setup.batch_size, FEWEST_IMAGES), *(setup.image_shape or ()))
+    return torch.empty(shape, device=setup.world.device, memory_format=torch.channels_last).uniform_()
+
+
 def _runs(world: World) -> bool:
     """Return whether this rank is rank 0, or computes layers together with it."""
-    return world.data.is_main and world.pipeline.is_main
+    return world.data.is_main and world.dimension("pipeline_parallel").is_main
 
 
 def measure_pieces(

@@ -16,7 +16,7 @@ from zerovision.training.observe.settings import TRACKERS, ObserveSettings
 
 
 def open_loggers(
-    settings: ObserveSettings, folder: RunFolder, facts: dict[str, Any], sharding: dict[str, Any], first_step: int
+    settings: ObserveSettings, folder: RunFolder, facts: dict[str, Any], more: dict[str, Any], first_step: int
 ) -> Loggers:
     """Build rank 0's loggers and write the files that describe the run.
 
@@ -24,7 +24,7 @@ def open_loggers(
         settings: the run's whole configuration.
         folder: where the files go.
         facts: of `zerovision.training.observe.environment.describe_run`.
-        sharding: DeepSpeed's configuration of the run.
+        more: files that describe it, name -> content.
         first_step: the run's first step, 0 unless it resumes: steps from there on that were logged before are void.
     """
     from zerovision.training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
@@ -52,7 +52,8 @@ def open_loggers(
     try:
         write_json(folder.path / CONFIG, dataclasses.asdict(settings))
         write_json(folder.path / ENVIRONMENT, facts)
-        write_json(folder.path / "deepspeed_config.json", sharding)
+        for name, content in more.items():
+            write_json(folder.path / name, content)
     except OSError as error:
         loggers.message(f"note: the run's description cannot be written: {error}")
     return loggers

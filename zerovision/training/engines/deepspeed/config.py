@@ -2,7 +2,7 @@
 
 One number has one owner: the JSON file has DeepSpeed's sharding and communication, the command line has the rest
 (batch, accumulation, clipping, precision, offload). A key that the command line owns is refused in the file.
-This module imports neither torch nor deepspeed.
+This module imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import REPO_ROOT
 from zerovision.training.base.small_files import read_small_text
-from zerovision.training.engines.deepspeed_schema import check_deepspeed_json
+from zerovision.training.engines.deepspeed.schema import check_deepspeed_json
 from zerovision.training.engines.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from zerovision.training.engines.engine import EngineSetup
 
 CONFIG_FOLDER = REPO_ROOT / "deepspeed_configs"
 # The keys of zero_optimization that are more than advice: they change what is stored or sent.
@@ -64,14 +67,7 @@ def keys_of_deepspeed_alone(strategy_json: Mapping[str, Any]) -> list[str]:
     return sorted({*strategy_json} - {"zero_optimization"} | _MORE_THAN_ADVICE & {*zero})
 
 
-def deepspeed_config(
-    strategy_json: Mapping[str, Any],
-    *,
-    batch_size_per_rank: int,
-    accumulation_steps: int,
-    gradient_clipping: float,
-    offload: str,
-) -> dict[str, Any]:
+def deepspeed_config(strategy_json: Mapping[str, Any], setup: EngineSetup) -> dict[str, Any]:
     """Merge a checked strategy JSON with the values that the command line owns.
 
     Precision does not appear: the model itself runs under autocast (see `zerovision.training.engines.precision`), so
@@ -79,10 +75,7 @@ def deepspeed_config(
 
     Args:
         strategy_json: what `read_strategy_json` returned.
-        batch_size_per_rank: images per rank and micro-step.
-        accumulation_steps: micro-steps per optimizer step.
-        gradient_clipping: largest global L2 norm of the gradient; 0 for none.
-        offload: 'none', 'optimizer' or 'all'.
+        setup: batch size, accumulation, clipping and offload of the engine.
 
     Returns:
         A new dictionary for `deepspeed.initialize(config=...)`.
@@ -91,13 +84,13 @@ def deepspeed_config(
     zero = config["zero_optimization"]
     for key, choices in (("offload_optimizer", ("optimizer", "all")), ("offload_param", ("all",))):
         section = zero.pop(key, {})
-        if offload in choices:
+        if setup.plan.offload in choices:
             zero[key] = {"device": "cpu", "pin_memory": True} | section
     return config | {
-        "train_micro_batch_size_per_gpu": batch_size_per_rank,
-        "gradient_accumulation_steps": accumulation_steps,
+        "train_micro_batch_size_per_gpu": setup.batch_size,
+        "gradient_accumulation_steps": setup.accumulation_steps,
         # Always given: DeepSpeed's own default is 1.0.
-        "gradient_clipping": gradient_clipping,
+        "gradient_clipping": setup.gradient_clipping,
         # Our optimizers come from timm; DeepSpeed knows only a few by name.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -38,9 +38,9 @@ from zerovision.training.world.collectives import copy_from_main
 class DeepSpeedEngine(Engine):
     """A model whose training state DeepSpeed ZeRO shards."""
 
-    def __init__(self, setup: EngineSetup) -> None:
-        """Shard the model and its optimizer; a collective."""
-        os.environ["DS_ACCELERATOR"] = setup.world.device.type  # else DeepSpeed looks for one, and warns of none
+    def __init__(self, setup: EngineSetup, config: dict[str, Any]) -> None:
+        """Shard the model and its optimizer as DeepSpeed's configuration says; a collective."""
+        os.environ["DS_ACCELERATOR"] = setup.data.device.type  # else DeepSpeed looks for one, and warns of none
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -51,17 +51,15 @@ class DeepSpeedEngine(Engine):
         # into each rank (3 CPU seconds).
         deepspeed.runtime.compiler.compile = lambda: lambda function: function
         _sign_build_locks()
-        self.module, self._world = setup.module, setup.world
+        self.module, self._world = setup.module, setup.data
         self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
         _forget_destroyed_group()
         self._linear = nn.functional.linear  # which stage 3 replaces for the whole process
         self._engine, _, _, _ = deepspeed.initialize(
-            args=argparse.Namespace(
-                device_rank=setup.world.device.index or 0
-            ),  # else that of its number on the machine
-            model=under_autocast(setup.module, setup.precision, setup.world.device),
+            args=argparse.Namespace(device_rank=setup.data.device.index or 0),  # else that of its number on the machine
+            model=under_autocast(setup.module, setup.precision, setup.data.device),
             optimizer=setup.optimizer,
-            config=dict(setup.deepspeed_config),
+            config=config,
             dist_init_required=False,
         )
         self.optimizer = self._engine.optimizer.optimizer
@@ -205,7 +203,7 @@ def _sign_build_locks() -> None:
 
 
 class TimedBackend:
-    """DeepSpeed's communication backend (`deepspeed.comm.comm.cdb`), whose collectives count as communication."""
+    """DeepSpeed's backend, `deepspeed.comm.comm.cdb`, or a work of it, whose calls count as communication."""
 
     COLLECTIVES = (
         *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
@@ -214,31 +212,16 @@ class TimedBackend:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        for name in self.COLLECTIVES:
-            setattr(self, name, functools.partial(_timed, getattr(backend, name)))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        found = getattr(self._backend, name)
+        return functools.partial(_timed, found) if name in (*self.COLLECTIVES, "wait") else found
 
 
-class TimedWork:
-    """A collective under way, the wait for which counts as communication."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self, *arguments: Any) -> Any:
-        with communication():
-            return self._work.wait(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-def _timed(collective: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _timed(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     with communication():
-        work = collective(*arguments, **named)
-    return work if work is None else TimedWork(work)
+        result = call(*arguments, **named)
+    return TimedBackend(result) if hasattr(result, "wait") else result
 
 
 def _stage_1_and_2_shards(

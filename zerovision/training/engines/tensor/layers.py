@@ -9,6 +9,8 @@ forward, the gradients of its input in backward.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +22,80 @@ from torch import nn
 
 from zerovision.models.tensor_plan import Region, TensorPlan
 from zerovision.training.base.timing import communication
-from zerovision.training.engines.tensor_split import Cut, TensorSplit
+from zerovision.training.engines.parameter_shards import WEIGHTS, ModelPart, ParameterShard
+from zerovision.training.world.collectives import copy_from_main, gather_rows
 from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rank's part of a parameter: pieces of it along one dimension, one after another.
+
+    Attributes:
+        shape: of the whole parameter.
+        dimension: that is cut.
+        pieces: first index and length of each piece along it.
+    """
+
+    shape: tuple[int, ...]
+    dimension: int
+    pieces: tuple[tuple[int, int], ...]
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the part of a whole parameter."""
+        return torch.cat([whole.narrow(self.dimension, *piece) for piece in self.pieces], self.dimension)
+
+    def boxes(self, shard: ParameterShard) -> Iterator[ParameterShard]:
+        """Yield a shard of the part as shards of the whole parameter: one in each piece that it lies in."""
+        low = shard.offsets[self.dimension]
+        high, start = low + shard.tensors[WEIGHTS].shape[self.dimension], 0
+        for first, length in self.pieces:
+            begin, end = max(low, start), min(high, start + length)
+            if begin < end:
+                offsets = list(shard.offsets)
+                offsets[self.dimension] = first + begin - start
+                box = {
+                    kind: tensor.narrow(self.dimension, begin - low, end - begin)
+                    for kind, tensor in shard.tensors.items()
+                }
+                yield ParameterShard(shard.name, tuple(offsets), box)
+            start += length
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPart(ModelPart):
+    """What this rank has of the parameters that its tensor group divides; all others every rank of it has whole.
+
+    Attributes:
+        group: the tensor group.
+        cuts: by name, of the parameters that are divided.
+    """
+
+    group: World
+    cuts: Mapping[str, Cut]
+
+    def is_divided(self, name: str) -> bool:
+        return name in self.cuts
+
+    def counts(self, name: str) -> bool:
+        return self.group.is_main or name in self.cuts
+
+    def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """See `ModelPart`: they are the same but for rounding, and the weights would drift apart."""
+        copy_from_main([parameter.grad for parameter in parameters if parameter.grad is not None], self.group)
+
+    def sum(self, squares: torch.Tensor) -> torch.Tensor:
+        return gather_rows(squares.view(1), self.group).sum()
+
+    def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {name: self.cuts[name].shape if name in self.cuts else shape for name, shape in shapes.items()}
+
+    def of_whole(self, shards: Iterable[ParameterShard]) -> list[ParameterShard]:
+        return [
+            box
+            for shard in shards
+            for box in (self.cuts[shard.name].boxes(shard) if shard.name in self.cuts else (shard,))
+        ]
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -120,7 +194,7 @@ class _DividedDropout(nn.Module):
         return values * drawn.narrow(dimension, first, own)
 
 
-def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorSplit:
+def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart:
     """Leave a rank's part in the layers that a plan divides; no collective.
 
     Args:
@@ -138,7 +212,7 @@ def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorSpli
             cuts[name] = _part_of(parameter, 0, 1, len(parameter), group)
             _take_part(module, name, cuts[name])
         _become(head, _DividedOutputs, group)
-    return TensorSplit(group, cuts)
+    return TensorPart(group=group, cuts=cuts)
 
 
 def _split_region(module: nn.Module, name: str, region: Region, units: int, group: World, cuts: dict[str, Cut]) -> None:

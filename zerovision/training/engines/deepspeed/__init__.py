@@ -1,0 +1,59 @@
+"""DeepSpeed's ZeRO, which takes the place of PyTorch's engine and follows JSON files of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zerovision.training.base.settings import option
+from zerovision.training.engines.deepspeed.config import deepspeed_config, keys_of_deepspeed_alone, read_strategy_json
+from zerovision.training.engines.ways import Way
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zerovision.training.engines.engine import Engine, EngineSetup
+    from zerovision.training.engines.strategies import ParallelPlan
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """What DeepSpeed alone follows."""
+
+    deepspeed_config: str = option("", "Use this DeepSpeed JSON in place of the strategy's own.")
+
+
+class DeepSpeed(Way):
+    """The training state sharded by DeepSpeed."""
+
+    flag = "engine"
+    engine = "deepspeed"
+    resumable = ("deepspeed_config",)
+
+    def is_asked(self) -> bool:
+        return self.config.engine == self.engine
+
+    def check_files(self) -> None:
+        read_strategy_json(self.config.strategy, self.config.deepspeed_config)
+
+    def alone_knows(self) -> list[str]:
+        return keys_of_deepspeed_alone(read_strategy_json(self.config.strategy, self.config.deepspeed_config))
+
+    def reasons(self, plan: ParallelPlan, module: nn.Module) -> list[str]:
+        numbers = [name for name, one in module.named_parameters() if not one.ndim and plan.zero_stage > 1]
+        better = ["--offload"] * (plan.offload != "none")
+        return self.alone_knows() + better + [f"how to shard the single number {name}" for name in numbers[:1]]
+
+    def files(self, setup: EngineSetup) -> dict[str, dict[str, Any]]:
+        return {"deepspeed_config.json": self._configuration(setup)}
+
+    def build_engine(self, setup: EngineSetup) -> Engine:
+        from zerovision.training.engines.deepspeed.engine import DeepSpeedEngine  # which takes seconds to import
+
+        if not self.is_asked():
+            reasons = ", ".join(self.reasons(setup.plan, setup.module))
+            setup.notes.append(f"--engine auto is deepspeed, which alone knows {reasons}")
+        return DeepSpeedEngine(setup, self._configuration(setup))
+
+    def _configuration(self, setup: EngineSetup) -> dict[str, Any]:
+        return deepspeed_config(read_strategy_json(self.config.strategy, self.config.deepspeed_config), setup)

@@ -1,0 +1,107 @@
+"""Islands: groups of ranks that train by themselves, and take an outer step together now and then (DiLoCo)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from zerovision.training.base.errors import AgreedError, shown
+from zerovision.training.base.settings import option
+from zerovision.training.base.units import plural
+from zerovision.training.engines.ways import OF_CLASSES, OUR_ENGINE, Values, Way
+
+if TYPE_CHECKING:
+    from zerovision.training.base.run_logger import Loggers
+    from zerovision.training.engines.engine import Engine, EngineSetup
+    from zerovision.training.engines.islands.engine import OuterSteps
+    from zerovision.training.world.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandSettings:
+    """How ranks train apart."""
+
+    local_steps: int = option(
+        1,
+        "Steps that each island of ranks trains by itself before all take an outer step together (DiLoCo, for slow "
+        "links between them); 1: none do, gradients are summed over all ranks in every step. --strategy ddp.",
+        low=1,
+        high=100_000,
+    )
+    islands: int = option(
+        0, "--local-steps: equal groups that the ranks are divided into; 0: one per machine.", low=0, high=100_000
+    )
+    outer_learning_rate: float = option(0.7, "--local-steps: learning rate of the outer step.", above=0, high=10)
+    outer_momentum: float = option(0.9, "--local-steps: Nesterov momentum of the outer step.", low=0, high=0.9999)
+    outer_precision: Literal["fp32", "bf16"] = option(
+        "fp32",
+        "--local-steps: in what the weights' differences cross the links; bf16: half of the bytes. "
+        "What rounding leaves out goes with the next outer step.",
+    )
+
+
+class DiLoCo(Way):
+    """Groups of ranks that train by themselves between outer steps."""
+
+    flag = "local_steps"
+    # Each has an engine, an optimizer and statistics of its own; fp16 would have another loss scale on each.
+    goes_with: ClassVar[Values] = {
+        **{"strategy": ("ddp",), "engine": OUR_ENGINE, "precision": ("fp32", "auto", "bf16"), "loss": OF_CLASSES},
+        **{"sync_batchnorm": (False,), "ema": (0,), "lookahead": (0,)},  # the outer weights are such an average
+    }
+    own = ("islands", "outer_learning_rate", "outer_momentum", "outer_precision")
+    resumable = ("islands",)
+
+    def kept_values(self) -> int:
+        return 2 + (self.config.outer_precision == "bf16")
+
+    def divide_ranks(
+        self, saved: Mapping[str, Any] | None, names: Iterable[str], world: World
+    ) -> tuple[dict[str, Any], int, list[str]]:
+        """As many as the run is meant to have, else one per machine.
+
+        A run that goes on keeps what it is meant to have, but fewer islands train if the ranks that are left cannot be
+        divided into as many.
+        """
+        from zerovision.training.engines.islands.engine import number_of_islands, usable_islands
+        from zerovision.training.world.collectives import gather_objects, ranks_per_machine
+
+        flag, size = f"--local-steps {self.config.local_steps}", world.data.size
+        meant = self.config.islands or (saved.get("islands") if saved else 0)
+        meant = meant or size // ranks_per_machine(world, flag)
+        if type(meant) is not int or meant < 2:
+            raise AgreedError(
+                f"{flag} needs 2 islands or more, here would be {shown(meant)}: give --islands N and a multiple of N "
+                f"ranks ({size} here), or leave {flag} out."
+            )
+        machines = {*gather_objects(world.local_size, world)}
+        islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
+        if saved is None and islands != meant:
+            cure = f", or give --islands {islands}" if islands > 1 else ""
+            raise AgreedError(
+                f"--islands {meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
+                f"machines or of a part of one: start a multiple of {meant} ranks{cure}."
+            )
+        before = islands if saved is None else number_of_islands(names)
+        if islands == before:
+            return {"islands": meant}, islands, []
+        how = "the others' weights are dropped"
+        if islands > before:
+            how = "new ones begin with the outer weights and island 0's moments"
+        note = (
+            f"{plural(islands, 'island')} in place of the checkpoint's {before} ({meant} are meant to be): {how}, the "
+            "bytes will not be those of the run so far"
+        )
+        return {"islands": meant}, islands, [note]
+
+    def build_engine(self, setup: EngineSetup) -> Engine:
+        from zerovision.training.engines.islands.engine import IslandEngine
+
+        return IslandEngine(setup)
+
+    def averages(self, engine: Engine, total_steps: int, loggers: Loggers) -> OuterSteps:
+        from zerovision.training.engines.islands.engine import IslandEngine, OuterSteps
+
+        assert isinstance(engine, IslandEngine)
+        return OuterSteps(engine, self.config, total_steps, loggers)

@@ -1,0 +1,242 @@
+"""Islands: equal groups of ranks of which each trains the model by itself, as a run of these ranks alone would.
+
+`OuterSteps` brings them together now and then. In between their weights differ, and their moments always do. So a
+checkpoint contains those of each: island 0's by the parameters' names, island i's as 'island i/NAME'. What all have in
+common, such as frozen weights, it contains once.
+
+A run may go on with another number of islands: the last ones are dropped, and new ones begin as `_of_own_island` says.
+
+The outer step is that of DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1): the weights
+that all islands began with, less the mean of those that they have come to, is the gradient of a step of SGD with
+Nesterov momentum. Its weights are the outer ones, which are evaluated and exported; islands keep the moments of their
+own optimizers.
+
+The outer state is in the optimizer's state beside the moments, as averages of the weights are: so it is sharded, saved
+and resumed as those. With `--outer-precision bf16` what rounding has kept back of an island's way is in it, too, and is
+added to its next one: error feedback (Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from zerovision.training.base.errors import AgreedError
+from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.units import plural
+from zerovision.training.engines.engine import Averages, EngineSetup, StepResult
+from zerovision.training.engines.parameter_shards import (
+    FURTHER,
+    WEIGHTS,
+    EngineState,
+    ParameterShard,
+    TakeBox,
+    frozen_parameters,
+)
+from zerovision.training.engines.torch_engine import TorchEngine
+from zerovision.training.recipe.optimizer import AVERAGES, exchange_with
+from zerovision.training.world.collectives import copy_from_main, largest_over_ranks, mean_over_ranks
+from zerovision.training.world.mesh import along
+
+# Kinds of tensors in the optimizer's state that are the same on all islands.
+OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"
+OUTER_RESIDUAL = "outer_residual"  # what an island has still to send of its way, its own
+APPLIED_STEPS = "island/applied_steps"  # kept beside the buffers, which each rank saves: an island may skip a step
+
+
+def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
+    """Return into how many islands ranks can be divided, all of whole machines or of equal parts of one; 1 always."""
+
+    def is_usable(islands: int) -> bool:
+        length, rest = divmod(ranks, islands)
+        return not rest and (ranks_per_machine % length == 0 or length % ranks_per_machine == 0)
+
+    return next((islands for islands in range(min(most, ranks), 1, -1) if is_usable(islands)), 1)
+
+
+class IslandEngine(TorchEngine):
+    """The engine of this rank's island, which begins with the weights that all begin with.
+
+    Attributes:
+        peers: the ranks, one of each island in their order, that have the same part of the training state.
+        everyone: all ranks.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Divide the ranks into islands of neighbours, and distribute the model over each; a collective of all."""
+        copy_from_main([*setup.module.parameters()], setup.world)
+        numbers = torch.arange(setup.world.size).view(setup.groups, -1)
+        super().__init__(dataclasses.replace(setup, world=along(1, numbers, setup.world)))
+        self.peers, self.everyone = along(0, numbers, setup.world), setup.world
+        if self.loss_scale is not None:
+            raise AgreedError("--local-steps: fp16 would have another loss scale on each island, use --precision fp32.")
+
+    def step(self) -> StepResult | None:
+        """As of every engine; whether it was applied is a tensor: other islands learn of it when outcomes are read."""
+        result = super().step()
+        if result is None or isinstance(result.applied, torch.Tensor):
+            return result
+        return StepResult(torch.tensor(result.applied, device=self._world.device), result.gradient_norm)
+
+    def state(self) -> EngineState:
+        """As of every engine; the outer state and what is frozen are among the parts of island 0."""
+        own, frozen = super().state(), frozen_parameters(self.module).keys()
+        shapes = dict(own.shapes)
+        for island in range(1, self.peers.size):
+            shapes |= {_prefix(island) + name: shape for name, shape in own.shapes.items() if name not in frozen}
+        shards = own.shards
+        if not self.peers.is_main:
+            shards = [_of_island(shard, self.peers.rank) for shard in shards if shard.name not in frozen]
+        applied = torch.full((self._accumulation_steps,), own.applied_steps)
+        first = self.peers.rank * self._world.size * self._accumulation_steps
+        leaves, buffers = tuple(first + leaf for leaf in own.leaves), own.buffers | {APPLIED_STEPS: applied}
+        return dataclasses.replace(own, shapes=shapes, shards=shards, buffers=buffers, leaves=leaves)
+
+    def load_state(
+        self,
+        tensors: Mapping[str, TakeBox],
+        buffers: Mapping[str, torch.Tensor],
+        applied_steps: int,
+    ) -> None:
+        """As of every engine."""
+        prefix, frozen = _prefix(self.peers.rank), frozen_parameters(self.module).keys()
+        own = {
+            kind: take if kind in (OUTER_WEIGHTS, OUTER_MOMENTUM) else _of_own_island(tensors, kind, prefix, frozen)
+            for kind, take in tensors.items()
+        }
+        # The same on all ranks of an island, unless these were of several.
+        applied = largest_over_ranks(buffers[APPLIED_STEPS].to(self._world.device), self._world)
+        super().load_state(own, buffers, int(applied.max()))
+
+
+def _prefix(island: int) -> str:
+    """Return what precedes the names of an island's parameters in a checkpoint."""
+    return f"island {island}/" if island else ""
+
+
+def number_of_islands(names: Iterable[str]) -> int:
+    """Return how many islands a checkpoint has, given the names of its parameters."""
+    return 1 + max((int(found[1]) for found in map(FURTHER.match, names) if found), default=0)
+
+
+def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
+    """Return a shard by its name in a checkpoint, without the outer state, which island 0 saves.
+
+    The checkpoint's format takes what has no moments at all for frozen: then it keeps the outer state.
+    """
+    inner = {kind: tensor for kind, tensor in shard.tensors.items() if kind not in (OUTER_WEIGHTS, OUTER_MOMENTUM)}
+    has_moments = inner.keys() != {WEIGHTS}
+    return ParameterShard(_prefix(island) + shard.name, shard.offsets, inner if has_moments else shard.tensors)
+
+
+def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, frozen: Collection[str]) -> TakeBox:
+    """Return what takes an island's tensors of a kind out of a checkpoint's, by the parameters' names.
+
+    An island that the checkpoint has not begins with the outer weights, nothing left to send, and island 0's moments:
+    with zeros its first steps would be too long, because the count of steps corrects their bias no more.
+    """
+
+    def take(name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        try:
+            return tensors[kind](name if name in frozen else prefix + name, box)
+        except KeyError:
+            if kind == OUTER_RESIDUAL:
+                return torch.zeros(())
+            return tensors[OUTER_WEIGHTS if kind == WEIGHTS else kind](name, box)
+
+    return take
+
+
+class OuterSteps(Averages):
+    """Takes an outer step after every so many steps of the islands, and after the last of the run.
+
+    Args:
+        engine: of this rank's island, before its state is restored.
+        config: how many steps lie between two outer steps, and their learning rate, momentum and precision.
+        total_steps: of the run.
+        loggers: of the run.
+    """
+
+    def __init__(
+        self,
+        engine: IslandEngine,
+        config: Any,
+        total_steps: int,
+        loggers: Loggers,
+    ) -> None:
+        self._engine, self._config = engine, config
+        self._total_steps, self._loggers = total_steps, loggers
+        self._is_rounded = config.outer_precision == "bf16"
+        zeros = [OUTER_MOMENTUM, *[OUTER_RESIDUAL] * self._is_rounded]
+        for group in engine.optimizer.param_groups:
+            group[AVERAGES] = (OUTER_WEIGHTS, *zeros)
+        for weights, state in engine.optimizer.state.items():
+            state[OUTER_WEIGHTS] = weights.detach().clone()
+            state |= {kind: torch.zeros_like(weights) for kind in zeros}
+
+    def describe(self) -> list[str]:
+        """Return what the islands do, for the log."""
+        config, engine = self._config, self._engine
+        rounds = -(-self._total_steps // config.local_steps)
+        return [
+            f"{plural(engine.peers.size, 'island')} of {plural(engine.everyone.size // engine.peers.size, 'rank')}: "
+            f"{plural(rounds, 'round')} of {config.local_steps} steps, each with an outer step at its end (learning "
+            f"rate {config.outer_learning_rate:g}, momentum {config.outer_momentum:g}, {config.outer_precision}); "
+            "evaluated and saved are the outer weights"
+        ]
+
+    def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
+        """Take an outer step if it is time, whether or not this island's step changed its weights; a collective."""
+        since = step % self._config.local_steps
+        if not since or step == self._total_steps:
+            self._take_outer_step(step, since or self._config.local_steps)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """See `Averages`: with the outer weights."""
+        with_outer = partial(exchange_with, kind=OUTER_WEIGHTS)
+        self._engine.change_weights(with_outer)
+        yield
+        self._engine.change_weights(with_outer)
+
+    @torch.no_grad()
+    def _take_outer_step(self, step: int, local_steps: int) -> None:
+        """Let all islands go on from new outer weights and averaged statistics of BatchNorm; a collective.
+
+        Args:
+            step: of the run.
+            local_steps: of the round that ends with it.
+        """
+        start, peers, states = time.perf_counter(), self._engine.peers, self._engine.optimizer.state
+        sent = []
+        for weights, state in states.items():
+            way = state[OUTER_WEIGHTS] - weights
+            if self._is_rounded:
+                way += state[OUTER_RESIDUAL]
+                torch.sub(way, way.bfloat16(), out=state[OUTER_RESIDUAL])
+            sent.append(way.to(torch.bfloat16 if self._is_rounded else torch.float32).reshape(-1))
+        sent_bytes = 0
+        if sent:  # else no rank of its peers updates anything
+            flat = torch.cat(sent)  # in one tensor: over slow links every message takes its time
+            sent_bytes = 2 * (peers.size - 1) * -(-len(flat) // peers.size) * flat.itemsize
+            means = mean_over_ranks(flat, peers).split([len(way) for way in sent])
+            gradients = {weights: mean.view(weights.shape) for weights, mean in zip(states, means, strict=True)}
+        self._engine.change_weights(lambda weights, state: self._update(weights, state, gradients[weights]))
+        sent_bytes += self._engine.buffers.average(self._engine.everyone)
+        values: dict[str, float] = {"round": -(-step // self._config.local_steps), "islands": peers.size}
+        values |= {"local_steps": local_steps, "sent_bytes": sent_bytes}
+        values |= {"seconds": round(time.perf_counter() - start, 4)}
+        self._loggers.event("outer_step", {"step": step} | values)
+
+    def _update(self, weights: torch.Tensor, state: dict[str, torch.Tensor], gradient: torch.Tensor) -> None:
+        """Update one tensor as `torch.optim.SGD` with `nesterov` does."""
+        outer, momentum = state[OUTER_WEIGHTS], state[OUTER_MOMENTUM]
+        momentum.mul_(self._config.outer_momentum).add_(gradient)
+        gradient = gradient.add(momentum, alpha=self._config.outer_momentum)
+        weights.copy_(outer.add_(gradient, alpha=-self._config.outer_learning_rate))

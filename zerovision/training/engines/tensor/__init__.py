@@ -1,0 +1,69 @@
+"""Tensor parallelism: ranks that compute every layer together, each with a part of its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.settings import option
+from zerovision.training.engines.ways import NOT_COMPILED, OUR_ENGINE, Values, Way
+from zerovision.training.recipe.rules import ELEMENT_WISE
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zerovision.training.engines.parameter_shards import ModelPart
+    from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class TensorSettings:
+    """How many ranks compute a layer together."""
+
+    tensor_parallel: int = option(
+        1,
+        "Ranks that compute every layer together, each with a part of its weights (engine torch; vision transformers, "
+        "ConvNeXt, MLP-Mixer, VGG); neighbours on one machine.",
+        low=1,
+        high=1024,
+    )
+
+
+class Tensor(Way):
+    """Layers that several ranks compute together."""
+
+    flag = "tensor_parallel"
+    shares_replica = divides_layers = True
+    goes_with: ClassVar[Values] = {
+        **{"engine": OUR_ENGINE, "compile": NOT_COMPILED, "offload": ("none",), "tune": ("full",)},
+        **{"replicate_across": ("none",), "local_steps": (1,), "optimizer": ELEMENT_WISE},
+    }
+    resumable = ("tensor_parallel",)
+
+    def check_machine(self, ranks: int) -> None:
+        size = self.config.tensor_parallel
+        if ranks % size:
+            raise UserError(
+                f"--tensor-parallel {size}: its ranks exchange activations in every layer and must be on one machine, "
+                f"where {ranks} rank(s) are: start a multiple of {size} on each."
+            )
+
+    def prepare(self, module: nn.Module, world: World) -> ModelPart:
+        from zerovision.models.tensor_plan import tensor_plan
+        from zerovision.training.engines.tensor.layers import split_model
+        from zerovision.training.world.collectives import agreed, copy_from_main
+
+        group = world.dimension(self.flag)
+        plan = agreed(lambda: tensor_plan(module, self.config.model_type, group.size), world)
+        copy_from_main([*module.parameters()], world)
+        return split_model(module, plan, group)
+
+    def take_largest_part(self, module: nn.Module) -> None:
+        from zerovision.models.tensor_plan import tensor_plan
+        from zerovision.training.engines.tensor.layers import split_model
+        from zerovision.training.world.world import World
+
+        ranks = self.config.tensor_parallel  # the last one has most, if they have not the same
+        last = World(ranks - 1, ranks - 1, ranks, ranks, next(module.parameters()).device)
+        split_model(module, tensor_plan(module, self.config.model_type, ranks), last)

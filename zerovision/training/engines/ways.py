@@ -1,0 +1,134 @@
+"""What a way to share the work of a training among ranks may do; each way has a folder of its own here.
+
+`settings.WAYS` is the table of ways. Nothing else outside its folder names one, and a new one is a folder and a line
+there. This module and the `__init__.py` of every way import no torch: launchers check the flags, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zerovision.training.base.run_logger import Loggers
+    from zerovision.training.engines.engine import Averages, Engine, EngineSetup, Loss, Step
+    from zerovision.training.engines.parameter_shards import ModelPart
+    from zerovision.training.engines.strategies import ParallelPlan
+    from zerovision.training.world.world import World
+
+Values = dict[str, tuple[object, ...]]
+OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto"), ("off", "auto"), ("cross_entropy", "bce")
+
+
+class Way:
+    """A way to share the work of a training among ranks; what it leaves as it is here is done as without it.
+
+    Attributes:
+        flag: the setting that asks for it.
+        goes_with: by other settings, the values that they may have beside it, the usual one first.
+        own: settings that have no effect without it.
+        resumable: those of its settings that a resumed run may change.
+        shares_replica: whether its ranks have one copy of the model together, as many as `flag` says.
+        divides_layers: whether each of its ranks has a part of every layer.
+        engine: the value of `--engine` that asks for it; '' for a way of PyTorch's engine.
+        config: the settings of a run.
+    """
+
+    flag: ClassVar[str]
+    goes_with: ClassVar[Values] = {}
+    own: ClassVar[tuple[str, ...]] = ()
+    resumable: ClassVar[tuple[str, ...]] = ()
+    shares_replica: ClassVar[bool] = False
+    divides_layers: ClassVar[bool] = False
+    engine: ClassVar[str] = ""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    # Of settings.
+
+    def is_asked(self) -> bool:
+        """Return whether the settings ask for it."""
+        return getattr(self.config, self.flag) > 1
+
+    def uses_own(self) -> bool:
+        """Return whether the settings `own` have an effect."""
+        return self.is_asked()
+
+    def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
+        """Yield what is wrong about its settings, or raise the UserError of what reads them."""
+        yield from ()
+
+    def check_files(self) -> None:
+        """Raise a UserError for a file that its settings name and that it cannot use."""
+
+    def ranks(self) -> int:
+        """Return how many ranks share one copy of the model by it."""
+        return getattr(self.config, self.flag) if self.shares_replica else 1
+
+    def check_machine(self, ranks: int) -> None:
+        """Raise a UserError if its ranks cannot be placed on machines of so many."""
+
+    def kept_values(self) -> int:
+        """Return how many values it keeps for each trained weight."""
+        return 0
+
+    def alone_knows(self) -> list[str]:
+        """Return the names of what its engine alone follows in the settings."""
+        return []
+
+    def reasons(self, plan: ParallelPlan, module: nn.Module) -> list[str]:
+        """Return why `--engine auto` is its engine: what that alone knows, or does better."""
+        return []
+
+    # Of a run.
+
+    def divide_ranks(
+        self, saved: Mapping[str, Any] | None, names: Iterable[str], world: World
+    ) -> tuple[dict[str, Any], int, list[str]]:
+        """Return into how many groups that train by themselves the ranks are divided; a collective.
+
+        Args:
+            saved: the settings of the checkpoint that the run goes on from; None for a fresh start.
+            names: of its parameters.
+            world: the ranks.
+
+        Returns:
+            What a resumed run keeps of it, as settings, how many groups there are now, and notes for the log.
+
+        Raises:
+            UserError: on all ranks, if they cannot be divided so.
+        """
+        return {}, 1, []
+
+    def prepare(self, module: nn.Module, world: World) -> ModelPart | None:
+        """Leave this rank's part in a model, of which there is no optimizer yet; a collective.
+
+        Returns:
+            What that is; None if it is the whole model as yet.
+
+        Raises:
+            UserError: on all ranks, if the model cannot be trained so.
+        """
+        return None
+
+    def take_largest_part(self, module: nn.Module) -> None:
+        """Leave in a model without data what `prepare` leaves on the rank that has most."""
+
+    def files(self, setup: EngineSetup) -> dict[str, dict[str, Any]]:
+        """Return what its engine is given, as JSON files for the folder of the run."""
+        return {}
+
+    def build_engine(self, setup: EngineSetup) -> Engine | None:
+        """Return the engine if it needs one of its own; a collective."""
+        return None
+
+    def step(self, loss: Loss) -> Step | None:
+        """Return how a step trains on the losses of images, if not by adding up the gradients of micro-batches."""
+        return None
+
+    def averages(self, engine: Engine, total_steps: int, loggers: Loggers) -> Averages | None:
+        """Return what keeps the weights that are evaluated, if they are others than those that are trained."""
+        return None
