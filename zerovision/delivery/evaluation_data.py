@@ -113,9 +113,10 @@ def load_evaluation_data(
         raise UserError(_no_data(data, known, divided))
     if not is_own:  # which may have parts, that are not divided
         options = dataclasses.replace(options, folds=0)
-    parts = ["train", "val"] if listed() is None else parts_there(listed())
+    images = listed()
+    parts = ["train", "val"] if images is None else parts_there(images)
     split = _resolve_split(choice.split, options, parts, is_own=is_own)
-    datasets = load_data(options, split, listed()) if split == "all" or "train" not in parts else divided()
+    datasets = load_data(options, split, images) if split == "all" or "train" not in parts else divided()
     is_changed = is_own and known.fingerprint not in ("", divided().fingerprint)
     notes = []
     if is_changed:

@@ -115,7 +115,8 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
         return importlib.import_module(find_dataset(options.data).module).load(options)
     if whole:
         return make_file_datasets([undivided(images, whole, options)], replace(options, cache="off"))
-    return make_file_datasets(divided(images, options), options)
+    parts, images = divided(images, options), None  # of millions there is room for one of them
+    return make_file_datasets(parts, options)
 
 
 def list_images(options: DataOptions) -> Images | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from zerovision.training.data.parts import part_kind
 from zerovision.training.data.reading.remote_files import UNKNOWN_CHECKSUM, checksum_of
 from zerovision.training.data.reading.retry import entries_of, is_file, is_folder, patiently
 
-FORMAT = 4
 SUFFIX = ".index.npz"
 CACHE = "indexes"  # below --data-root
 CLASS_NAMES = "classnames.txt"  # the name of each label of a whole number, one a line, as CLIP's data sets have it
@@ -225,11 +224,12 @@ def index_from(read: Callable[[], bytes]) -> Index | None:
 
 def write_index(index: Index, place: Path) -> None:
     """Write an index; raise OSError if that fails."""
-    images, facts = index.images, index._asdict() | {"format": FORMAT, "words": index.images.words}
+    images, facts = index.images, index._asdict() | {"words": index.images.words}
     del facts["images"]
     content = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
     with replacing(place) as temporary, temporary.open("wb") as stream:
-        np.savez(stream, facts=content, text=images.text.numpy(), **{f"of_{name}": images[name] for name in COLUMNS})
+        columns: dict[str, Any] = {f"of_{name}": images[name] for name in COLUMNS}
+        np.savez(stream, facts=content, text=images.text.numpy(), **columns)
 
 
 def _parsed(content: bytes) -> Index:
@@ -253,8 +253,6 @@ def _parsed(content: bytes) -> Index:
     for name, some in (words | names | {"dotted": facts["dotted"][1:]}).items():
         if not all(type(word) in (LABEL_TYPES if name == "label" else (str,)) for word in some):
             raise ValueError(name)
-    if facts.pop("format") != FORMAT or text.dtype != np.uint8:
-        raise ValueError
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     images = Images(PurePath(), tensors, words, torch.from_numpy(text))
     return Index(images, **(facts | names | {name: tuple(facts[name]) for name in ("dotted", "state", "file")}))

@@ -359,8 +359,8 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
     class_names, sets = [*first.words["label"]], None
     if first.classes is not None:
         sets, class_names = make_sets(class_names, first.classes)
-    for part, what in zip(given, ("validation", "validation", "test"), strict=False) if archive else ():
-        if part is not first or len(given) == 1:
+    for part, what in zip(given[1:] or given, ("validation", "test"), strict=False):
+        if archive is not None:
             archive.check_room(what, np.unique(part["file"]).tolist())
     longest = max(
         side for size in (options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size) for side in sides(size)

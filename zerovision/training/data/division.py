@@ -126,7 +126,7 @@ def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndar
         rarest = rarest_class(dict(zip(names, counts, strict=True)))
         names = [rarest[name] for name in names]
     classes = {name: number for number, name in enumerate(sorted({*names}))}
-    strata = np.array([classes[name] for name in names])[images["label"][rows]]
+    strata = np.array([classes[name] for name in names], dtype=np.int32)[images["label"][rows]]
     units, name_of = _units(images, rows, options.split_seed)
     if not options.folds:
         return share_held_out(units, strata, options.val_fraction)
@@ -153,7 +153,9 @@ def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Cal
             yield path if alone[place] else name_of(place)
 
     units = unit_hashes(names(), seed)
-    file, place, own = images["file"][rows], images["place"][rows], np.flatnonzero(alone)
+    hashes, counts = np.unique(units, return_counts=True)
+    own = np.flatnonzero(alone & np.isin(units, hashes[counts > 1]))
+    file, place = images["file"][rows], images["place"][rows]
     own = own[np.lexsort((place[own], file[own], units[own]))]
     follow, before = own[1:], own[:-1]
     are_others = (file[follow] != file[before]) | (place[follow] != place[before])
@@ -186,7 +188,8 @@ def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np
     hashes, of_image = np.unique(units, return_inverse=True)
     classes = int(strata.max(initial=0)) + 1
     pairs, counts = np.unique(of_image * classes + strata, return_counts=True)
-    unit, stratum = np.divmod(pairs, classes)
+    unit, stratum = (half.astype(np.int32) for half in np.divmod(pairs, classes))  # of millions it is 8 bytes less
+    del pairs
     by_unit = np.lexsort((-counts, unit))  # and by class, as it is sorted so
     stratum_of = stratum[by_unit][np.unique(unit, return_index=True)[1]]
     is_held_out = np.zeros(len(hashes), dtype=bool)
@@ -194,8 +197,8 @@ def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np
     for of_class in np.split(order, np.flatnonzero(np.diff(stratum_of[order])) + 1):
         expected = fraction * len(of_class)
         slack = 1 + TOLERANCE * expected
-        found = np.searchsorted(hashes[of_class] / 2.0**64, fraction)
-        found = round(min(max(float(found), expected - slack), expected + slack))
+        below = int(np.searchsorted(hashes[of_class] / 2.0**64, fraction))
+        found = round(min(max(below, expected - slack), expected + slack))
         is_held_out[of_class[: min(max(found, 1), len(of_class) - 1)]] = True
     return is_held_out[of_image]
 

@@ -112,7 +112,7 @@ class Images:
 
     def paths(self, rows: np.ndarray | None = None) -> Iterator[str]:
         """Yield the paths of some rows as text, by default of all."""
-        text, folders = memoryview(self.text.numpy()), self.words["folder"]
+        text, folders = self.text.numpy().data, self.words["folder"]
         for some in pieces(np.arange(len(self)) if rows is None else rows):
             places = (self[name][some].tolist() for name in ("folder", "start", "length"))
             for folder, start, length in zip(*places, strict=True):
@@ -137,8 +137,8 @@ class Images:
         rows = np.lexsort([*(self[fact] for fact in facts), of_row])
         ends = np.cumsum(np.bincount(of_row, minlength=trees + 1))
         for start, end in itertools.pairwise(ends.tolist()):
-            texts = [*self.paths(rows[start:end])]
-            rows[start:end] = rows[start:end][sorted(range(len(texts)), key=texts.__getitem__)]
+            texts = np.fromiter(self.paths(rows[start:end]), dtype=object, count=end - start)
+            rows[start:end] = rows[start:end][np.argsort(texts, kind="stable")]
         return rows
 
     def name(self, row: int) -> str:
@@ -202,7 +202,7 @@ class ImagesBuilder:
         text = os.fsencode(name)
         words = zip(self._words.values(), (folder + slash, label, facts.part, facts.group), strict=True)
         codes = [known.setdefault(word, len(known)) for known, word in words]
-        row = (*codes, len(self._text), *state, place, len(text), 0, facts.weight)
+        row: tuple[Any, ...] = (*codes, len(self._text), *state, place, len(text), 0, facts.weight)
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
         self._text += text

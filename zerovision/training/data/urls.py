@@ -54,7 +54,7 @@ def listing(options: DataOptions) -> Images:
         copies = _copies([root], [_state(root)], options)
         with _reading(copies, 0) as copy:
             lines = table.lines_of(*table.csv_rows(copy, options), root.parent, options)
-        return _with_states(lines, options)
+        return _with_states(root.parent, lines, options)
     try:
         files = [root] if root.suffix in ARCHIVES else files_below(root)
     except OSError as error:
@@ -143,9 +143,9 @@ def _reading(copies: Copies, number: int) -> Iterator[Path]:
             raise UserError(str(error).replace(str(copy), str(file))) from None
 
 
-def _with_states(lines: Images, options: DataOptions) -> Images:
+def _with_states(root: RemotePath, lines: Images, options: DataOptions) -> Images:
     """Return the lines of a table with the sizes of their files, which are below its folder."""
-    root, is_quoted = lines.root, str(lines.root).startswith("http")
+    is_quoted = str(root).startswith("http")
     paths = [os.path.normpath(clean(path).removeprefix(f"{root}/")) for path in lines.paths()]
     if outside := [path for path in paths if path.startswith(("/", ".."))]:
         raise UserError(

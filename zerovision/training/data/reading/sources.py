@@ -208,7 +208,7 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
     else:
         decoder = make_decoder(options.decode, image_size, channels, max_pixels)
     if options.decode == "cpu" and options.cache != "off":
-        sides, count = _sides(cached, max_pixels), sum(map(len, cached))
+        sides, count = _sides(cached[0], max_pixels), sum(map(len, cached))
         each = sum(shrunk_bytes(*side, image_size, channels) for side in sides) / max(1, len(sides))
         cache, note = open_cache(options, _cache_key(cached, image_size, channels), int(count * each))
     starts, caches = itertools.accumulate(map(len, parts), initial=0), (cache, cache, None)
@@ -230,14 +230,11 @@ def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
     return digest.hexdigest()
 
 
-def _sides(parts: Sequence[Images], max_pixels: int) -> list[tuple[int, int]]:
+def _sides(images: Images, max_pixels: int) -> list[tuple[int, int]]:
     """Return height and width of some images, evenly spaced, that can be read."""
-    starts = np.cumsum([0, *map(len, parts)])
-    chosen, sides = np.linspace(0, starts[-1] - 1, min(int(starts[-1]), HEADERS_READ)).astype(int), []
-    for part, start in zip(parts, starts, strict=False):
-        rows = (chosen[(chosen >= start) & (chosen < start + len(part))] - start).tolist()
-        part.expect(rows)
-        for row in rows:
-            with suppress(ImageError, Refused):
-                sides.append(header_size(part.content(row), max_pixels))
+    rows, sides = np.linspace(0, len(images) - 1, min(len(images), HEADERS_READ)).astype(int).tolist(), []
+    images.expect(rows)
+    for row in rows:
+        with suppress(ImageError, Refused):
+            sides.append(header_size(images.content(row), max_pixels))
     return sides
