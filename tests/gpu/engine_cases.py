@@ -12,9 +12,11 @@ from tests.training.engine_ranks import configuration, decayed_and_not, make_bat
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint.manifest import Manifest, shard_name
+from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import Engine
+from zerovision.training.observe.observer import Seen
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.world import World
@@ -120,14 +122,16 @@ def copy_report(world: World, engine: str, precision: str):
 def accumulation_report(world: World, micro_steps: int):
     """Note micro-batches of 6 MiB each; return the bytes that stay on the GPU until the verdict."""
     engine = build(world, 0, engine="torch")
-    guard = NonFiniteGuard(engine, world, Loggers([]), 0, str)
+    state = TrainState(engine, ScoreSums(2, world.device), Progress())
+    guard = NonFiniteGuard(state, world, Loggers([]), 0, str)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    guard.before_step()
+    guard.before_step(0)
     for _ in range(micro_steps):
         images = torch.zeros(BATCH_SIZE, 3, 256, 256, device=world.device)
         numbers = torch.zeros(BATCH_SIZE, device=world.device)
-        guard.note(Batch(images, numbers.long(), numbers, torch.arange(BATCH_SIZE)), numbers)
+        batch = Batch(images, numbers.long(), numbers, torch.arange(BATCH_SIZE))
+        guard.seen(Seen(batch, numbers, numbers, numbers))
         del images, numbers
     return torch.cuda.memory_allocated() - before
 

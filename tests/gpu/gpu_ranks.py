@@ -15,9 +15,7 @@ from benchmarks.peers.job import mean_cross_entropy
 from tests.training import engine_ranks
 from zerovision.models import MODELS
 from zerovision.models.build import build_model
-from zerovision.training.base.progress import Progress
 from zerovision.training.base.timing import start_clock
-from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
 from zerovision.training.data.loader import Loader
@@ -28,7 +26,6 @@ from zerovision.training.engines.cuda_graphs import Recorded
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import seed_dropout, train_one_epoch
-from zerovision.training.observe.step_metrics import Timing
 from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.world import World
 
@@ -209,15 +206,14 @@ def peak_of_an_epoch(world: World, accumulation: int) -> int:
     plan = BatchPlan(64 * accumulation, 64, accumulation, 1, 0)
     config = engine_ranks.configuration(gradient_accumulation_steps=accumulation, engine="torch")
     engine = engine_ranks.make_engine(world, engine_ranks.make_model(False).to(world.device), config, "bf16")
-    context = engine_ranks.loop_context(world, engine, plan, 64, timing=Timing(start_clock(world.device)))
-    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
+    run = engine_ranks.loop_run(world, engine, plan, 64, clock=start_clock(world.device))
     batches = Loader(data.train, plan, 0, device=world.device).epoch(0)
     on_gpu = world.device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    train_one_epoch(state, batches, context)
-    context.stop.close()
+    train_one_epoch(run, batches)
+    run.start.stop.close()
     engine.close()
     return torch.cuda.max_memory_allocated() - before if on_gpu else 0
 

@@ -9,7 +9,8 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.training.engine_ranks import (
     configuration,
     leaves_of,
     make_engine,
+    observed,
     of_all_stages,
     weights_of,
     whole_tensors,
@@ -32,13 +34,11 @@ from zerovision.models.build import BuiltModel
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import RunEnded
-from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint import shards
 from zerovision.training.checkpoint.frozen import keep_frozen
 from zerovision.training.checkpoint.restore import TrainState, restore
-from zerovision.training.checkpoint.saver import GIVE_UP_SECONDS, Saver
 from zerovision.training.checkpoint.store import choose, find_candidates
 from zerovision.training.data import DataOptions
 from zerovision.training.data.batch_transforms import BatchTransforms
@@ -51,19 +51,19 @@ from zerovision.training.engines.parameter_shards import frozen_parameters
 from zerovision.training.engines.pipeline.engine import Pipelined
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.loop import train_one_epoch
-from zerovision.training.observe.step_metrics import Timing
+from zerovision.training.observe.observer import StepDone
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer, tune
 from zerovision.training.steps.accumulate import Accumulate
-from zerovision.training.steps.context import TrainContext
-from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.steps.carrier import Run, RunModel, Start
+from zerovision.training.steps.saver import GIVE_UP_SECONDS, Saver
+from zerovision.training.steps.watch import guard_of
 from zerovision.training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
 from zerovision.training.tasks.contrast import GradientCache
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.collectives import barrier, broadcast_object
 from zerovision.training.world.mesh import form_mesh
-from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
 
 SAMPLES = 45  # three steps of 16, the last of them with a remainder
@@ -170,6 +170,10 @@ class Job:
             optimizer=optimizer,
             replicate_across=replicate_across,
             pipeline_parallel=stages,
+            seed=3,
+            epochs=EPOCHS,
+            log_every_steps=1,
+            temperature=0.1,
             save_every_steps=every_steps,
             save_every_minutes=0.0,
             keep_last=100,
@@ -205,55 +209,54 @@ class Job:
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
         self.data = make_data(broken_sample, image_channels)
         self.loader = Loader(self.data.train, plan, data.rank)
-        self.stop = StopRequest()
         self.state = TrainState(self.engine, ScoreSums(CLASSES, world.device), Progress())
-        self.averages = WeightAverages(self.engine, 0.6, 2, plan.steps_per_epoch) if is_averaged else None
+        self.is_averaged = is_averaged
+        averages = WeightAverages(self.engine, *((0.6, 2) if is_averaged else (0.0, 0)), plan.steps_per_epoch)
         CountingFile.bytes_read = 0
         if found is not None:
             with mock.patch.object(shards, "safe_open", CountingFile):
                 restore(found, self.state, world)
-        report = HeartbeatWriter(None, world.rank, 0.0)
         self.clock_ahead_s = 0.0
         clock = lambda: time.monotonic() + self.clock_ahead_s  # noqa: E731
-        identity = {"global batch": plan.global_batch}
-        run = (identity, config, plan, self.state, world, loggers, report)
-        self.saver = Saver(self.folder, *run, 60.0, clock, frozen=frozen)
-        guard = NonFiniteGuard(self.engine, data, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
         loss = build_loss(config, self.data.class_names, self.data.train_counts, world.device)
         step = GradientCache(world, plan.leaves, 0.1, CLASSES) if is_contrastive else Accumulate(loss)
         if stages > 1 and not members:
             step = Pipelined(loss)
-        self.context = TrainContext(
-            world,
-            plan,
-            schedule,
-            CLASSES,
-            self.data.preprocessing.shape,
-            3,
-            step,
-            1,
-            EPOCHS,
-            loggers,
-            self.stop,
-            guard,
-            report,
-            Timing(),
-            self.saver,
-            self.averages,
+        source: Any = SimpleNamespace(name=lambda index: f"sample-{index}")
+        names: Any = SimpleNamespace(
+            preprocessing=self.data.preprocessing,
+            class_names=self.data.class_names,
+            train=SimpleNamespace(source=source),
         )
+        run = Run(
+            config=config,
+            world=world,
+            start=Start(),
+            folder=cast(Any, SimpleNamespace(path=self.folder, checkpoints=self.folder)),
+            data=names,
+            plan=plan,
+            model=RunModel(cast(Any, None), averages=averages, frozen=frozen),
+            state=self.state,
+            schedule=schedule,
+            step=step,
+            loggers=loggers,
+        )
+        self.guard = guard_of(run, most_bad_steps)
+        self.saver = Saver(run, {"global batch": plan.global_batch}, self.guard, clock)
+        self.run = observed(run, self.guard, self.saver)
 
     def train(self) -> None:
         """Train to the end, averaging BatchNorm's buffers after each epoch as the real run does."""
         state = self.state
         for epoch in range(state.progress.epoch, EPOCHS):
             self.freezer.start_epoch(only_head=False)
-            train_one_epoch(state, self.loader.epoch(epoch, state.progress.step), self.context)
+            train_one_epoch(self.run, self.loader.epoch(epoch, state.progress.step))
             self.engine.buffers.average(self.world.data)
             self.epoch_scores = state.sums.reduce(self.world.data)
             state.sums.reset()
             state.progress = dataclasses.replace(state.progress, epoch=epoch + 1, step=0)
             self.saver.save()
-        self.saver.finish(self.stop)
+        self.saver.finish()
 
     def report(self) -> dict[str, Any]:
         """Return what the tests compare."""
@@ -268,7 +271,7 @@ class Job:
 
     def averages_by_name(self) -> dict[str, Any]:
         """Return averages of the weights and buffers, which are the same in all leaves after an epoch."""
-        if self.averages is None:
+        if not self.is_averaged:
             return {}
         whole = whole_tensors(self.engine)
         tensors = {f"{kind} {name}": tensor for kind in (EMA, SLOW_WEIGHTS) for name, tensor in whole[kind].items()}
@@ -277,7 +280,7 @@ class Job:
         return {name: tensor.double().tolist() for name, tensor in tensors.items()} | of_all_stages(averages)
 
     def close(self) -> None:
-        self.stop.close()
+        self.run.start.stop.close()
         self.engine.close()
 
 
@@ -350,7 +353,7 @@ def poisoned(
         nonlocal calls
         calls += 1
         # The forward passes of the second step, on the last rank.
-        accumulation = job.context.plan.accumulation_steps
+        accumulation = job.run.plan.accumulation_steps
         is_bad = (calls - 1) // accumulation == 1 and world.rank == world.size - 1
         if culprit == "loss":
             return output * float("nan") if is_bad else output
@@ -358,35 +361,36 @@ def poisoned(
 
     if culprit != "image":
         job.module.register_forward_hook(break_it)
-    after_step = job.context.guard.after_step
-    before_step = job.context.guard.before_step
+    after_step = job.guard.after_step
+    before_step = job.guard.before_step
 
     def state() -> dict[str, Any]:
         return weights_of(job.engine) | {
             f"leaves of {name}": leaves.double().tolist() for name, leaves in job.engine.buffers.by_name().items()
         }
 
-    def watched_before() -> None:
-        before_step()
+    def watched_before(position: int) -> None:
+        before_step(position)
         kept["before"] = state()
 
-    def watched_after(result: Any, step: int) -> bool:
-        applied = after_step(result, step)
-        if not applied:
+    def watched_after(done: StepDone) -> None:
+        after_step(done)
+        if not done.applied:
             kept.update(
-                bad_step=step, unchanged=kept["before"] == state(), applied_steps=job.engine.state().applied_steps
+                bad_step=done.position + 1,
+                unchanged=kept["before"] == state(),
+                applied_steps=job.engine.state().applied_steps,
             )
-        return applied
 
-    job.context.guard.before_step = watched_before  # type: ignore[method-assign]
-    job.context.guard.after_step = watched_after  # type: ignore[method-assign]
+    job.guard.before_step = watched_before  # type: ignore[method-assign]
+    job.guard.after_step = watched_after  # type: ignore[method-assign]
     ended = None
     try:
         job.train()
     except RunEnded as error:
         ended = [str(error), error.exit_code]
         job.epoch_scores = job.state.sums.reduce(job.world.data)
-    result = job.report() | {"ended": ended, "skipped": job.context.guard.skipped}
+    result = job.report() | {"ended": ended, "skipped": job.state.progress.skipped_steps}
     result |= {key: kept.get(key) for key in ("bad_step", "unchanged", "applied_steps")}
     job.close()
     return result

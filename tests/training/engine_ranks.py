@@ -10,7 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -22,10 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.stored_tensors import in_memory
 from tests.training.no_shared_memory import without_shared_memory
 from zerovision.training.base.errors import AgreedError
-from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.leaves import Leaves
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.sampler import BatchPlan
@@ -38,17 +39,18 @@ from zerovision.training.engines.settings import ways_of
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.memory_limit import peak_memory, reset_peak_memory, used_memory
-from zerovision.training.observe.step_metrics import Timing
+from zerovision.training.observe.observer import Observer, Observers
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer
 from zerovision.training.steps.accumulate import Accumulate
-from zerovision.training.steps.context import TrainContext
+from zerovision.training.steps.carrier import Run, RunModel, RunTask, Start
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.steps.watch import Heartbeats, every_step, guard_of
+from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.collectives import gather_rows, ranks_per_machine
-from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
 
 BATCH_SIZE = 8
@@ -464,9 +466,9 @@ def evaluation_report(world: World):
     for buffer in engine.module.buffers():
         buffer.fill_(2)
     plan = BatchPlan(len(data.train), BATCH_SIZE, 1, world.size, 0)
-    context = dataclasses.replace(loop_context(world, engine, plan, 32), keeps_probabilities=True)
+    run = loop_run(world, engine, plan, 32, task=RunTask(keeps_probabilities=True))
     loader = Loader(data.val, EvaluationPlan(len(data.val), BATCH_SIZE, world.size), world.rank)
-    scores = evaluate(engine, loader, context)
+    scores = evaluate(engine, loader, run)
     engine.module.eval()
     images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
     with torch.no_grad():
@@ -498,20 +500,44 @@ def make_small_data(**options: Any):
     return make_dataset_pair(source, source, names, defaults, DataOptions(**options), "fingerprint")
 
 
-def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int = 8, **changes: Any) -> TrainContext:
-    """Return what the loop needs of a run without logs and checkpoints, at a constant learning rate."""
-    loggers = Loggers([])
-    values = {
-        "schedule": Schedule(0.01, total_steps=1, warmup_steps=0, final_scale=1.0),
-        "loggers": loggers,
-        "stop": StopRequest(),
-        "guard": NonFiniteGuard(engine, world, loggers, most_consecutive=0, name_of=str),
-        "heartbeat": HeartbeatWriter(None, 0, 0.0),
-        "timing": Timing(),
-    } | changes
-    fixed = {"num_classes": CLASSES, "image_shape": (3, image_size, image_size), "seed": 0}
-    fixed["step"] = Accumulate(build_loss(configuration(label_smoothing=0.0), [], [], world.device))
-    return TrainContext(world=world, plan=plan, **({"log_every_steps": 1, "epochs": 1} | fixed | values))
+def loop_run(
+    world: World,
+    engine: Engine,
+    plan: BatchPlan,
+    image_size: int = 8,
+    classes: int = CLASSES,
+    averages: Any = None,
+    settings: dict[str, Any] | None = None,
+    groups: int = 1,
+    **parts: Any,
+) -> Run:
+    """Return a run without logs and checkpoints, at a constant learning rate, with the observers of any training."""
+    data = SimpleNamespace(
+        preprocessing=SimpleNamespace(shape=(3, image_size, image_size)),
+        class_names=[f"class-{number}" for number in range(classes)],
+        train=SimpleNamespace(source=SimpleNamespace(name=str)),
+        label_targets=lambda device: None,
+    )
+    fixed: dict[str, Any] = {"log_every_steps": 1, "epochs": 1, "label_smoothing": 0.0}
+    run = Run(
+        config=configuration(**(fixed | (settings or {}))),
+        world=world,
+        start=Start(groups=groups),
+        folder=RunFolder(Path("nowhere"), "run"),
+        data=cast(Any, data),
+        plan=plan,
+        model=RunModel(cast(Any, None), averages=averages or WeightAverages(engine, 0.0, 0, plan.steps_per_epoch)),
+        state=TrainState(engine, ScoreSums(classes, world.device), Progress()),
+        schedule=Schedule(0.01, total_steps=1, warmup_steps=0, final_scale=1.0),
+        step=Accumulate(build_loss(configuration(label_smoothing=0.0), [], [], world.device)),
+    )
+    return observed(dataclasses.replace(run, **parts))
+
+
+def observed(run: Run, guard: NonFiniteGuard | None = None, *more: Observer) -> Run:
+    """Return a run with the observers of any training, and more."""
+    observers = [*every_step(run, guard or guard_of(run, 0)), Heartbeats(run.start.heartbeat), *more]
+    return dataclasses.replace(run, observers=Observers(observers, run.clock))
 
 
 def epoch_with_our_loop(world: World, strategy: str, engine: str):
@@ -522,11 +548,10 @@ def epoch_with_our_loop(world: World, strategy: str, engine: str):
     engine = make_engine(world, make_model(False), config)
     plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, config.gradient_accumulation_steps, world.size, 0)
     schedule = Schedule(config.learning_rate, total_steps=1, warmup_steps=0, final_scale=1.0)
-    context = loop_context(world, engine, plan, schedule=schedule)
-    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
-    train_one_epoch(state, Loader(make_small_data().train, plan, world.rank).epoch(0), context)
-    scores = state.sums.reduce(world)
-    context.stop.close()
+    run = loop_run(world, engine, plan, schedule=schedule)
+    train_one_epoch(run, Loader(make_small_data().train, plan, world.rank).epoch(0))
+    scores = run.state.sums.reduce(world)
+    run.start.stop.close()
     weights = weights_of(engine)
     engine.close()
     return {"weights": weights, "loss": scores.loss, "top1": scores.top1, "n": scores.samples}
@@ -543,11 +568,10 @@ def accuracy_of_mixed_images(world: World):
     engine = make_engine(world, copy.deepcopy(module), configuration())
     plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, 1, world.size, 0)
     schedule = Schedule(0.0, total_steps=1, warmup_steps=0, final_scale=1.0)
-    context = loop_context(world, engine, plan, schedule=schedule)
-    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
-    train_one_epoch(state, Loader(data.train, plan, world.rank).epoch(0), context)
-    scores = state.sums.reduce(world)
-    context.stop.close()
+    run = loop_run(world, engine, plan, schedule=schedule)
+    train_one_epoch(run, Loader(data.train, plan, world.rank).epoch(0))
+    scores = run.state.sums.reduce(world)
+    run.start.stop.close()
     engine.close()
     batches = [*Loader(data.train, plan, world.rank).epoch(0)]
     chosen = torch.cat([module(batch.images).argmax(1) for batch in batches])[:EPOCH_SAMPLES]

@@ -11,7 +11,6 @@ import torch
 from tests.training.out_of_memory_ranks import SETTINGS
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines import buckets
-from zerovision.training.prepare import FIRST_START
 from zerovision.training.run import set_up, train
 from zerovision.training.world.world import World
 
@@ -41,6 +40,6 @@ def run(world: World, log_dir: str, name: str, wrong: str = "", rank: int = 0, s
     if world.rank == rank and wrong == "gradients":
         next(module.parameters()).register_hook(flip)
     exit_code = train(context)
-    FIRST_START.stop.close()
+    context.start.stop.close()
     context.close()
     return exit_code

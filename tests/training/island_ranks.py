@@ -21,7 +21,7 @@ from tests.training.engine_ranks import (
     EPOCH_SAMPLES,
     HEAD,
     configuration,
-    loop_context,
+    loop_run,
     make_batch,
     make_engine,
     make_model,
@@ -39,6 +39,7 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.islands.engine import APPLIED_STEPS, OUTER_WEIGHTS, OuterSteps
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe.observer import Seen, StepDone
 from zerovision.training.recipe.optimizer import OPTIONS, build_optimizer
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.tasks.scores import ScoreSums, sample_losses
@@ -85,19 +86,18 @@ def train(
     plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES // world.size, world.size, 0, groups=islands)
     log = Recorder()
     outer = OuterSteps(engine, config, EPOCHS * plan.steps_per_epoch, Loggers([log]))
-    guard = NonFiniteGuard(engine, world, Loggers([]), 0, str, by_group=True)
-    context = loop_context(world, engine, plan, averages=outer, guard=guard)
-    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
+    whole = loop_run(world, engine, plan, averages=outer, groups=islands)
+    state = whole.state
     loader = Loader(make_small_data().train, plan, world.rank)
     found: dict[str, Any] = {}
     for epoch in range(EPOCHS):
         state.progress = Progress(epoch=epoch)
-        train_one_epoch(state, loader.epoch(epoch), context)
+        train_one_epoch(whole, loader.epoch(epoch))
         engine.buffers.average(world)
         found[f"islands after {epoch}"] = digests(whole_tensors(engine)["weights"])
         with outer.in_use():
             found[f"exported after {epoch}"] = digests(gather_weights(engine, world))
-    context.stop.close()
+    whole.start.stop.close()
     own = [state[OUTER_WEIGHTS].reshape(-1) for state in engine.optimizer.state.values()]
     ours = torch.cat([torch.empty(0), *own])
     every = gather_rows(ours, engine.peers)
@@ -214,10 +214,11 @@ def skip_on_one(world: World) -> dict[str, Any]:
     config = island_configuration(world, world.size)
     engine = make_engine(world, make_model(True), config, groups=world.size)
     log = Recorder()
-    guard = NonFiniteGuard(engine, world, Loggers([log]), 0, "photo-{}".format, by_group=True)
+    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
+    guard = NonFiniteGuard(state, world, Loggers([log]), 0, "photo-{}".format, by_group=True)
     before: dict[int, dict[str, str]] = {}
     for step in range(3):
-        guard.before_step()
+        guard.before_step(step)
         for micro_step in range(LEAVES // world.size):
             images, labels = make_batch(step, world.rank * LEAVES + micro_step)
             if step == 1 and world.rank == world.size - 1:
@@ -225,14 +226,15 @@ def skip_on_one(world: World) -> dict[str, Any]:
             losses = sample_losses(engine.forward(images), labels)
             engine.backward(losses.mean())
             result = engine.step()
-            guard.note(Batch(images, labels, torch.ones(BATCH_SIZE), torch.arange(BATCH_SIZE)), losses)
-        guard.after_step(result, step + 1)
+            batch = Batch(images, labels, torch.ones(BATCH_SIZE), torch.arange(BATCH_SIZE))
+            guard.seen(Seen(batch, losses, losses, losses))
+        guard.after_step(StepDone(step, result))
         before[step] = digests(dict(engine.module.named_parameters()) | dict(engine.module.named_buffers()))
     guard.settle()
     applied = engine.state().buffers[APPLIED_STEPS].tolist()
     engine.close()
     return {
-        "counts": [guard.skipped, guard.consecutive],
+        "counts": [state.progress.skipped_steps, state.progress.bad_steps_in_row],
         "messages": log.messages,
         "applied": applied,
         "changed": [before[step] != before[step - 1] for step in (1, 2)],

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from zerovision.models import MODELS
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.engines.strategies import STRATEGIES
-from zerovision.training.prepare import FIRST_START
 from zerovision.training.run import set_up, train
 from zerovision.training.world.world import start_world, stop_world
 
@@ -39,7 +38,7 @@ def main() -> int:
         context.close()
         if exit_code:
             return exit_code
-    FIRST_START.stop.close()
+    context.start.stop.close()
     stop_world()
     return 0
 

@@ -12,13 +12,17 @@ import torch.distributed as dist
 
 from tests.kit import Recorder
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers
+from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.build_engine import form_ranks
 from zerovision.training.engines.engine import Engine, StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.observe.observer import Seen, StepDone
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world import collectives
 from zerovision.training.world.collectives import (
     barrier,
@@ -81,9 +85,11 @@ def skip(world: World, tensor: int, pipeline: int) -> list[str]:
     """Return what a rank says of a step in which the ranks at the last place of data have a loss that is not finite."""
     data, log = form_mesh(world, {"pipeline_parallel": pipeline, "tensor_parallel": tensor}).data, Recorder()
     engine = cast(Engine, SimpleNamespace(buffers=ModelBuffers(torch.nn.Identity()), loss_scale=None))
-    guard = NonFiniteGuard(engine, data, Loggers([log]), 0, "{}.png".format)
-    guard.before_step()
+    state = TrainState(engine, ScoreSums(2, data.device), Progress())
+    guard = NonFiniteGuard(state, data, Loggers([log]), 0, "{}.png".format)
+    guard.before_step(0)
     batch = Batch(torch.zeros(1, 1, 2, 2), torch.zeros(1), torch.ones(1), torch.tensor([data.rank]))
-    guard.note(batch, torch.tensor([torch.nan if data.rank == data.size - 1 else 1.0]))
-    guard.after_step(StepResult(False, torch.inf), 1)
+    losses = torch.tensor([torch.nan if data.rank == data.size - 1 else 1.0])
+    guard.seen(Seen(batch, losses, losses, losses))
+    guard.after_step(StepDone(0, StepResult(False, torch.inf)))
     return log.messages

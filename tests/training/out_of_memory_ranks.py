@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import hashlib
 import json
 import re
@@ -18,8 +17,8 @@ from zerovision.planning.search import predicted_tensors
 from zerovision.training.base.run_folder import BATCH_SIZE
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.torch_engine import TorchEngine
-from zerovision.training.prepare import FIRST_START
 from zerovision.training.run import set_up, train
+from zerovision.training.steps.carrier import Start
 from zerovision.training.world.world import World
 
 SETTINGS: dict[str, Any] = {"data": "fake", "model_type": "basic_cnn", "image_size": 16, "epochs": 1}
@@ -34,7 +33,7 @@ def run(world: World, log_dir: str, name: str, rate_trial_steps: int = 100, **ch
     with mock.patch("zerovision.training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps):
         context = set_up(config, world)
     result: dict[str, Any] = {"code": train(context)}
-    FIRST_START.stop.close()
+    context.start.stop.close()
     context.close()
     if context.folder.weights.exists():
         result["weights"] = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
@@ -58,7 +57,6 @@ def find_batch_size(
         Exit code, what the run's folder says of the search, and the sha256 of the exported weights.
     """
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name, "batch_size": "auto"} | changes))
-    start = dataclasses.replace(FIRST_START, plan_memory=predicted_tensors)
     is_short, forward = world.rank == FAILING_RANK, TorchEngine.forward
 
     def fail(engine: TorchEngine, images: torch.Tensor) -> torch.Tensor:
@@ -69,10 +67,10 @@ def find_batch_size(
     with mock.patch.object(TorchEngine, "forward", fail):
         if is_short and limit_mb:
             by_limit(limit_mb)
-        context = set_up(config, world, start)
-        result: dict[str, Any] = {"code": train(context, start)}
+        context = set_up(config, world, Start(plan_memory=predicted_tensors))
+        result: dict[str, Any] = {"code": train(context)}
     _set_soft_limit(resource.RLIM_INFINITY)
-    FIRST_START.stop.close()
+    context.start.stop.close()
     context.close()
     weights = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
     found = context.folder.path / BATCH_SIZE

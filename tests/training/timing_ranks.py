@@ -13,24 +13,22 @@ from tests.kit import Recorder
 from tests.training.engine_ranks import (
     CLASSES,
     configuration,
-    loop_context,
+    loop_run,
     make_engine,
     make_model,
     make_small_data,
 )
 from zerovision.training.base.heartbeat import HeartbeatWriter
-from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.timing import SpanClock, measured_communication, shares
-from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.loop import train_one_epoch
-from zerovision.training.observe.step_metrics import Timing, name_hosts
-from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
-from zerovision.training.tasks.scores import ScoreSums
+from zerovision.training.observe.device_use import name_hosts
+from zerovision.training.steps import step_metrics
+from zerovision.training.steps.carrier import Start
 from zerovision.training.world.world import World
 
 STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.06
@@ -102,21 +100,19 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     if (sleeps and sleeps_in == "forward") or sleeps_in == "logging":
         engine.forward = sleeping_forward(engine.forward)
     plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
-    hosts, heard, clock = (f"{name}-{rank}" for rank, name in enumerate(name_hosts(world))), Recorder(), SpanClock()
+    hosts, heard, clock = [f"{name}-{rank}" for rank, name in enumerate(name_hosts(world))], Recorder(), SpanClock()
     loggers = Loggers([heard] if world.is_main else [])
-    timing = Timing(clock, hosts=tuple(hosts))
-    guard = NonFiniteGuard(engine, world, loggers, most_consecutive=0, name_of=str)
     heartbeat = (SleepingReport if sleeps and sleeps_in == "logging" else HeartbeatWriter)(None, 0, 0.0)
-    values = {"loggers": loggers, "guard": guard, "heartbeat": heartbeat, "timing": timing, "log_every_steps": 6}
-    context = loop_context(world, engine, plan, **values)
-    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
+    parts = {"loggers": loggers, "start": Start(heartbeat=heartbeat), "clock": clock}
+    with mock.patch.object(step_metrics, "name_hosts", return_value=hosts):
+        run = loop_run(world, engine, plan, settings={"log_every_steps": 6}, **parts)
     batches = Loader(make_small_data().train, plan, world.rank).epoch(0)
     if sleeps and sleeps_in == "data":
         batches = sleeping_in_batches(batches)
     busy = mock.patch("psutil.cpu_percent", return_value=25.0 * (world.rank + 1))
     with measured_communication(clock), busy:
-        train_one_epoch(state, batches, context)
-        context.stop.close()
+        train_one_epoch(run, batches)
+        run.start.stop.close()
     engine.close()
     return {
         "messages": heard.messages,

@@ -27,6 +27,7 @@ from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, fake, load_data
 from zerovision.training.data.reader import Batch
+from zerovision.training.observe.observer import Seen
 from zerovision.training.observe.sample_history import SampleHistory
 from zerovision.training.world.world import World
 
@@ -315,13 +316,14 @@ def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path,
 
     # What it said of the images while it learned from them counts, too: of ten of them, always another class.
     before, labels = suspected(), data.train.source.labels
-    history = SampleHistory(run, World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu")), 1)
+    history = SampleHistory(run, World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu")), 1, 1)
     said = labels.clone()
     chosen = torch.nonzero(labels == 3)[:10, 0]
     said[chosen] = 5
     batch = Batch(torch.empty(0), labels, torch.ones(len(labels)), torch.arange(len(labels)))
-    history.add(batch, 30.0 * torch.nn.functional.one_hot(said, 10), 0)
-    history.write(0)
+    logits = 30.0 * torch.nn.functional.one_hot(said, 10)
+    history.seen(Seen(batch, logits[:, 0], logits, logits[:, 0]))
+    history.after_steps()
     audit(AuditSettings(data="digits", run=str(run), output=str(tmp_path / "audit")))
     wrong = {f"train {data.train.source.name(index)}" for index in chosen.tolist()}
     assert set() < suspected() - before <= wrong  # not all, as classifiers that did not see them are sure

@@ -24,8 +24,8 @@ from zerovision.training.config.global_batch import few_steps_note, micro_batche
 from zerovision.training.data import load_data
 from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.observe.memory_limit import FILL, memory_room
-from zerovision.training.prepare import FIRST_START
 from zerovision.training.run import run
+from zerovision.training.steps.carrier import Start
 
 CPU = torch.device("cpu")
 
@@ -165,7 +165,7 @@ RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "epochs": 
 OUTPUT = {"progress": "off", "tensorboard": False, "report": False}
 
 
-def train(log_dir, name, start=FIRST_START, code=0, **changes):
+def train(log_dir, name, start=None, code=0, **changes):
     """Train, and return the run's folder with its configuration."""
     config = TrainConfig(**(RECIPE | OUTPUT | {"log_dir": str(log_dir), "run_name": name} | changes))
     assert run(config, start) == code
@@ -226,9 +226,7 @@ def needs_all(monkeypatch, planned):
     monkeypatch.setattr(auto_batch_size, "memory_room", lambda *_: 1000)
     monkeypatch.setattr(auto_batch_size, "used_memory", lambda *_: 500)
     monkeypatch.setattr(auto_batch_size, "peak_memory", lambda *_: 1500)
-    return dataclasses.replace(
-        FIRST_START, plan_memory=lambda _, configs: [planned[one.activation_checkpointing] for one in configs]
-    )
+    return Start(plan_memory=lambda _, configs: [planned[one.activation_checkpointing] for one in configs])
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_does(tmp_path, monkeypatch, capsys):

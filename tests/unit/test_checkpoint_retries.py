@@ -10,21 +10,21 @@ import os
 import signal
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_checkpoints import ALONE, IDENTITY, PretendedRank, holds_weights_of, newest
 
 from zerovision.training.base.errors import CANNOT_SAVE_EXIT_CODE, USER_ERROR_EXIT_CODE, RunEnded, UserError
-from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_logger import Loggers
-from zerovision.training.checkpoint import saver as saver_module
 from zerovision.training.checkpoint import store
 from zerovision.training.checkpoint.restore import TrainState
-from zerovision.training.checkpoint.saver import Saver
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.run import run
+from zerovision.training.steps import saver as saver_module
+from zerovision.training.steps.carrier import Run, RunModel, Start
+from zerovision.training.steps.saver import Saver
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.signals import StopRequest
 
@@ -45,13 +45,16 @@ class Training:
         plan = BatchPlan(STEPS_PER_EPOCH, 1, 1, 1, seed=0)
         self.folder, self.engine = folder, PretendedRank()
         self.engine.applied_steps = 9
-        report = HeartbeatWriter(None, 0, 0.0)
         self.sums = ScoreSums(2, ALONE.device)
         self.sums.restore(self.engine.epoch_sums)
         self.state = TrainState(self.engine, self.sums, Progress())
-        run = (folder, IDENTITY, config, plan, self.state, ALONE, Loggers([]), report)
-        self.saver = Saver(*run, 60.0, lambda: self.now, self.sleep)
-        self.step, self.stop, self.signal_at = 0, StopRequest(), math.inf
+        start, paths = Start(), SimpleNamespace(checkpoints=folder)
+        run = Run(
+            config=config, world=ALONE, start=start, folder=paths, plan=plan, model=RunModel(None), state=self.state
+        )
+        guard = SimpleNamespace(settle=lambda: None)
+        self.saver = Saver(run, IDENTITY, guard, lambda: self.now, self.sleep)
+        self.step, self.stop, self.signal_at = 0, start.stop, math.inf
 
     def _refusing(self, write, counts):
         def refuse_or_write(*arguments, **options):
@@ -90,7 +93,7 @@ class Training:
 
     def finish(self, **options) -> None:
         self.state.progress = self.progress
-        self.saver.finish(self.stop, **options)
+        self.saver.finish(**options)
 
     def newest_step(self) -> int:
         progress = newest(self.folder)[0].manifest.progress

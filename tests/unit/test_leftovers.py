@@ -158,7 +158,7 @@ def test_the_next_start_of_a_run_removes_what_a_dead_library_left_however_fresh(
     assert all(path.exists() for path in written), "a living process writes them"
     for file in open_ones:
         file.close()
-    create_run_folder(TrainConfig(run_name="digits", log_dir=str(tmp_path)), Origin())[1].close()
+    create_run_folder(TrainConfig(run_name="digits", log_dir=str(tmp_path)), Origin()).lock.close()
     assert not any(path.exists() for path in (*written, other))
 
 

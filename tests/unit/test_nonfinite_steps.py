@@ -15,11 +15,13 @@ from torch import nn
 from tests.kit import Recorder, assert_equal
 from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from zerovision.training.base.leaves import Leaves
+from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.precision import DynamicLossScale
+from zerovision.training.observe.observer import Seen, StepDone
 from zerovision.training.steps.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
 from zerovision.training.tasks.scores import sample_losses
 
@@ -39,23 +41,30 @@ def batch_of(indices, seed=0):
 class Run:
     """A step guard over a real model, of which only the engine's decision to skip is played."""
 
-    def __init__(self, most_consecutive=0, loss_scale=None, **counts):
+    def __init__(self, most_consecutive=0, loss_scale=None, skipped=0, consecutive=0):
         self.model, self.log = small_model(), Recorder()
         engine = SimpleNamespace(module=self.model, loss_scale=loss_scale, buffers=ModelBuffers(self.model))
-        self.guard = NonFiniteGuard(
-            engine, ALONE, Loggers([self.log]), most_consecutive, "photo-{}.png".format, **counts
+        self.state = SimpleNamespace(
+            engine=engine, progress=Progress(skipped_steps=skipped, bad_steps_in_row=consecutive)
         )
+        self.guard = NonFiniteGuard(self.state, ALONE, Loggers([self.log]), most_consecutive, "photo-{}.png".format)
         self.step_number = 0
 
     def step(self, result, *batches, spoil=lambda losses: losses):
         self.step_number += 1
-        self.guard.before_step()
+        self.guard.before_step(self.step_number - 1)
         for batch in batches or [batch_of([1, 2, 3])]:
             losses = sample_losses(self.model(batch.images), batch.labels)
-            self.guard.note(batch, spoil(losses))
-        return self.guard.after_step(result, self.step_number)
+            self.guard.seen(Seen(batch, losses, losses, spoil(losses)))
+        done = StepDone(self.step_number - 1, result)
+        self.guard.after_step(done)
+        return done.applied
 
-    def state(self):
+    @property
+    def counts(self):
+        return self.state.progress.skipped_steps, self.state.progress.bad_steps_in_row
+
+    def buffers(self):
         return copy.deepcopy(dict(self.model.named_buffers()))
 
 
@@ -66,11 +75,11 @@ def test_no_images_are_kept_until_the_step_is_over(deferred):
     batch.images[1] = torch.nan
     images = weakref.ref(batch.images)
     losses = sample_losses(run.model(batch.images), batch.labels).detach()
-    run.guard.before_step()
-    run.guard.note(batch, losses)
+    run.guard.before_step(0)
+    run.guard.seen(Seen(batch, losses, losses, losses))
     del batch
     assert images() is None
-    run.guard.after_step(on_the_device(False) if deferred else SKIPPED, 1)
+    run.guard.after_step(StepDone(0, on_the_device(False) if deferred else SKIPPED))
     run.guard.settle()
     assert run.log.messages[0].endswith("an image is not finite on rank 0, samples photo-2.png")
 
@@ -83,11 +92,11 @@ def test_a_skipped_step_leaves_no_trace_in_batchnorm():
         good = batch_of([1, 2, 3], seed)
         assert run.step(APPLIED, good)
         undisturbed(good.images)
-        before = run.state()
+        before = run.buffers()
         assert not run.step(SKIPPED, good, broken)
-        assert_equal(run.state(), before)
-    assert_equal(run.state(), dict(undisturbed.named_buffers()))
-    assert run.guard.skipped == 4
+        assert_equal(run.buffers(), before)
+    assert_equal(run.buffers(), dict(undisturbed.named_buffers()))
+    assert run.counts[0] == 4
 
 
 def test_an_applied_step_keeps_its_statistics():
@@ -95,37 +104,37 @@ def test_an_applied_step_keeps_its_statistics():
     assert run.step(APPLIED, batch_of([1, 2]), batch_of([3, 4], seed=1))
     for seed, indices in enumerate(([1, 2], [3, 4])):
         plain(batch_of(indices, seed).images)
-    assert_equal(run.state(), dict(plain.named_buffers()))
+    assert_equal(run.buffers(), dict(plain.named_buffers()))
     assert run.log.messages == run.log.events == []
 
 
 def test_a_micro_step_without_an_update_counts_as_good():
     run = Run(consecutive=3, skipped=3)
     assert run.step(None)
-    assert (run.guard.skipped, run.guard.consecutive) == (3, 0)
+    assert run.counts == (3, 0)
 
 
 def test_counts_go_on_after_a_resume_and_begin_anew_after_a_good_step():
     run = Run(most_consecutive=4, skipped=7, consecutive=2)
     run.step(SKIPPED)
-    assert (run.guard.skipped, run.guard.consecutive) == (8, 3)
+    assert run.counts == (8, 3)
     run.step(APPLIED)
     for count in (1, 2, 3):
         run.step(SKIPPED)
-        assert (run.guard.skipped, run.guard.consecutive) == (8 + count, count)
-    before = run.state()
+        assert run.counts == (8 + count, count)
+    before = run.buffers()
     with pytest.raises(RunEnded, match="4 steps in a row") as caught:
         run.step(SKIPPED)
     assert caught.value.exit_code == TOO_MANY_BAD_STEPS_EXIT_CODE
     assert str(caught.value).isprintable()
-    assert_equal(run.state(), before)
+    assert_equal(run.buffers(), before)
 
 
 def test_no_limit_is_no_limit():
     run = Run(most_consecutive=0)
     for _ in range(30):
         assert not run.step(SKIPPED)
-    assert run.guard.consecutive == 30
+    assert run.counts[1] == 30
 
 
 def with_broken_image(value):
@@ -171,11 +180,11 @@ def test_micro_batches_of_an_earlier_step_are_forgotten():
 
 def test_a_search_of_fp16s_loss_scale_is_no_bad_step():
     run = Run(most_consecutive=1, loss_scale=DynamicLossScale(2.0**10))
-    before = run.state()
+    before = run.buffers()
     for _ in range(5):
         assert not run.step(SKIPPED)
-    assert (run.guard.skipped, run.guard.consecutive, run.log.events) == (5, 0, [])
-    assert_equal(run.state(), before)
+    assert (*run.counts, run.log.events) == (5, 0, [])
+    assert_equal(run.buffers(), before)
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
@@ -325,17 +334,17 @@ def test_a_verdict_on_the_device_undoes_the_step_at_once_and_is_told_when_it_is_
         run.step(on_the_device(True))
         other.step(APPLIED)
     run.step(on_the_device(False), spoil=lambda losses: losses * torch.tensor([1.0, float("nan"), 1.0]))
-    assert_equal(run.state(), other.state())
-    assert run.guard.skipped == 0
+    assert_equal(run.buffers(), other.buffers())
+    assert run.counts[0] == 0
     assert run.log.messages == []
     run.guard.settle()
-    assert (run.guard.skipped, run.guard.consecutive) == (1, 1)
+    assert run.counts == (1, 1)
     assert "step 3 skipped on all ranks (1 in a row): the loss is not finite on rank 0, samples photo-2.png" in (
         run.log.messages
     )
     run.step(on_the_device(True))
     run.guard.settle()
-    assert (run.guard.skipped, run.guard.consecutive) == (1, 0)
+    assert run.counts == (1, 0)
     run.guard.settle()
     assert len(run.log.messages) == 1
 

@@ -149,7 +149,7 @@ def test_a_file_system_without_renames_is_refused_before_training(
         create_run_folder(config, Origin())
     monkeypatch.undo()
     assert not list((run / "checkpoints").iterdir())
-    create_run_folder(config, Origin())[1].close()
+    create_run_folder(config, Origin()).lock.close()
 
 
 @pytest.mark.parametrize(("restarts", "error"), [(0, UserError), (1, AnotherStartNeededError)])
@@ -166,11 +166,11 @@ def test_a_full_disk_refuses_a_new_run_and_lets_a_restart_be_tried_again(tmp_pat
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_the_folder_of_a_run_is_held_until_the_lock_is_closed(tmp_path: Path, run: Path, hold: Hold, resume: str):
     config = TrainConfig(run_name="digits", log_dir=str(tmp_path), resume=resume)
-    folder, lock = create_run_folder(config, Origin())
+    folder = create_run_folder(config, Origin())
     assert folder.path == run
     with pytest.raises(AssertionError):
         hold()
-    lock.close()
+    folder.lock.close()
     hold()
 
 
@@ -179,15 +179,15 @@ def test_runs_of_one_second_whose_names_nobody_chose_have_folders_of_their_own(t
     config = TrainConfig(model_type="timm:a/b", log_dir=str(tmp_path))
     created = [create_run_folder(config, Origin()) for _ in range(3)]
     name = "20261126-120000-timm-a-b-ddp"
-    assert [folder.name for folder, _ in created] == [name, f"{name}-2", f"{name}-3"]
-    for _, lock in created:
-        lock.close()
+    assert [folder.name for folder in created] == [name, f"{name}-2", f"{name}-3"]
+    for folder in created:
+        folder.lock.close()
     # A restart is told the name, and stays in its folder; a name that somebody chose is refused as before.
     named = TrainConfig(log_dir=str(tmp_path), run_name=f"{name}-2")
-    again, lock = create_run_folder(named, Origin("launch", restarts=1))
-    assert again == created[1][0]
-    lock.close()
-    create_run_folder(named, Origin())[1].close()  # none has come so far that it wrote a line
+    again = create_run_folder(named, Origin("launch", restarts=1))
+    assert again == created[1]
+    again.lock.close()
+    create_run_folder(named, Origin()).lock.close()  # none has come so far that it wrote a line
     again.metrics.write_text("{}\n")
     with pytest.raises(UserError, match="already contains a run"):
         create_run_folder(named, Origin())

@@ -8,6 +8,7 @@ import torch
 
 from tests.kit import assert_same_but_rounding
 from zerovision.training.data.reader import Batch
+from zerovision.training.observe.observer import Seen
 from zerovision.training.observe.sample_history import HISTORY, MOST_EPOCHS, SampleHistory, mean_probabilities
 from zerovision.training.world.world import World
 
@@ -27,7 +28,12 @@ def batch(indices: torch.Tensor, **changes: object) -> Batch:
 
 def add(history: SampleHistory, epoch: int, indices: torch.Tensor) -> None:
     for some in indices.split(8):
-        history.add(batch(some), LOGITS[epoch, some], epoch)
+        see(history, epoch, batch(some), LOGITS[epoch, some])
+
+
+def see(history, epoch, batch, logits):
+    history.before_step(epoch)
+    history.seen(Seen(batch, logits[:, 0], logits, logits[:, 0]))
 
 
 def kept(folder):
@@ -40,11 +46,11 @@ def means(folder):
 
 @pytest.fixture
 def whole(tmp_path):
-    history = SampleHistory(tmp_path / "whole", world(), EPOCHS)
+    history = SampleHistory(tmp_path / "whole", world(), EPOCHS, 1)
     (tmp_path / "whole").mkdir()
     for epoch in range(EPOCHS):
         add(history, epoch, torch.randperm(IMAGES))
-        history.write(epoch)
+        history.after_steps()
     return tmp_path / "whole"
 
 
@@ -55,34 +61,34 @@ def test_means_are_those_of_softmax(whole):
 def test_an_epoch_that_was_interrupted_and_goes_on_before_that_has_the_same_bytes(whole, tmp_path):
     for epoch in range(EPOCHS):
         for first, last in ((0, 24), (16, IMAGES)):
-            history = SampleHistory(tmp_path, world(), EPOCHS)
+            history = SampleHistory(tmp_path, world(), EPOCHS, 1)
             add(history, epoch, torch.arange(first, last))
-            history.write(epoch)
+            history.after_steps()
     assert kept(tmp_path) == kept(whole)
 
 
 def test_padding_and_mixed_and_broken_images_are_left_out(tmp_path):
-    history = SampleHistory(tmp_path, world(), 1)
+    history = SampleHistory(tmp_path, world(), 1, 1)
     everything = torch.arange(IMAGES)
     logits = LOGITS[0].clone()
     logits[7] = torch.nan
-    history.add(batch(everything, targets=torch.ones(IMAGES, CLASSES)), logits, 0)
-    history.write(0)
+    see(history, 0, batch(everything, targets=torch.ones(IMAGES, CLASSES)), logits)
+    history.after_steps()
     assert not (tmp_path / HISTORY).exists()
-    history.add(batch(everything, weights=(everything != 3).float()), logits, 0)
-    history.write(0)
+    see(history, 0, batch(everything, weights=(everything != 3).float()), logits)
+    history.after_steps()
     assert np.flatnonzero(np.isnan(means(tmp_path)).any(1)).tolist() == [3, 7]
     # An image of which there are two views has the mean of both.
-    history.add(batch(torch.tensor([5])), LOGITS[1, 5:6], 0)
-    history.write(0)
+    see(history, 0, batch(torch.tensor([5])), LOGITS[1, 5:6])
+    history.after_steps()
     assert_same_but_rounding(means(tmp_path)[5], LOGITS[:, 5].softmax(1).mean(0))
 
 
 def test_of_a_long_run_epochs_at_equal_distances_are_kept(tmp_path):
-    history = SampleHistory(tmp_path, world(), 2 * MOST_EPOCHS + 1)
+    history = SampleHistory(tmp_path, world(), 2 * MOST_EPOCHS + 1, 1)
     for epoch in range(2 * MOST_EPOCHS + 1):
-        history.add(batch(torch.arange(4)), LOGITS[0, :4], epoch)
-        history.write(epoch)
+        see(history, epoch, batch(torch.arange(4)), LOGITS[0, :4])
+        history.after_steps()
     assert sorted(kept(tmp_path)) == [f"{epoch:03}.npy" for epoch in range(3, 2 * MOST_EPOCHS + 2, 3)]
 
 

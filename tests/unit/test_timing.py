@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gzip
 import json
 import threading
@@ -19,11 +18,9 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from tests.kit import Recorder
-from tests.training.engine_ranks import loop_context
-from zerovision.training.base.progress import Progress
+from tests.training.engine_ranks import loop_run
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
-from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.deepspeed.engine import TimedBackend
@@ -32,10 +29,11 @@ from zerovision.training.engines.flops import TrainingFlops, peak_tflops
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe import slow_ranks
+from zerovision.training.observe.device_use import DeviceGauge
+from zerovision.training.observe.observer import StepDone
 from zerovision.training.observe.profiler import StepProfiler, costliest_operators
 from zerovision.training.observe.slow_ranks import SlowRankDetector, work_seconds
-from zerovision.training.observe.step_metrics import LogPace, Timing, device_use
-from zerovision.training.tasks.scores import ScoreSums
+from zerovision.training.steps.step_metrics import LogPace
 from zerovision.training.world.collectives import (
     barrier,
     broadcast_object,
@@ -219,11 +217,9 @@ def epoch_by_hand(waits, forward_seconds, log_every_steps):
             yield Batch(images, indices, torch.ones(1), indices)
 
     world = World(0, 0, 1, 1, torch.device("cpu"))
-    engine, loggers, timing = PlainEngine(), Loggers([logger]), Timing(SpanClock(marks))
-    values = {"loggers": loggers, "timing": timing, "num_classes": 2, "log_every_steps": log_every_steps}
-    context = loop_context(world, engine, BatchPlan(len(waits), 1, 1, 1, 0), 2, **values)
-    state = TrainState(engine, ScoreSums(2, world.device), Progress())
-    return train_one_epoch(state, batches(), context), logger.points
+    parts = {"loggers": Loggers([logger]), "clock": SpanClock(marks), "settings": {"log_every_steps": log_every_steps}}
+    run = loop_run(world, PlainEngine(), BatchPlan(len(waits), 1, 1, 1, 0), 2, classes=2, **parts)
+    return train_one_epoch(run, batches()), logger.points
 
 
 def test_the_wait_for_data_is_the_devices():
@@ -263,16 +259,17 @@ def test_the_utilization_is_nvmls_or_none_and_asked_for_every_5_seconds(monkeypa
     monkeypatch.setattr(torch.cuda, "utilization", ask)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     monkeypatch.setattr(time, "monotonic", clock)
-    world, timing = World(0, 0, 1, 1, torch.device("cuda", 0)), Timing()
-    assert device_use(100.0, timing, world)[3:6] == (None, None, utilization)
+    world = World(0, 0, 1, 1, torch.device("cuda", 0))
+    gauge = DeviceGauge(world, SimpleNamespace(path=Path()), None)
+    assert gauge.read(100.0)[3:6] == (None, None, utilization)
     clock.return_value = 104.9
-    assert device_use(100.0, timing, world)[3:6] == (None, None, utilization)
+    assert gauge.read(100.0)[3:6] == (None, None, utilization)
     ask.assert_called_once_with(world.device)
     clock.return_value = 105.0
-    assert device_use(100.0, timing, world)[3:6] == (None, None, 0.5)
-    assert device_use(100.0, timing, world).disk_free_bytes > 0
-    gone = dataclasses.replace(timing, folder=Path("/nothing/there"))
-    assert device_use(100.0, gone, world).disk_free_bytes is None
+    assert gauge.read(100.0)[3:6] == (None, None, 0.5)
+    assert gauge.read(100.0).disk_free_bytes > 0
+    gone = DeviceGauge(world, SimpleNamespace(path=Path("/nothing/there")), None)
+    assert gone.read(100.0).disk_free_bytes is None
 
 
 # A slow rank.
@@ -417,18 +414,18 @@ def test_peaks(name, peak):
 
 def profiled(folder, asked, left, done):
     clock, messages = SpanClock(), Recorder()
-    profiler = StepProfiler(asked, folder, clock, Loggers([messages]))
+    profiler = StepProfiler(asked, left, folder, clock, Loggers([messages]))
     layer = nn.Linear(8, 8)
-    profiler.begin_epoch(left)
-    for _ in range(done):
+    for position in range(done):
+        profiler.before_step(position)
         with clock.forward:
             loss = layer(torch.ones(2, 8)).sum()
         with clock.backward:
             loss.backward()
         with clock.optimizer:
             layer.zero_grad()
-        profiler.after_step()
-    profiler.end_epoch()
+        profiler.after_step(StepDone(position, None))
+    profiler.after_steps()
     with clock.forward:
         pass
     return messages.messages

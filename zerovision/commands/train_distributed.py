@@ -35,10 +35,10 @@ def train(arguments: list[str]) -> int:
     from zerovision.delivery.end_of_run import leave_files
     from zerovision.planning.search import predicted_tensors
     from zerovision.training.base.run_lock import Origin
-    from zerovision.training.prepare import RunStart
     from zerovision.training.run import run
+    from zerovision.training.steps.carrier import Start
 
-    start = RunStart(Origin.of(os.environ), heartbeat, predicted_tensors)
+    start = Start(Origin.of(os.environ), heartbeat, predicted_tensors)
     try:
         exit_code = run(config, start, leave_files)
     except UserError:

@@ -35,13 +35,13 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepInput, StepResult, TimedEngine
 from zerovision.training.epoch import begin_epoch
 from zerovision.training.loop import train_one_epoch
+from zerovision.training.observe.observer import Observers, Seen
 from zerovision.training.observe.step_hashes import StepHashes, hashed_parameters
-from zerovision.training.prepare import FIRST_START
 from zerovision.training.run import set_up
-from zerovision.training.setup import Run, train_context
+from zerovision.training.steps.carrier import Run
+from zerovision.training.steps.watch import every_step, guard_of
 from zerovision.training.world.mesh_sizes import data_ranks
 from zerovision.training.world.preserved_process import preserved_process
-from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import start_world
 
 MOST_PICTURES = 600  # of one sheet
@@ -54,7 +54,6 @@ class WatchedStep:
     Attributes:
         number: of that step in the run, from 1.
         context: of the replay.
-        stop: of the replay.
         before, after: the parameters by name, float32 in CPU memory.
         gradients: of those that are trained, before clipping.
         seen: each micro-batch, with the images as the network saw them, and its losses [B].
@@ -63,7 +62,6 @@ class WatchedStep:
 
     number: int
     context: Run
-    stop: StopRequest = field(default_factory=StopRequest)
     before: dict[str, torch.Tensor] = field(default_factory=dict)
     after: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -78,7 +76,7 @@ class WatchedStep:
 
         def keep(batch: Batch, losses: torch.Tensor, logits: torch.Tensor, *more: torch.Tensor) -> None:
             self.seen.append((batch, losses.detach()))
-            self.hasher.note(batch.images, logits, 0)
+            self.hasher.seen(Seen(batch, losses, logits, losses))
             given.note(batch, losses, logits, *more)
 
         def add(gradient: torch.Tensor, name: str) -> None:
@@ -89,13 +87,14 @@ class WatchedStep:
         trained = [(name, one) for name, one in engine.engine.module.named_parameters() if one.requires_grad]
         for name, parameter in trained:
             parameter.register_hook(partial(add, name=name))  # called once for each leaf
-        self.stop.request(signal.SIGINT)
+        self.context.start.stop.request(signal.SIGINT)
         return self.context.step(engine, given._replace(note=keep))
 
     @functools.cached_property
     def hasher(self) -> StepHashes:
         """Hashes this step alone."""
-        return StepHashes(1, self.context.world, self.context.plan.leaves, self.context.state.engine.module)
+        context = self.context
+        return StepHashes(1, context.world, context.plan.leaves, context.state.engine, Loggers([]))
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this moment by name."""
@@ -170,26 +169,26 @@ def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
 
 def _train(watched: WatchedStep) -> None:
     """Train up to the step as the run did, without its evaluations, which change nothing that a step depends on."""
-    context = dataclasses.replace(watched.context, loggers=Loggers([]))
-    state = context.state
-    if context.found is not None:
-        restore(context.found, state, context.world)
-    start = dataclasses.replace(FIRST_START, stop=watched.stop)
-    loop = dataclasses.replace(train_context(context, start), step=watched, saver=None)
+    run = dataclasses.replace(watched.context, loggers=Loggers([]), step=watched)
+    state, found = run.state, run.start.found
+    if found is not None:
+        restore(found, state, run.world)
+    observers = every_step(run, guard_of(run, most_consecutive=0))
+    run = dataclasses.replace(run, observers=Observers(observers, run.clock))
     while not watched.seen:
-        begin_epoch(context)
-        if state.progress.step < context.plan.steps_per_epoch:
-            train_one_epoch(state, context.train_loader.epoch(state.progress.epoch, state.progress.step), loop)
-            state.engine.buffers.average(context.world.data)
+        begin_epoch(run)
+        if state.progress.step < run.plan.steps_per_epoch:
+            train_one_epoch(run, run.readers.train.epoch(state.progress.epoch, state.progress.step))
+            state.engine.buffers.average(run.world.data)
         state.progress = state.progress.after_epoch(0.0, is_best=False, has_diverged=False)
         state.sums.reset()
     watched.after = watched.parameters()
-    watched.hashes = watched.hasher.after_step(state.engine, 0) or {}
+    watched.hashes = watched.hasher.line()
 
 
 def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) -> Iterator[str]:
     """Write batch.png and step.json into a new folder, and yield what to print; `differing` as of `differences`."""
-    found, layers, (samples, pictures) = watched.context.found, _layers(watched), _samples(watched)
+    found, layers, (samples, pictures) = watched.context.start.found, _layers(watched), _samples(watched)
     counted = [one for one in samples if one["weight"]]
     loss = sum(one["weight"] * one["loss"] for one in counted) / max(sum(one["weight"] for one in counted), 1)
     start, verdict = found.path.name if found else "the seed", "the bytes of the run"

@@ -32,7 +32,8 @@ from zerovision.training.config.global_batch import (
 )
 from zerovision.training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
 from zerovision.training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
-from zerovision.training.prepare import Prepared, RunFacts, RunStart
+from zerovision.training.prepare import RunFacts, memory_facts
+from zerovision.training.steps.carrier import Run, Start
 from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
 from zerovision.training.world.world import World
@@ -71,39 +72,35 @@ class Trial(NamedTuple):
         return f"fits with {int(100 * (1 - self.taken_bytes / self.room_bytes))} % to spare"
 
 
-def choose_batch_size(prepared: Prepared, start: RunStart) -> Prepared:
+def choose_batch_size(run: Run) -> Run:
     """Return the run with a number for `--batch-size auto`, and a note for the log; a collective.
 
     A run keeps what its first start has found, also on another number of ranks, as far as these can share it; one that
     resumes has it from the checkpoint already.
 
-    Args:
-        prepared: the run.
-        start: which start of the run this is.
-
     Raises:
         UserError: on all ranks, if the ranks cannot share the global batch, or 8 images do not fit.
         MemoryError: instead of the latter, if the launcher shall go on with smaller settings.
     """
-    config, world = prepared.config, prepared.world
+    config, world = run.config, run.world
     if config.batch_size != "auto":
-        return prepared
-    earlier = _earlier_result(config, prepared.folder) if world.is_main else None
+        return run
+    earlier = _earlier_result(config, run.folder) if world.is_main else None
     size, global_batch = broadcast_object(earlier, world) or (0, 0)
     if size and config.global_batch in (0, global_batch) and not global_batch % world.data.size:
         size, how = largest_divisor(global_batch // world.data.size, size), "found at the run's first start"
     else:
-        global_batch = config.global_batch or usual_global_batch(world.data.size, len(prepared.data.train))
+        global_batch = config.global_batch or usual_global_batch(world.data.size, len(run.data.train))
         try:
-            size, how = _search(prepared, global_batch, start)
+            size, how = _search(run, global_batch)
         except TrialStopped:  # as the run, which is about to end
             size, how = micro_batches(global_batch, world.data.size)[0], "because the search was stopped"
     config = divided(config, size, global_batch, world.data.size)
     unit, units = world.units()
     product = f"x {units} x {plural(config.gradient_accumulation_steps, 'accumulation step')}"
     note = f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"
-    note += few_steps_note(global_batch, world.data.size, len(prepared.data.train))
-    return dataclasses.replace(prepared, config=config).decide(note)
+    note += few_steps_note(global_batch, world.data.size, len(run.data.train))
+    return dataclasses.replace(run, config=config).noting(note)
 
 
 def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -> int | None:
@@ -128,10 +125,10 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
     return fitting if fitting >= 0 else None
 
 
-def _search(prepared: Prepared, global_batch: int, start: RunStart) -> tuple[int, str]:
+def _search(run: Run, global_batch: int) -> tuple[int, str]:
     """Return the size, and what was tried in words, and write both into the run's folder; a collective."""
-    config, world, folder = prepared.config, prepared.world, prepared.folder
-    facts = prepared.memory_facts()
+    config, world, folder, start = run.config, run.world, run.folder, run.start
+    facts = memory_facts(run)
     most = 0 if facts.has_gpus else MOST_IMAGES_ON_CPU
     sizes = agreed(lambda: micro_batches(global_batch, world.data.size, most), world)
     configs = [divided(config, size, global_batch, world.data.size) for size in sizes]
@@ -144,8 +141,8 @@ def _search(prepared: Prepared, global_batch: int, start: RunStart) -> tuple[int
         size = sizes[place]
         start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
         if size not in earlier:
-            attempt = dataclasses.replace(prepared, config=configs[place])
-            earlier[size] = _try(attempt, start, lambda failed: _record(folder, about, trials | {size: failed}))
+            attempt = dataclasses.replace(run, config=configs[place])
+            earlier[size] = _try(attempt, lambda failed: _record(folder, about, trials | {size: failed}))
         trials[size] = earlier[size]
         return trials[size]
 
@@ -190,7 +187,7 @@ def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
     return found if holds and all(type(number) is int and number > 0 for number in found) else None
 
 
-def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: RunStart) -> list[int]:
+def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: Start) -> list[int]:
     """Return the bytes that the planner expects of each configuration; zeros if it cannot say, or there is none."""
     if start.plan_memory is not None:
         with contextlib.suppress(Exception):  # a network that cannot be counted without data: the trials decide
@@ -198,26 +195,26 @@ def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: RunStart) -> l
     return [0] * len(configs)
 
 
-def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -> Trial:
+def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
     """Train `STEPS` updates in a trial; a collective.
 
     Raises:
         AnotherStartNeededError: on a rank of several that runs out of memory, after `record` has noted it.
     """
-    if prepared.config.learning_rate == "auto":  # found after the batch size
-        prepared = prepared.changed(learning_rate=prepared.config.default_rate)
-    config, world, is_short = prepared.config, prepared.world, False
+    if run.config.learning_rate == "auto":  # found after the batch size
+        run = run.changed(learning_rate=run.config.default_rate)
+    config, world, is_short = run.config, run.world, False
     had, device = used_memory(world.device), world.device
     # Gathered before any rank takes more, because ranks of a machine divide what is free.
     rooms = gather_objects(memory_room(device, world.local_size), world)
     reset_peak_memory(device)
-    with trial(prepared, start, TRIAL_FOLDER) as context:
+    with trial(run, TRIAL_FOLDER) as attempt:
         copy = Snapshot()  # of a checkpoint, which stays while it is written beside the steps
-        copy.take(context.state.engine.state(), context.state.sums.state())
-        plan, epochs = shortened(context.plan, STEPS)
+        copy.take(attempt.state.engine.state(), attempt.state.sums.state())
+        plan, epochs = shortened(attempt.plan, STEPS)
         last = config.epochs - 1  # with the largest images
         try:
-            train_shortly(context, plan, [last] * epochs, context.schedule, Loggers([]), start)
+            train_shortly(dataclasses.replace(attempt, plan=plan, loggers=Loggers([])), [last] * epochs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -229,14 +226,14 @@ def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -
                     f"below {config.batch_size} images per rank"
                 ) from None
         taken = gather_objects(max(peak_memory(device) - had, 0), world)
-    del context, copy
+    del attempt, copy
     free_memory(world)
     reset_peak_memory(device)  # the run reports its own
     worst = max(range(world.size), key=lambda rank: taken[rank] / max(rooms[rank], 1))
     return Trial(is_short, taken[worst], rooms[worst])
 
 
-def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart, world: World) -> Exception:
+def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Start, world: World) -> Exception:
     """Return the error for a model that does not fit with the smallest micro-batch; a collective."""
     text = f"--batch-size auto: {config.model_type} with {config.batch_size} images {found.describe()}"
     if config.on_oom == "adapt":
@@ -245,7 +242,7 @@ def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Run
     return AgreedError(f"{text}. {broadcast_object(cure, world)}.")
 
 
-def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart) -> str:
+def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: Start) -> str:
     """Return the first settings down the ladder that the planner expects to fit, in words."""
     ladder, changes = [config], list[dict[str, Any]]([{}])
     while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=facts.has_gpus)) is not None:

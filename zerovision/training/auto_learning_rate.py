@@ -11,6 +11,7 @@ for a while before its loss falls gets a rate far too low.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import statistics
@@ -28,8 +29,7 @@ from zerovision.training.base.run_logger import Loggers, RunLogger
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.config.values import is_allowed
-from zerovision.training.prepare import Prepared, RunStart
-from zerovision.training.setup import Run
+from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.labels import GUESSES
 from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
 from zerovision.training.world.collectives import broadcast_object
@@ -50,36 +50,32 @@ BETTER = 0.02  # share of the loss that another rate must save
 Losses = Sequence[float | None]  # nats, of each step; None or NaN of one that had none
 
 
-def choose_learning_rate(prepared: Prepared, start: RunStart) -> Prepared:
+def choose_learning_rate(run: Run) -> Run:
     """Return the run with a number for `--learning-rate auto`, and a note for the log; a collective.
 
     A run keeps the rate that it began with: that of its checkpoint, or of the search with these settings that its
     folder holds.
 
-    Args:
-        prepared: the run.
-        start: which start of the run this is.
-
     Raises:
         UserError: on all ranks, if no rate has clearly lowered the loss.
     """
-    config, world, found = prepared.config, prepared.world, prepared.found
+    config, world, found = run.config, run.world, run.start.found
     if config.learning_rate != "auto":
-        return prepared
+        return run
     if found is not None:
         rate, source = found.manifest.config.get("learning_rate"), "that of the checkpoint"
     else:
-        earlier = _earlier_result(_settings(config, world), prepared.folder) if world.is_main else None
+        earlier = _earlier_result(_settings(config, world), run.folder) if world.is_main else None
         rate = broadcast_object(earlier, world)
         source = "found at the run's first start"
         if rate is None:
             try:
-                rate, source = _search(prepared, start)
+                rate, source = _search(run)
             except TrialStopped:  # as the run, which is about to end
                 rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
         raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is no rate: give one.")
-    return prepared.decide(f"--learning-rate auto is {rate:g}: {source}", learning_rate=rate)
+    return run.changed(learning_rate=rate).noting(f"--learning-rate auto is {rate:g}: {source}")
 
 
 def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
@@ -96,20 +92,20 @@ def _earlier_result(settings: dict[str, Any], folder: RunFolder) -> float | None
         return None
 
 
-def _search(prepared: Prepared, start: RunStart) -> tuple[float, str]:
+def _search(run: Run) -> tuple[float, str]:
     """Return the best rate and what was tried in words, and write all losses into the run's folder; a collective."""
-    config, world, classes = prepared.config, prepared.world, len(prepared.data.class_names)
+    config, world, classes = run.config, run.world, len(run.data.class_names)
 
     def say(text: str) -> None:
         if world.is_main and config.progress != "off":
             print(f"--learning-rate auto: {text}", flush=True)
 
     def measure(rate: float) -> list[float | None]:
-        start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+        run.start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
         started = time.monotonic()
-        with trial(prepared.changed(learning_rate=rate, ema=0.0), start, TRIAL_FOLDER) as context:
-            losses = _train(context, start)
-        del context
+        with trial(run.changed(learning_rate=rate, ema=0.0), TRIAL_FOLDER) as attempt:
+            losses = _train(attempt)
+        del attempt
         free_memory(world)
         steps, seconds = plural(len(losses), "step"), time.monotonic() - started
         say(f"{rate:g} has a loss of {final_loss(losses):.3f} after {steps} ({seconds:.0f} s)")
@@ -122,7 +118,7 @@ def _search(prepared: Prepared, start: RunStart) -> tuple[float, str]:
     if world.is_main:
         with contextlib.suppress(OSError):  # a full disk: the losses alone are missing
             result = describe_search(rate, tried) | {"settings": _settings(config, world)}
-            write_json(prepared.folder.path / LEARNING_RATE, result)
+            write_json(run.folder.path / LEARNING_RATE, result)
     if rate is None:
         raise AgreedError(
             f"--learning-rate auto: no rate from {min(tried):g} to {max(tried):g} has clearly lowered the loss within "
@@ -142,16 +138,17 @@ class _Losses(RunLogger):
         self.losses.append(point.loss)
 
 
-def _train(context: Run, start: RunStart) -> list[float | None]:
+def _train(run: Run) -> list[float | None]:
     """Train the run in small, or until no step is applied any more; return the loss of each step; a collective."""
-    run = context.schedule
-    plan, epochs = shortened(context.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, run.total_steps)))
-    is_head_first, logged = context.head_epochs > 0, _Losses()
-    schedule = run.shortened(epochs * plan.steps_per_epoch, only_head=is_head_first)
+    config, whole = run.config, run.schedule
+    plan, epochs = shortened(run.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, whole.total_steps)))
+    is_head_first, logged = run.model.head_epochs > 0, _Losses()
+    schedule = whole.shortened(epochs * plan.steps_per_epoch, only_head=is_head_first)
     # Over and over those before the run's last ones, in which nothing is mixed.
-    mixed = context.config.epochs - context.config.mixup_off_epochs if context.config.mixup_off_epochs else epochs
+    mixed = config.epochs - config.mixup_off_epochs if config.mixup_off_epochs else epochs
     numbers = [number % max(mixed, 1) for number in range(epochs)]
-    train_shortly(context, plan, numbers, schedule, Loggers([logged]), start, only_head=is_head_first)
+    small = dataclasses.replace(run, plan=plan, schedule=schedule, loggers=Loggers([logged]))
+    train_shortly(small, numbers, only_head=is_head_first)
     return logged.losses
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +22,9 @@ from zerovision.training.data.sampler import BatchKey
 from zerovision.training.data.transfer import to_device
 from zerovision.training.engines.parameter_shards import WEIGHTS, fill_shards
 from zerovision.training.loop import forward_all, seed_dropout
+from zerovision.training.steps.carrier import Run
 from zerovision.training.world.collectives import copy_from_main, gather_rows, largest_over_ranks
 from zerovision.training.world.world import World
-
-if TYPE_CHECKING:
-    from zerovision.training.setup import Run
-    from zerovision.training.steps.context import TrainContext
 
 MOST_DIFFERENCE = 0.01  # as a share of the largest number: a wrong dropout makes more, another rounding less
 MOST_ITERATIONS, HISTORY = 5000, 100
@@ -36,7 +32,7 @@ SMALLEST_GRADIENT, SMALLEST_CHANGE = 1e-9, 1e-12  # of L-BFGS, which ends there
 LARGEST_GRADIENT = 1e-5  # of what is called the optimum
 
 
-def cache_features(context: Run, loop: TrainContext) -> int:
+def cache_features(run: Run) -> int:
     """Let the loaders yield features in the place of images, and the model take either; a collective.
 
     Returns:
@@ -46,41 +42,41 @@ def cache_features(context: Run, loop: TrainContext) -> int:
         UserError: on all ranks, if the model has several heads, or one that does not read a vector; if what is before
             it is not the same in training as in evaluation; if an image on any rank cannot be read.
     """
-    config, engine, world, begin = context.config, context.state.engine, context.world.data, time.perf_counter()
-    heads = {name.rpartition(".")[0] for name in context.built.head_parameter_names}
+    config, engine, world, begin = run.config, run.state.engine, run.world.data, time.perf_counter()
+    heads = {name.rpartition(".")[0] for name in run.model.built.head_parameter_names}
     if len(heads) != 1:
         raise AgreedError("--features cached: this model has several heads: leave it out.")
     head = engine.module.get_submodule(*heads)
     read: list[torch.Tensor] = []
     hook = head.register_forward_pre_hook(lambda _head, inputs: read.append(inputs[0]))
-    loaders = (context.train_loader, context.val_loader)
+    loaders = (run.readers.train, run.readers.val)
     sets = [SampleRows(loader, world) for loader in loaders]
     images = sum(len(loader.dataset) for loader in loaders)
-    context.loggers.message(f"features     {images} images go through the network once, before the first epoch")
+    run.loggers.message(f"features     {images} images go through the network once, before the first epoch")
     engine.module.eval()
     for loader, features in zip(loaders, sets, strict=True):
-        with loop.timing.clock.evaluation, torch.no_grad():
+        with run.clock.evaluation, torch.no_grad():
             once, add = loader.each_once(), partial(_add, features, read)
-            stop_signal = forward_all(engine.outputs, once, add, context=loop, is_interruptible=True)
+            stop_signal = forward_all(engine.outputs, once, add, run=run, is_interruptible=True)
         if stop_signal:
             hook.remove()
             return stop_signal
-    context.freezer.start_epoch(only_head=False)
-    difference = _take_either(context, head, sets[0], read)
+    run.model.freezer.start_epoch(only_head=False)
+    difference = _take_either(run, head, sets[0], read)
     hook.remove()
     for loader, features in zip(loaders, sets, strict=True):
         loader.read_from(features.batch)
     if config.solver == "lbfgs":
-        own = context.data.train.source.loss_weights
+        own = run.data.train.source.loss_weights
         weights = sets[0].weights if own is None else sets[0].weights * own
-        solve_head(context, head, sets[0].values, weights)
+        solve_head(run, head, sets[0].values, weights)
     width, seconds = sets[0].values.shape[1], time.perf_counter() - begin
-    context.loggers.message(
+    run.loggers.message(
         f"features     {images} images went through the network once, in "
         f"{format_duration(seconds)}: the head trains on {width} numbers of each"
     )
     if difference:
-        context.loggers.message(
+        run.loggers.message(
             f"note: here the last bits of a feature depend on its place in the batch (by {difference:.0e}): "
             "--features computed may give other last bits of the weights"
         )
@@ -97,7 +93,7 @@ def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: 
 
 
 @torch.no_grad()
-def _take_either(context: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
+def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
     """Let the model take features [B, D], too, in training after the dropout before its head; a collective.
 
     The dropout is the one with which, of the same random numbers, features give what images give.
@@ -105,7 +101,7 @@ def _take_either(context: Run, head: nn.Module, features: SampleRows, read: list
     Returns:
         By how much they differ, as a share of the largest number.
     """
-    engine, device = context.state.engine, context.world.device
+    engine, device = run.state.engine, run.world.device
     module, rate = engine.module, 0.0
     compute = module.forward
 
@@ -113,7 +109,7 @@ def _take_either(context: Run, head: nn.Module, features: SampleRows, read: list
         return compute(inputs) if inputs.ndim > 2 else head(F.dropout(inputs, rate, module.training))
 
     def results(inputs: torch.Tensor) -> list[torch.Tensor]:
-        seed_dropout(context.config.seed, 0, 0, device)
+        seed_dropout(run.config.seed, 0, 0, device)
         logits = engine.forward(inputs)
         drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         return [read.pop().double(), logits.double(), drawn.double()]
@@ -127,7 +123,7 @@ def _take_either(context: Run, head: nn.Module, features: SampleRows, read: list
     for rate in rates:  # noqa: B007  # `forward` reads it
         found = results(cached)
         differences.append(max(_difference(*pair) for pair in zip(found, wanted, strict=True)))
-    largest = largest_over_ranks(torch.stack(differences).to(device), context.world.data)
+    largest = largest_over_ranks(torch.stack(differences).to(device), run.world.data)
     rate = rates[int(largest.argmin())]
     if not largest.min() <= MOST_DIFFERENCE:
         raise AgreedError(
@@ -187,7 +183,7 @@ class SampleRows:
         )
 
 
-def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:
+def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:
     """Put the optimum into the head, of which an evaluation is all that is left to do; a collective.
 
     It minimizes the mean cross-entropy plus weight_decay / 2 times the sum of the squared weights, biases not counted:
@@ -195,7 +191,7 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
     computed in float64 on rank 0: the features are the same on every rank, and so the result on any number of them.
 
     Args:
-        context: the run.
+        run: the run.
         head: a linear layer.
         features: what it reads of each training image, [N, D].
         weights: of the images' losses, float32 [N].
@@ -205,11 +201,11 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
     """
     if not isinstance(head, nn.Linear):
         raise AgreedError(f"--solver lbfgs: the head is a {type(head).__name__}, no linear layer: leave it out.")
-    config, world, state = context.config, context.world, context.state
+    config, world, state = run.config, run.world, run.state
     if state.progress.epoch == config.epochs:
         return
-    labels = context.data.train.source.labels
-    names = sorted(context.built.head_parameter_names, reverse=True)  # the weight comes first
+    labels = run.data.train.source.labels
+    names = sorted(run.model.built.head_parameter_names, reverse=True)  # the weight comes first
     shapes = [(head.out_features, head.in_features), (head.out_features,)][: len(names)]
     solved = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     if world.is_main:
@@ -220,9 +216,9 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
         loss, gradient = _minimize(solved, inputs - mean, labels, weights.double(), decay, smoothing)
         if len(solved) > 1:
             solved[1] = solved[1] - solved[0] @ mean
-        context.loggers.message(f"solver       lbfgs: the head's optimum over {len(inputs)} images, loss {loss:.6f}")
+        run.loggers.message(f"solver       lbfgs: the head's optimum over {len(inputs)} images, loss {loss:.6f}")
         if not gradient <= LARGEST_GRADIENT:
-            context.loggers.message(
+            run.loggers.message(
                 f"note: a gradient of {gradient:.0e} is left: --weight-decay above {decay:g} has an optimum that is "
                 "nearer"
             )
@@ -236,7 +232,7 @@ def solve_head(context: Run, head: nn.Module, features: torch.Tensor, weights: t
 
     with torch.no_grad():
         state.engine.change_weights(write)
-    last = {"epoch": config.epochs - 1, "step": context.plan.steps_per_epoch}
+    last = {"epoch": config.epochs - 1, "step": run.plan.steps_per_epoch}
     state.progress = dataclasses.replace(state.progress, **last)
 
 

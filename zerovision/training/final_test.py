@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,14 +22,11 @@ from zerovision.training.engines.precision import under_autocast
 from zerovision.training.loop import evaluate
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
-from zerovision.training.steps.context import TrainContext
+from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.class_scores import score_of
 from zerovision.training.tasks.of_weights import task_of
 from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import agreed, broadcast_object
-
-if TYPE_CHECKING:
-    from zerovision.training.setup import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,48 +41,48 @@ class _WholeModel:
             yield batch, self.module(batch.images)
 
 
-def judge_test(context: Run, loop: TrainContext) -> None:
+def judge_test(run: Run) -> None:
     """Write the scores of the test part into a folder of their own, unless they are there already; a collective.
 
     Nothing that goes wrong here spoils the run, whose weights are saved: it is a line in the log.
     """
-    test, world, folder = context.data.test, context.world, context.folder
-    best_epoch = context.state.progress.best_epoch
-    if test is None or not broadcast_object(best_epoch > 0 and _is_due(context), world):
+    test, world, folder = run.data.test, run.world, run.folder
+    best_epoch = run.state.progress.best_epoch
+    if test is None or not broadcast_object(best_epoch > 0 and _is_due(run), world):
         return
     try:
         module, metadata = agreed(lambda: load_model(folder.weights), world)
-        loop = dataclasses.replace(loop, thresholds=task_of(metadata).thresholds)
-        network = under_autocast(module.to(world.device), context.precision, world.device)
-        scores = _score(context, loop, network)
+        task = dataclasses.replace(run.task, thresholds=task_of(metadata).thresholds)
+        network = under_autocast(module.to(world.device), run.precision, world.device)
+        scores = _score(dataclasses.replace(run, task=task), network)
     except UserError as error:
-        context.loggers.message(f"note: the test part could not be judged: {error}")
+        run.loggers.message(f"note: the test part could not be judged: {error}")
         return
     if not isinstance(scores, Scores):
-        context.loggers.message("note: the test part was not judged: scripts/evaluate.py RUN --split test does it")
+        run.loggers.message("note: the test part was not judged: scripts/evaluate.py RUN --split test does it")
         return
     values = {name: getattr(scores, name) for name in ("samples", "loss", "top1", "top5")}
-    best_by, other = context.config.best_by, ""
+    best_by, other = run.config.best_by, ""
     if best_by not in values:
-        values[best_by] = score_of(scores, best_by, loop.num_classes)
+        values[best_by] = score_of(scores, best_by, len(run.data.class_names))
         other = f", {SCORE_NAMES[best_by]} {percent(values[best_by])}"
-    context.loggers.message(
+    run.loggers.message(
         f"test         top-1 {percent(scores.top1)}{other} on the {scores.samples} images of the test part, "
         f"judged once, by the weights of epoch {best_epoch}"
     )
-    context.loggers.event("test", {"step": context.position, "epoch": best_epoch} | values)
+    run.loggers.event("test", {"step": run.position, "epoch": best_epoch} | values)
     if world.is_main:
-        facts: dict[str, Any] = {"epoch": best_epoch, "data": context.config.data, "split": "test"}
-        facts |= describe_scores(scores, context.data.class_names, test.source.name)
+        facts: dict[str, Any] = {"epoch": best_epoch, "data": run.config.data, "split": "test"}
+        facts |= describe_scores(scores, run.data.class_names, test.source.name)
         try:
             write_scores(folder.path / TEST_EVALUATION, facts)
         except (OSError, UserError) as error:
-            context.loggers.message(f"note: the scores of the test part could not be written: {error}")
+            run.loggers.message(f"note: the scores of the test part could not be written: {error}")
 
 
-def _is_due(context: Run) -> bool:
+def _is_due(run: Run) -> bool:
     """Return whether the weights in the folder are those of the best epoch, and were not judged before; on rank 0."""
-    folder, best_epoch = context.folder, context.state.progress.best_epoch
+    folder, best_epoch = run.folder, run.state.progress.best_epoch
     try:
         judged = (read_scores(folder.path / TEST_EVALUATION) or {}).get("epoch")
     except (OSError, ValueError, AttributeError):
@@ -93,12 +90,12 @@ def _is_due(context: Run) -> bool:
     return epoch_of(folder.weights) == best_epoch != judged
 
 
-def _score(context: Run, loop: TrainContext, network: nn.Module) -> Scores | int:
+def _score(run: Run, network: nn.Module) -> Scores | int:
     """Return what `evaluate` returns; a collective."""
-    data, world = context.data, context.world
+    data, world = run.data, run.world
     assert data.test is not None
-    plan = EvaluationPlan(len(data.test), context.config.micro_batch, world.data.size)
-    workers = context.val_loader.pool or 0  # which read all parts
+    plan = EvaluationPlan(len(data.test), run.config.micro_batch, world.data.size)
+    workers = run.readers.val.pool or 0  # which read all parts
     loader = Loader(data.test, plan, world.data.rank, workers=workers, device=world.device)
-    with loop.timing.clock.evaluation:
-        return evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)
+    with run.clock.evaluation:
+        return evaluate(cast(Engine, _WholeModel(network)), loader, run, is_interruptible=True)

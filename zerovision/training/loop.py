@@ -2,61 +2,101 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from zerovision.models.ensemble import seed_generators
 from zerovision.training.base.errors import AgreedError, UserError
-from zerovision.training.base.timing import SpanClock
-from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.base.timing import SpanClock, mean_shares
 from zerovision.training.data.bad_images import check_bad_images
 from zerovision.training.data.loader import Batch, Loader
-from zerovision.training.engines.engine import Engine, StepInput
-from zerovision.training.steps.context import TrainContext
-from zerovision.training.steps.epoch_observer import EpochObserver, EpochResult
+from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
+from zerovision.training.observe.observer import Seen, StepDone
+from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.of_weights import task_of_labels
 from zerovision.training.tasks.scores import Scores
-from zerovision.training.world.collectives import error_on_any_rank
-from zerovision.training.world.signals import FAILED
+from zerovision.training.world.collectives import error_on_any_rank, gather_objects
+from zerovision.training.world.signals import FAILED, StopDecision
+
+# Of groups that train apart, whose link may take longer than a step: nothing waits for a poll until the next.
+STEPS_BETWEEN_POLLS = 10
 
 
-def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainContext) -> EpochResult:
-    """Train from `state.progress` to the end of the epoch, or to a stop signal; a collective.
+class EpochResult(NamedTuple):
+    """Measurements of one epoch of training; `stop_signal`, as of `StopRequest.poll`, is 0 unless it ended early."""
+
+    seconds: float
+    images_per_second: float
+    data_wait_share: float
+    stop_signal: int
+
+
+def train_one_epoch(run: Run, batches: Iterable[Batch]) -> EpochResult:
+    """Train from `run.state.progress` to the end of the epoch, or to a stop signal; a collective.
 
     All ranks run the same steps, and all stop after the same one.
 
     Args:
-        state: model, optimizer, score sums of the epoch and position; updated in place.
-        batches: this rank's micro-batches on its device, from `state.progress.step` on.
-        context: what stays the same over all epochs of a run.
+        run: the run, whose state is updated.
+        batches: this rank's micro-batches on its device, from that step on.
 
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read.
         RunEnded: on all ranks, if the run cannot go on.
     """
-    plan = context.plan
-    micro_batches = (plan.steps_per_epoch - state.progress.step) * plan.accumulation_steps
-    waiting = SafeBatches(batches, micro_batches, context, context.timing.clock)
-    observer = EpochObserver(state, context)
-    engine = observer.timed_engine
-    for step in range(state.progress.step, plan.steps_per_epoch):
-        position = observer.before_step()
-        context.schedule.set_learning_rates(engine.optimizer.param_groups, position)
-        own_batches, seed_leaf = islice(waiting, plan.accumulation_steps), partial(seed_own_leaf, context, position)
-        scale = plan.loss_scale_for(step, context.world.data.rank)
-        result = context.step(engine, StepInput(own_batches, seed_leaf, scale, observer.note))
-        if observer.after_step(result, failure=waiting.failure):
+    plan, state, first_step, stop_signal = run.plan, run.state, run.state.progress.step, 0
+    waiting = SafeBatches(batches, (plan.steps_per_epoch - first_step) * plan.accumulation_steps, run, run.clock)
+    engine, start, spans = TimedEngine(state.engine, run.clock), time.perf_counter(), run.clock.seconds()
+    for step in range(first_step, plan.steps_per_epoch):
+        position = run.position
+        run.observers.before_step(position)
+        run.schedule.set_learning_rates(engine.optimizer.param_groups, position)
+        own_batches, seed_leaf = islice(waiting, plan.accumulation_steps), partial(seed_own_leaf, run, position)
+        scale = plan.loss_scale_for(step, run.world.data.rank)
+        result = run.step(engine, StepInput(own_batches, seed_leaf, scale, partial(note, run)))
+        state.progress = dataclasses.replace(state.progress, step=step + 1)
+        run.observers.after_step(StepDone(position, result))
+        stop_signal, save_due = _poll(run, position, waiting.failure)
+        if stop_signal:
             break
+        if step + 1 < plan.steps_per_epoch:
+            run.observers.between_steps(save_due=save_due, failed=bool(waiting.failure))
     waiting.raise_error()
-    return observer.finish()
+    run.observers.after_steps()
+    return _measure(run, first_step, start, spans, stop_signal)
+
+
+def note(
+    run: Run, batch: Batch, losses: torch.Tensor, logits: torch.Tensor, evidence: torch.Tensor | None = None
+) -> None:
+    """Show the observers a micro-batch, as `zerovision.training.engines.engine.Note`."""
+    run.observers.seen(Seen(batch, losses, logits, losses if evidence is None else evidence))
+
+
+def _poll(run: Run, position: int, failure: int) -> StopDecision:
+    """Return what the ranks do after the step at a position; a collective."""
+    if position % min(run.config.local_steps, STEPS_BETWEEN_POLLS):
+        return StopDecision(0, False)
+    return run.start.stop.poll(run.world, failure=failure)
+
+
+def _measure(run: Run, first_step: int, start: float, before: dict[str, float], stop_signal: int) -> EpochResult:
+    """Return what the epoch took, with the mean over the ranks of the time that they waited for data; a collective."""
+    seconds = max(time.perf_counter() - start, 1e-9)
+    own = {name: after - before[name] for name, after in run.clock.seconds().items()}
+    images = run.plan.images(first_step, run.state.progress.step)
+    return EpochResult(seconds, images / seconds, mean_shares(gather_objects(own, run.world))["data"], stop_signal)
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_interruptible: bool = False) -> Scores | int:
+def evaluate(engine: Engine, batches: Loader, run: Run, *, is_interruptible: bool = False) -> Scores | int:
     """Return exact scores of every validation sample, each counted once; a collective.
 
     Every rank has the same number of batches, padded with samples of weight 0.
@@ -64,7 +104,7 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
     Args:
         engine: the model.
         batches: this rank's batches.
-        context: what stays the same over all epochs of a run.
+        run: the run.
         is_interruptible: whether a stop signal ends the evaluation.
 
     Returns:
@@ -74,21 +114,22 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         UserError: on all ranks, if an image on any rank cannot be read.
     """
     engine.module.eval()
-    task = task_of_labels(context.num_classes, context.sets, context.thresholds)
-    recorder = task.recorder(keeps_probabilities=context.keeps_probabilities)
-    neighbours, stop_signal = context.neighbours, 0
+    task, sets = run.task, run.data.label_targets(run.world.device)
+    judge = task_of_labels(len(run.data.class_names), sets, task.thresholds)
+    recorder = judge.recorder(keeps_probabilities=task.keeps_probabilities)
+    neighbours, stop_signal = task.neighbours, 0
 
     def record(batch: Batch, outputs: torch.Tensor) -> None:
         logits = outputs if neighbours is None else neighbours.log_probabilities(outputs)
         recorder.add(logits, batch.labels, batch.weights, batch.indices)
 
-    forward = partial(forward_all, engine.outputs, context=context, is_interruptible=is_interruptible)
+    forward = partial(forward_all, engine.outputs, run=run, is_interruptible=is_interruptible)
     if neighbours is not None:
         stop_signal = forward(neighbours.loader, neighbours.add)
         neighbours.gather()
     stop_signal = stop_signal or forward(batches, record)
     engine.module.train()
-    return stop_signal or recorder.gather(context.world)
+    return stop_signal or recorder.gather(run.world)
 
 
 def forward_all(
@@ -96,7 +137,7 @@ def forward_all(
     batches: Loader,
     record: Callable[[Batch, torch.Tensor], None],
     *,
-    context: TrainContext,
+    run: Run,
     is_interruptible: bool,
 ) -> int:
     """Give `record` every batch with a network's outputs; return the stop signal that ended it, or 0; a collective.
@@ -105,26 +146,26 @@ def forward_all(
         outputs_of: as `Engine.outputs`.
         batches: this rank's.
         record: takes a batch and its outputs.
-        context: of the run.
+        run: the run.
         is_interruptible: whether a stop signal ends it.
     """
-    waiting, stop_signal = SafeBatches(batches, len(batches), context), 0
+    waiting, stop_signal = SafeBatches(batches, len(batches), run), 0
     for batch, outputs in outputs_of(waiting):
         record(batch, outputs)
         if is_interruptible:
-            context.heartbeat.beat("evaluate")
-            stop_signal = context.stop.poll(context.world, failure=waiting.failure).stop_signal
+            run.start.heartbeat.beat("evaluate")
+            stop_signal = run.start.stop.poll(run.world, failure=waiting.failure).stop_signal
             if stop_signal:
                 break
     waiting.raise_error()
-    check_bad_images(batches, context.world)
+    check_bad_images(batches, run.world)
     return stop_signal
 
 
-def seed_own_leaf(context: TrainContext, position: int, micro_step: int) -> None:
+def seed_own_leaf(run: Run, position: int, micro_step: int) -> None:
     """Seed dropout for a micro-batch of this rank; `position` as of `BatchPlan.position`."""
-    world = context.world
-    seed_dropout(context.seed, position, context.plan.leaves.number(world.data.rank, micro_step), world.device)
+    world = run.world
+    seed_dropout(run.config.seed, position, run.plan.leaves.number(world.data.rank, micro_step), world.device)
 
 
 def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> None:
@@ -144,12 +185,10 @@ class SafeBatches:
     goes on with empty batches of weight 0 until all ranks have agreed to stop.
     """
 
-    def __init__(
-        self, batches: Iterable[Batch], count: int, context: TrainContext, clock: SpanClock | None = None
-    ) -> None:
+    def __init__(self, batches: Iterable[Batch], count: int, run: Run, clock: SpanClock | None = None) -> None:
         """Iterate; with a clock, waiting for a batch counts as its span `data`."""
         self._iterator: Iterator[Batch] = iter(batches)
-        self._left, self._context = count, context
+        self._left, self._run = count, run
         self._clock = clock or SpanClock()
         self.error: UserError | None = None
 
@@ -160,7 +199,7 @@ class SafeBatches:
 
     def raise_error(self) -> None:
         """Raise the error of the first rank that has one, on all ranks; a collective."""
-        error = error_on_any_rank(str(self.error) if self.error else None, self._context.world)
+        error = error_on_any_rank(str(self.error) if self.error else None, self._run.world)
         if error is not None:
             raise AgreedError(error)
 
@@ -181,7 +220,8 @@ class SafeBatches:
             return self._empty_batch()
 
     def _empty_batch(self) -> Batch:
-        size, device = self._context.plan.batch_size_per_rank, self._context.world.device
-        images, weights = torch.zeros(size, *self._context.image_shape, device=device), torch.zeros(size, device=device)
+        size, device = self._run.plan.batch_size_per_rank, self._run.world.device
+        images = torch.zeros(size, *self._run.data.preprocessing.shape, device=device)
+        weights = torch.zeros(size, device=device)
         labels = torch.zeros(size, dtype=torch.int64, device=device)
         return Batch(images, labels, weights, torch.zeros(size, dtype=torch.int64))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,6 +14,7 @@ from zerovision.training.base.points import SCORE_NAMES, RunPoint, merit, show_s
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import shown_path
 from zerovision.training.base.units import plural
+from zerovision.training.config import TrainConfig
 from zerovision.training.config.values import launch_command
 from zerovision.training.data.augment import unnormalized, viewable
 from zerovision.training.data.bad_images import bad_image_lines
@@ -24,41 +24,38 @@ from zerovision.training.data.workers import SHARED_MEMORY
 from zerovision.training.engines.precision import note_slow_bf16
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.recipe.schedule import schedule_notes
+from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.contrast import NEIGHBOURS
 from zerovision.training.world.launchers import line_to_go_on
 from zerovision.training.world.signals import can_handle_signals
-
-if TYPE_CHECKING:
-    from zerovision.training.config import TrainConfig
-    from zerovision.training.setup import Run
 
 AUGMENTED_IMAGES_SHOWN = 16
 NOT_OF_ANOTHER_START = ("preset", "run_name", "resume", "profile")  # see `zerovision.training.config.values.OF_ONE_RUN`
 
 
-def announce_start(context: Run) -> None:
+def announce_start(run: Run) -> None:
     """Log what is trained, on what, and what the user may not expect."""
-    config, world, plan, log = context.config, context.world, context.plan, context.loggers.message
-    log(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
+    config, world, plan, log = run.config, run.world, run.plan, run.loggers.message
+    log(f"run {run.folder.name}: {config.model_type}, {config.strategy}, {run.precision}, {world.describe()}")
     unit, units = world.units()
     log(
         f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {units} x "
         f"{plural(config.gradient_accumulation_steps, 'accumulation step')}; "
         f"{plural(plan.steps_per_epoch, 'step')} per epoch; "
-        f"peak learning rate {context.schedule.peak:.3g}{_of_the_network(config)}"
+        f"peak learning rate {run.schedule.peak:.3g}{_of_the_network(config)}"
     )
-    data, pixels = context.data, context.data.train.preprocessing.image_size
+    data, pixels = run.data, run.data.train.preprocessing.image_size
     channels = f" of {data.preprocessing.channels} channel(s)" if data.preprocessing.channels != 3 else ""
     log(
         f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(data.class_names)} classes, {pixels} pixels{channels}, augmentation {data.augmentation}"
     )
-    for note in [*data.notes, *context.built.notes, *_warnings(context)]:
+    for note in [*data.notes, *run.model.built.notes, *_warnings(run)]:
         log(f"note: {note}")
-    if world.is_main and "tensorboard" in config.destinations and context.state.progress == Progress():
-        images = _augmented_sample(context)
+    if world.is_main and "tensorboard" in config.destinations and run.state.progress == Progress():
+        images = _augmented_sample(run)
         if len(images):
-            context.loggers.images(images)
+            run.loggers.images(images)
 
 
 def _of_the_network(config: TrainConfig) -> str:
@@ -66,75 +63,75 @@ def _of_the_network(config: TrainConfig) -> str:
     return f" (the default of {config.model_type} from random weights)" if is_own else ""
 
 
-def announce_end(context: Run, stop_signal: int, point: RunPoint) -> None:
+def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
     """Log the result, where the time went and where the files are; a collective."""
-    progress, log = context.state.progress, context.loggers.message
-    for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
+    progress, log = run.state.progress, run.loggers.message
+    for line in bad_image_lines([run.readers.train, run.readers.val], run.world):
         log(line)
     if stop_signal:
         done = f"in epoch {progress.epoch + 1} after {progress.step} steps, checkpoint saved"
-        done = done if context.position else "before the first step"
+        done = done if run.position else "before the first step"
         log(f"stopped by {signal.Signals(stop_signal).name} {done}")
-    if context.world.is_main:
-        for line in _result(context):
+    if run.world.is_main:
+        for line in _result(run):
             log(line)
     if point.images_per_second:
-        context.loggers.end(point)
-    log(f"run folder   {shown_path(context.folder.path)}")
-    if "tensorboard" in context.config.destinations:
-        log(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
-    log(f"log          {shown_path(context.folder.text_log)}")
-    cache = context.data.train.source.cache_folder
+        run.loggers.end(point)
+    log(f"run folder   {shown_path(run.folder.path)}")
+    if "tensorboard" in run.config.destinations:
+        log(f"TensorBoard  tensorboard --logdir {shown_path(run.folder.tensorboard.parent)}")
+    log(f"log          {shown_path(run.folder.text_log)}")
+    cache = run.data.train.source.cache_folder
     if cache is not None and cache.is_relative_to(SHARED_MEMORY):
         log(f"memory       decoded images stay in it for the next run; to free it: rm -r {cache}")
     if stop_signal:
-        log(f"to continue  {_line_to_go_on(context)}")
+        log(f"to continue  {_line_to_go_on(run)}")
 
 
-def _line_to_go_on(context: Run) -> str:
-    world = context.world
-    command = launch_command(context.config, world.size, world.local_size, NOT_OF_ANOTHER_START)
-    return line_to_go_on(context.folder.name, command)
+def _line_to_go_on(run: Run) -> str:
+    world = run.world
+    command = launch_command(run.config, world.size, world.local_size, NOT_OF_ANOTHER_START)
+    return line_to_go_on(run.folder.name, command)
 
 
-def _result(context: Run) -> list[str]:
+def _result(run: Run) -> list[str]:
     """Return whether the training has diverged, the best epoch, and its weights if the run folder contains them."""
-    progress, lines = context.state.progress, []
+    progress, lines = run.state.progress, []
     if progress.diverged_epochs_in_row:
         first = progress.epoch - progress.diverged_epochs_in_row + 1
         lines.append(
             f"the training has diverged in epoch {first}: start a new run with a lower --learning-rate, and with "
             "--gradient-clipping 1 if it was changed"
         )
-    if context.head_epochs >= context.config.epochs:
+    if run.model.head_epochs >= run.config.epochs:
         lines.append(
-            f"only the head was trained: the first {plural(context.head_epochs, 'epoch')} are its own; to train the "
+            f"only the head was trained: the first {plural(run.model.head_epochs, 'epoch')} are its own; to train the "
             "backbone, too, give more --epochs or fewer --head-epochs"
         )
-    best_by = context.config.best_by
+    best_by = run.config.best_by
     name = SCORE_NAMES[best_by]
     if not progress.best_epoch:
         why = "no epoch was sound" if progress.diverged_epochs_in_row else f"no epoch has a {name} that is a number"
         return [*lines, f"no weights are saved: {why}"] if lines or progress.epoch else []
     best = f"{name} {show_score(best_by, merit(best_by, progress.best_score))}"
-    best += f" on {len(context.data.val)} held-out images (best epoch: {progress.best_epoch}"
-    if epoch_of(context.folder.weights) == progress.best_epoch:
-        return [*lines, f"{best}; its weights are saved)", f"weights      {shown_path(context.folder.weights)}"]
+    best += f" on {len(run.data.val)} held-out images (best epoch: {progress.best_epoch}"
+    if epoch_of(run.folder.weights) == progress.best_epoch:
+        return [*lines, f"{best}; its weights are saved)", f"weights      {shown_path(run.folder.weights)}"]
     return [*lines, f"{best}; its weights are not in this run's folder)"]
 
 
-def _warnings(context: Run) -> list[str]:
-    config, plan = context.config, context.plan
-    warnings = note_slow_bf16(context.precision, context.world.device)
+def _warnings(run: Run) -> list[str]:
+    config, plan = run.config, run.plan
+    warnings = note_slow_bf16(run.precision, run.world.device)
     if note := quota_note():
         warnings.append(f"{note}: the ranks of this machine share {usable_cores()}")
     if not can_handle_signals():
         warnings.append(
             "this is not the main thread: Ctrl-C and SIGTERM do not stop the run; if the process ends, "
-            f"--run-name {context.folder.name} --resume auto goes on from the newest checkpoint"
+            f"--run-name {run.folder.name} --resume auto goes on from the newest checkpoint"
         )
     if config.gradient_accumulation_steps > 1 and any(
-        isinstance(m, _BatchNorm) for m in context.state.engine.module.modules()
+        isinstance(m, _BatchNorm) for m in run.state.engine.module.modules()
     ):
         warnings.append(
             f"BatchNorm sees micro-batches of {config.batch_size}, not the global batch of {plan.global_batch}"
@@ -150,30 +147,30 @@ def _warnings(context: Run) -> list[str]:
             "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
             "without a deterministic version runs all the same, and warns by its name"
         )
-    if context.teacher is not None and context.teacher.note:
-        warnings.append(f"--teacher {config.teacher} was trained on images {context.teacher.note}")
-    if context.neighbours is not None:
+    if run.task.learns_from is not None and run.task.learns_from.note:
+        warnings.append(f"--teacher {config.teacher} was trained on images {run.task.learns_from.note}")
+    if run.task.neighbours is not None:
         warnings.append(
             f"top-1 is by the {NEIGHBOURS} nearest training images: --loss {config.loss} trains no classifier. That "
-            f"comes after it, with --weights {shown_path(context.folder.weights)} --tune head"
+            f"comes after it, with --weights {shown_path(run.folder.weights)} --tune head"
         )
-    warnings += schedule_notes(context.schedule)
+    warnings += schedule_notes(run.schedule)
     if config.ema:
         warnings.append(f"evaluated and saved is the moving average of the weights, --ema {config.ema}")
-    if context.head_epochs:
-        all_of_them = ", which are all that this run has" if context.head_epochs >= config.epochs else ""
-        warnings.append(f"only the head learns for the first {plural(context.head_epochs, 'epoch')}{all_of_them}")
+    if run.model.head_epochs:
+        all_of_them = ", which are all that this run has" if run.model.head_epochs >= config.epochs else ""
+        warnings.append(f"only the head learns for the first {plural(run.model.head_epochs, 'epoch')}{all_of_them}")
     return warnings
 
 
-def _augmented_sample(context: Run) -> torch.Tensor:
+def _augmented_sample(run: Run) -> torch.Tensor:
     """Return the first training images of epoch 0 as the model sees them, float32 [N, 1 or 3, S, S] in 0..1."""
     images = []
-    for draw_key in context.plan.draw_keys(0)[:AUGMENTED_IMAGES_SHOWN]:
+    for draw_key in run.plan.draw_keys(0)[:AUGMENTED_IMAGES_SHOWN]:
         # The loader reports an unreadable image, on all ranks; this runs on rank 0 alone.
         with contextlib.suppress(ImageError):
-            images.append(context.data.train[(0, int(draw_key))][0])
+            images.append(run.data.train[(0, int(draw_key))][0])
     if not images:
         return torch.empty(0)
-    pixels = viewable(unnormalized(torch.stack(images), context.data.preprocessing))
-    return pixels.clamp(0, 1) if context.data.train.source.values == BYTES else stretched(pixels)
+    pixels = viewable(unnormalized(torch.stack(images), run.data.preprocessing))
+    return pixels.clamp(0, 1) if run.data.train.source.values == BYTES else stretched(pixels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import hashlib
 from typing import Any
 
 import torch
@@ -23,46 +23,22 @@ from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.image_list import describe_change, read_image_list
 from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.other_epochs import before_decay
+from zerovision.training.steps.carrier import Run
 from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
 
 DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest.identity`
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """What the checkpoint of a run, or that there is none, decides before anything is built.
-
-    Attributes:
-        config: the settings, with those that a run keeps.
-        data: the data set, prepared as the run began with.
-        found: the checkpoint to resume from, None for a fresh start.
-        groups: equal ones of ranks, of which each trains by itself.
-        notes: lines for the log.
-    """
-
-    config: TrainConfig
-    data: DatasetPair
-    found: FoundCheckpoint | None
-    groups: int
-    notes: list[str]
-
-
-def resolve(config: TrainConfig, folder: RunFolder, data: DatasetPair, world: World, *, is_restart: bool) -> Resolved:
-    """Find the checkpoint to resume from, and keep what the run began with; a collective.
-
-    Args:
-        config: what the user asked for.
-        folder: of the run.
-        data: of the configuration.
-        world: the ranks.
-        is_restart: whether the launcher started the run again.
+def resolve(run: Run) -> Run:
+    """Return the run with the checkpoint that it goes on from, and what it began with; a collective.
 
     Raises:
         UserError: on all ranks, if there is no good checkpoint where the user asked for one, or if it does not fit.
     """
-    found, notes = find_checkpoint(config, folder, world, is_restart=is_restart)
-    data = agreed(lambda: keep_preparation(config, data, found), world)
+    config, world = run.config, run.world
+    found, notes = find_checkpoint(config, run.folder, world, is_restart=run.start.origin.restarts > 0)
+    data = agreed(lambda: keep_preparation(config, run.data, found), world)
     found, decay_notes = before_decay(config, found, world)
     if found is None:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
@@ -70,7 +46,30 @@ def resolve(config: TrainConfig, folder: RunFolder, data: DatasetPair, world: Wo
     divided, groups, group_notes = keep_groups(divided, found, world)
     kept, thread_notes = keep_threads(divided, found, world)
     notes = [*notes, *decay_notes, *group_notes, *thread_notes, *note_other_leaves(kept, found)]
-    return Resolved(keep_starting_weights(kept, found), data, found, groups, notes)
+    start = dataclasses.replace(run.start, found=found, groups=groups, notes=(*run.start.notes, *notes))
+    return dataclasses.replace(run, config=keep_starting_weights(kept, found), data=data, start=start)
+
+
+def identity_of(run: Run) -> dict[str, Any]:
+    """Return what a checkpoint and the run that resumes from it must agree on, beside the recipe."""
+    taught = {} if run.task.learns_from is None else run.task.learns_from.identity
+    places = run.plan.places
+    in_shards = {"division into shards": hashlib.sha256(places).hexdigest()} if places else {}
+    return (
+        taught
+        | in_shards
+        | {
+            "model": run.model.built.description.to_dict(),
+            "class list": run.data.class_names,
+            DATA_SET: run.data.fingerprint,
+            "global batch": run.plan.global_batch,
+        }
+    )
+
+
+def saved_identity(run: Run) -> dict[str, Any]:
+    """Return the same with what the run keeps of the preparation of its images."""
+    return identity_of(run) | {NORMALIZATION: preparation_of(run.data)}
 
 
 def find_checkpoint(

@@ -25,7 +25,7 @@ from zerovision.training.base.errors import (
 )
 from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.points import SCORE_NAMES
-from zerovision.training.base.timing import measured_communication
+from zerovision.training.base.timing import measured_communication, start_clock
 from zerovision.training.cached_features import cache_features
 from zerovision.training.checkpoint.restore import restore
 from zerovision.training.config import FLAG_OF, TrainConfig
@@ -36,15 +36,17 @@ from zerovision.training.final_test import judge_test
 from zerovision.training.launched_run import run_launched
 from zerovision.training.messages import announce_end, announce_start
 from zerovision.training.observe.best_weights import bring_along, epoch_of, keep_finished
+from zerovision.training.observe.device_use import DeviceGauge, run_point
 from zerovision.training.observe.new_run import removed_if_refused
-from zerovision.training.observe.step_metrics import run_point
 from zerovision.training.out_of_memory import describe_failure, is_out_of_memory
-from zerovision.training.prepare import FIRST_START, RunStart, prepare
-from zerovision.training.setup import Run, build, train_context
+from zerovision.training.prepare import prepare
+from zerovision.training.resume import saved_identity
+from zerovision.training.setup import build
+from zerovision.training.steps.carrier import Run, Start
+from zerovision.training.steps.watch import watched
 from zerovision.training.teacher import keep_answers
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
-from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World, start_world, stop_world
 
 # Writes evaluation, model card and report of a run and returns lines for the log, as `end_of_run.leave_files`.
@@ -52,13 +54,13 @@ Deliver = Callable[..., list[str]]
 
 
 def run(
-    config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | None = None, *, gpus: int | None = None
+    config: TrainConfig, start: Start | None = None, deliver: Deliver | None = None, *, gpus: int | None = None
 ) -> int:
     """Train as the configuration says; every rank calls this.
 
     Args:
         config: what to train.
-        start: which start of the run this is.
+        start: how this process comes to the run.
         deliver: writes the files about a finished run on rank 0; None for the weights and logs alone.
         gpus: ranks to start on this machine, which leave the files that scripts/launch_distributed.sh does, whatever
             `start` and `deliver` are; None to train in this process, which may be a rank that a launcher has started.
@@ -70,14 +72,13 @@ def run(
     Raises:
         UserError: for a value that a flag would refuse.
     """
-    return _run_here(config, start, deliver) if gpus is None else run_launched(config, gpus)
+    return _run_here(config, start or Start(), deliver) if gpus is None else run_launched(config, gpus)
 
 
 @preserved_process()
-def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> int:
+def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None) -> int:
     config = check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
-    start = dataclasses.replace(start, stop=StopRequest())
     start.stop.install()
     try:
         world = start_world(deterministic=config.deterministic)
@@ -87,7 +88,7 @@ def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> 
     context = None
     try:
         context = set_up(config, world, start)
-        exit_code = train(context, start, deliver)
+        exit_code = train(context, deliver)
     except (UserError, RunEnded) as error:
         if world.is_main or not isinstance(error, (AgreedError, RunEnded)):
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -118,54 +119,55 @@ def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> 
     return exit_code
 
 
-def set_up(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> Run:
+def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run:
     """Build the run that a configuration describes, with what short trainings choose before; a collective.
 
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
     """
     world = form_ranks(config, world)
-    prepared = prepare(config, world, start)
+    prepared = prepare(config, world, start or Start())
     with removed_if_refused(prepared.folder):
-        return build(choose_learning_rate(choose_batch_size(prepared, start), start))
+        return build(choose_learning_rate(choose_batch_size(prepared)))
 
 
-def train(context: Run, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
+def train(context: Run, deliver: Deliver | None = None) -> int:
     """Train to the last epoch, to early stopping or to a signal; return the exit code. A collective.
 
     Raises:
         RunEnded: on all ranks, if the run cannot go on.
     """
-    config, world, state, stop = context.config, context.world, context.state, start.stop
-    _resume(context, start)
-    loop = train_context(context, start)
-    assert loop.saver is not None
+    config, world, state, start = context.config, context.world, context.state, context.start
+    _resume(context)
+    context = dataclasses.replace(context, clock=start_clock(world.device))
+    context, saver = watched(context, saved_identity(context))
     with removed_if_refused(context.folder):
-        no_room = loop.saver.check_room(is_new=context.found is None and not start.origin.restarts)
+        no_room = saver.check_room(is_new=start.found is None and not start.origin.restarts)
     announce_start(context)
     if no_room:
         context.loggers.message(f"note: {no_room}")
     start.heartbeat.beat("first step", context.position, allowed_s=SLOW_PHASE * config.hang_timeout)
-    stop_signal = stop.poll_now(world)
+    stop_signal = start.stop.poll_now(world)
     if config.features == "cached" and not stop_signal:
         with removed_if_refused(context.folder):
-            stop_signal = cache_features(context, loop)
-    stop_signal = stop_signal or keep_answers(context, loop)
+            stop_signal = cache_features(context)
+    stop_signal = stop_signal or keep_answers(context)
     first_position = context.position
-    with measured_communication(loop.timing.clock):
+    with measured_communication(context.clock):
         while state.progress.epoch < config.epochs and not stop_signal:
             without_better = state.progress.epochs_without_better
             if 0 < config.early_stopping_patience <= without_better:
                 score = SCORE_NAMES[config.best_by]
                 context.loggers.message(f"no better {score} for {without_better} epochs: stopping early")
                 break
-            stop_signal = train_and_evaluate(context, loop, loop.saver)
-        with loop.timing.clock.saving:
-            loop.saver.finish(stop, is_stop=bool(stop_signal))
+            stop_signal = train_and_evaluate(context)
+        with context.clock.saving:
+            saver.finish(is_stop=bool(stop_signal))
         if not stop_signal:
-            judge_test(context, loop)
+            judge_test(context)
     images = context.plan.images(first_position, context.position)
-    announce_end(context, stop_signal, run_point(context.position, images, loop.timing, world))
+    gauge = DeviceGauge(world, context.folder, context.model.flops)
+    announce_end(context, stop_signal, run_point(context.position, images, context.clock.seconds(), gauge, world))
     if world.is_main:
         # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.
         _deliver(context, deliver, has_finished=not stop_signal)
@@ -174,10 +176,11 @@ def train(context: Run, start: RunStart = FIRST_START, deliver: Deliver | None =
     return DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
 
 
-def _resume(context: Run, start: RunStart) -> None:
+def _resume(context: Run) -> None:
     """Restore the state from the checkpoint that was found, if there is one; a collective."""
-    found, loggers = context.found, context.loggers
-    for note in context.notes:
+    start, loggers = context.start, context.loggers
+    found = start.found
+    for note in start.notes:
         loggers.message(note)
     if found is not None:
         state, world, restarts = context.state, context.world, start.origin.restarts
@@ -190,7 +193,7 @@ def _resume(context: Run, start: RunStart) -> None:
             for line in filter(None, (kept, brought)):
                 loggers.message(line)
         loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": restarts})
-    for kind, values in context.events.items():
+    for kind, values in start.events.items():
         loggers.event(kind, {"step": context.position} | values)
 
 

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,12 +35,9 @@ from zerovision.training.data.transfer import to_device
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.loop import forward_all
 from zerovision.training.observe.new_run import run_folder
+from zerovision.training.steps.carrier import Run
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
 from zerovision.training.world.world import World
-
-if TYPE_CHECKING:
-    from zerovision.training.setup import Run
-    from zerovision.training.steps.context import TrainContext
 
 TIMM = "timm:"
 MOST_KEPT_BYTES = 2 * 10**9  # of answers, on each rank
@@ -82,6 +79,11 @@ class Teacher:
         self._network, self._order = under_autocast(module, precision, device), order.to(device)
         factors = torch.stack([given[1] / own[1], (given[0] - own[0]) / own[1]])[:, :, None, None]
         self._normalization = None if torch.equal(own, given) else factors.float().to(device)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a checkpoint and the run that resumes from it must agree on."""
+        return {"teacher": self.digest}
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Answer to a batch of training images."""
@@ -147,7 +149,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
     return teacher
 
 
-def keep_answers(context: Run, loop: TrainContext) -> int:
+def keep_answers(run: Run) -> int:
     """Let the teacher answer to each training image once, if it is the same in every epoch; a collective.
 
     That has the bits of an answer in each epoch where they do not depend on an image's place in the batch.
@@ -155,27 +157,27 @@ def keep_answers(context: Run, loop: TrainContext) -> int:
     Returns:
         The number of the signal that ended it, 0 for none.
     """
-    teacher, loader, world, begin = context.teacher, context.train_loader, context.world.data, time.perf_counter()
-    classes, is_left = len(context.data.class_names), loop.total_steps > context.position
+    teacher, loader, world, begin = run.task.learns_from, run.readers.train, run.world.data, time.perf_counter()
+    classes, is_left = len(run.data.class_names), run.total_steps > run.position
     fits = 4 * classes * len(loader.dataset) <= MOST_KEPT_BYTES
     if teacher is None or not (loader.dataset.is_constant and is_left and fits):
         return 0
     rows = SampleRows(loader, world)
-    with loop.timing.clock.evaluation:
+    with run.clock.evaluation:
         once, add = loader.each_once(), rows.add
-        if stop_signal := forward_all(teacher.answers, once, add, context=loop, is_interruptible=True):
+        if stop_signal := forward_all(teacher.answers, once, add, run=run, is_interruptible=True):
             return stop_signal
     images, answers = (part.flip(0) for part in rows.first)
     is_same = torch.equal(teacher.answer(images), answers)
     if not all(gather_objects(is_same, world)):
-        context.loggers.message(
+        run.loggers.message(
             "note: here the last bits of a teacher's answer depend on an image's place in the batch: it answers in "
             "every epoch"
         )
         return 0
     teacher.kept = rows.values
     seconds = format_duration(time.perf_counter() - begin)
-    context.loggers.message(f"teacher      answered to {len(loader.dataset)} images in {seconds}, for all epochs")
+    run.loggers.message(f"teacher      answered to {len(loader.dataset)} images in {seconds}, for all epochs")
     return 0
 
 

@@ -20,19 +20,16 @@ from typing import Any
 import torch
 
 from zerovision.training.base.errors import RunEnded
-from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.new_run import make_folders
-from zerovision.training.observe.step_metrics import Timing
-from zerovision.training.prepare import Prepared, RunStart
-from zerovision.training.recipe.schedule import Schedule
-from zerovision.training.setup import Run, build
-from zerovision.training.steps.context import TrainContext
-from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.observe.observer import Observers
+from zerovision.training.setup import build
+from zerovision.training.steps.carrier import Run
+from zerovision.training.steps.watch import every_step, guard_of
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.world import World
 
@@ -50,31 +47,30 @@ class TrialStopped(Exception):
 
 
 @contextmanager
-def trial(prepared: Prepared, start: RunStart, name: str) -> Iterator[Run]:
+def trial(run: Run, name: str) -> Iterator[Run]:
     """Build a run, and leave nothing of it behind; a collective.
 
     Args:
-        prepared: the run that this is a trial for, with the settings to try.
-        start: which start of the run this is.
+        run: that this is a trial for, with the settings to try.
         name: of the trial's folder inside the run's, which is removed.
 
     Raises:
         TrialStopped: instead, if the run was asked to stop.
     """
-    if start.stop.poll_now(prepared.world):
+    world, folder = run.world, RunFolder(run.folder.path / name, "trial")
+    if run.start.stop.poll_now(world):
         raise TrialStopped
-    world, folder = prepared.world, RunFolder(prepared.folder.path / name, "trial")
-    quiet = dataclasses.replace(prepared.config, compile="off", progress="off", loggers="none", profile=0)
     if world.is_main:
         shutil.rmtree(folder.log_dir, ignore_errors=True)  # of a trial that did not end
     agreed(lambda: make_folders(folder) if world.is_main else None, world)
-    context = build(dataclasses.replace(prepared, config=quiet, folder=folder, lock=None, notes=[]))
+    quiet = run.changed(compile="off", progress="off", loggers="none", profile=0, log_every_steps=1)
+    built = build(dataclasses.replace(quiet, folder=folder))
     is_stopped = False
     try:
-        yield context
+        yield built
     except TrialStopped:
         is_stopped = True
-    context.close()
+    built.close()
     if world.is_main:
         shutil.rmtree(folder.log_dir, ignore_errors=True)
     if is_stopped:
@@ -97,65 +93,31 @@ def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
     return dataclasses.replace(plan, num_samples=min(plan.num_samples, most)), epochs
 
 
-def train_shortly(
-    context: Run,
-    plan: BatchPlan,
-    epochs: Sequence[int],
-    schedule: Schedule,
-    loggers: Loggers,
-    start: RunStart,
-    *,
-    only_head: bool = False,
-) -> None:
+def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) -> None:
     """Train; a collective.
 
     It ends early, too, after `MOST_BAD_STEPS` in a row that were not finite.
 
     Args:
-        context: a run that was built for it.
-        plan: as of `shortened`.
-        epochs: whose images are used, each as far as the plan goes.
-        schedule: learning rate by step.
-        loggers: get every step.
-        start: of the run.
+        run: that was built for it, with a plan as of `shortened`, and with loggers that get every step.
+        numbers: of the epochs whose images are used, each as far as the plan goes.
         only_head: whether the head alone is trained.
 
     Raises:
         TrialStopped: if the run was asked to stop, after the step that was under way.
     """
-    world, state, signal = context.world, context.state, 0
-    loop = TrainContext(
-        world=world,
-        plan=plan,
-        schedule=schedule,
-        num_classes=len(context.data.class_names),
-        image_shape=context.data.preprocessing.shape,
-        seed=context.config.seed,
-        step=context.step,
-        log_every_steps=1,
-        epochs=len(epochs),
-        loggers=loggers,
-        stop=start.stop,
-        guard=NonFiniteGuard(
-            state.engine,
-            world.data,
-            Loggers([]),
-            MOST_BAD_STEPS,
-            context.data.train.source.name,
-            by_group=context.groups > 1,
-        ),
-        heartbeat=start.heartbeat,
-        timing=Timing(),
-        averages=context.averages,
-    )
-    context.freezer.start_epoch(only_head=only_head)
+    state, signal = run.state, 0
+    run = run.changed(epochs=len(numbers), local_steps=1)
+    guard = guard_of(dataclasses.replace(run, loggers=Loggers([])), MOST_BAD_STEPS)
+    run = dataclasses.replace(run, observers=Observers(every_step(run, guard), run.clock))
+    run.model.freezer.start_epoch(only_head=only_head)
     with contextlib.suppress(RunEnded):  # nothing but steps that are not finite
-        for number, epoch in enumerate(epochs):
-            state.progress = Progress(epoch=number)  # the schedule goes on, whatever the images
-            signal = train_one_epoch(state, context.train_loader.epoch(epoch), loop).stop_signal
+        for place, number in enumerate(numbers):
+            state.progress = dataclasses.replace(state.progress, epoch=place, step=0)  # the schedule goes on
+            signal = train_one_epoch(run, run.readers.train.epoch(number)).stop_signal
             state.sums.reset()
             if signal:
                 break
-    loop.stop.close()
+    run.start.stop.close()
     if signal:
         raise TrialStopped

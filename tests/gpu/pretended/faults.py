@@ -10,7 +10,7 @@ import torch
 
 import zerovision.training.data.device
 from tests.gpu.pretended.garbage import replace
-from zerovision.training.steps.epoch_observer import TimedEngine
+from zerovision.training.engines.engine import TimedEngine
 
 
 def item_in_the_step() -> None:

@@ -19,7 +19,7 @@ from tests.gpu.pretended.garbage import replace
 from tests.gpu.pretended.watch import Watch, launches
 from zerovision.commands import train_distributed
 from zerovision.training.config.command_line import run_script
-from zerovision.training.steps.epoch_observer import EpochObserver
+from zerovision.training.observe.observer import Observers
 from zerovision.training.world.world import start_world
 
 # One short epoch of 20 steps, without what has nothing to do with a step.
@@ -49,17 +49,17 @@ def memory(flags: str) -> dict[str, int]:
     set_fused_attn(enable=False)  # whose kernels are not there
 
     def noting(before_step: Any) -> Any:
-        def noted(observer: Any) -> int:
+        def noted(observers: Any, position: int) -> None:
             if (step := next(steps)) in (0, WARM_UP):
                 peaks.append(torch.cuda.max_memory_allocated())
                 torch.cuda.reset_peak_memory_stats()
             if step == WARM_UP:
                 raise _SeenEnough
-            return before_step(observer)
+            before_step(observers, position)
 
         return noted
 
-    replace(EpochObserver, "before_step", noting)
+    replace(Observers, "before_step", noting)
     with contextlib.suppress(_SeenEnough):
         train(flags)
     return {"starting": peaks[0], "training": peaks[1]}

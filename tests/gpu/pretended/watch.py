@@ -49,16 +49,16 @@ class Watch:
 
     def start(self) -> None:
         """Watch the process's training from now on: two methods of the project tell where its steps begin and end."""
-        from zerovision.training.steps.epoch_observer import EpochObserver
+        from zerovision.training.observe.observer import Observers
 
         warnings.filterwarnings("always", message=A_WAIT)
         warnings.showwarning = self._note
 
         def noting(before_step: Any) -> Any:
-            def noted(observer: Any) -> int:
+            def noted(observers: Any, position: int) -> None:
                 torch.cuda.set_sync_debug_mode("warn")
                 self._at.append((launches(), pageable_copies(), self._waits.copy()))
-                return before_step(observer)
+                before_step(observers, position)
 
             return noted
 
@@ -69,8 +69,8 @@ class Watch:
 
             return ended
 
-        replace(EpochObserver, "before_step", noting)
-        replace(EpochObserver, "finish", ending)
+        replace(Observers, "before_step", noting)
+        replace(Observers, "after_steps", ending)
 
     def report(self) -> dict[str, Any]:
         """Return the waits of a step by place (copies that are not pinned among them), its kernels, and warnings."""

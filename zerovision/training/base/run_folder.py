@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 # In a run's own folder.
 CONFIG = "config.json"
@@ -36,11 +37,13 @@ class RunFolder:
         log_dir: of all runs.
         name: of the run.
         made: the folders among these that this start has created.
+        lock: on rank 0 the file that locks the run's own folder as long as it is open.
     """
 
     log_dir: Path
     name: str
     made: tuple[Path, ...] = field(default=(), compare=False)
+    lock: IO[bytes] | None = field(default=None, compare=False)
 
     @property
     def path(self) -> Path:

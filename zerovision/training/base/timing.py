@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -175,3 +175,9 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     training = {name: value for name, value in seconds.items() if name != "evaluation"}
     total = max(sum(training.values()), 1e-9)
     return {name: value / total for name, value in training.items()}
+
+
+def mean_shares(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean over the ranks of each span's share."""
+    by_rank = [shares(seconds) for seconds in ranks]
+    return {name: sum(rank[name] for rank in by_rank) / len(by_rank) for name in by_rank[0]}

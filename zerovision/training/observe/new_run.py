@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection, Iterator
 from itertools import count
 from pathlib import Path
-from typing import IO
 
 from zerovision.training.base.atomic_write import check_renames, remove_leftovers
 from zerovision.training.base.errors import AnotherStartNeededError, UserError, one_line, shown
@@ -51,7 +50,7 @@ def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
         )
 
 
-def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolder, IO[bytes]]:
+def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
     """Create the folders of a run and lock it; called on rank 0 alone.
 
     Args:
@@ -59,7 +58,7 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolde
         origin: what started the training; one that the launcher started again continues in its own folder.
 
     Returns:
-        The paths, and the file whose lock keeps other trainings away until it is closed.
+        The paths, with the file whose lock keeps other trainings away until it is closed.
 
     Raises:
         UserError: if a folder cannot be written, or a run of that name exists and is not resumed, or is being trained.
@@ -93,7 +92,7 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolde
         if origin.restarts and error.errno in FULL:
             raise AnotherStartNeededError(f"{said}; the run goes on when there is room.") from None
         raise UserError(f"{said}. Give a folder that you may write to.") from None
-    return folder, lock
+    return dataclasses.replace(folder, lock=lock)
 
 
 def make_folders(folder: RunFolder) -> tuple[Path, ...]:

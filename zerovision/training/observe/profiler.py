@@ -11,31 +11,35 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.timing import SpanClock
+from zerovision.training.observe.observer import Observer, StepDone
 
 WARM_UP_STEPS = 5  # before the trace, unless the epoch is too short for them
 OPERATORS_LISTED = 10
 
 
-class StepProfiler:
-    """Traces steps of the first epoch that this process trains; with 0 steps it does nothing."""
+class StepProfiler(Observer):
+    """Traces steps of the first epoch that this process trains."""
 
-    def __init__(self, steps: int, folder: Path, clock: SpanClock, loggers: Loggers) -> None:
+    def __init__(self, steps: int, steps_per_epoch: int, folder: Path, clock: SpanClock, loggers: Loggers) -> None:
         """Prepare; nothing runs yet.
 
         Args:
-            steps: optimizer steps to trace.
+            steps: optimizer steps to trace; 0 for none.
+            steps_per_epoch: optimizer steps of an epoch.
             folder: where `trace.json.gz` and `summary.txt` go.
             clock: its spans appear in the trace.
             loggers: get one line when the trace is written, or why it cannot be.
         """
-        self._steps, self._folder, self._clock, self._loggers = steps, folder, clock, loggers
+        self._steps, self._steps_per_epoch = steps, steps_per_epoch
+        self._folder, self._clock, self._loggers = folder, clock, loggers
         self._profile: profile | None = None
         self._warm_up_steps = 0
 
-    def begin_epoch(self, steps: int) -> None:
-        """Prepare the trace before the first epoch of this process, which has `steps` steps left."""
-        if self._steps == 0 or steps == 0:
+    def before_step(self, position: int) -> None:
+        """Begin the trace before the first step of this process."""
+        if self._steps == 0:
             return
+        steps = self._steps_per_epoch - position % self._steps_per_epoch
         self._steps, asked = 0, self._steps
         self._warm_up_steps = warm_up = max(0, min(WARM_UP_STEPS, steps - asked))
         last = warm_up + min(asked, steps) - 1
@@ -52,16 +56,16 @@ class StepProfiler:
         self._profile.start()
         self._clock.is_recording = warm_up == 0
 
-    def after_step(self) -> None:
+    def after_step(self, done: StepDone) -> None:
         """Count an optimizer step; after the last one to be traced, write the files."""
         if self._profile is None:
             return
         self._profile.step()
         self._clock.is_recording = self._profile.step_num >= self._warm_up_steps
         if self._profile.current_action == ProfilerAction.NONE:
-            self.end_epoch()
+            self.after_steps()
 
-    def end_epoch(self) -> None:
+    def after_steps(self) -> None:
         """Write what was traced, also if a signal has ended the epoch before its last step."""
         if self._profile is not None:
             self._profile.stop()

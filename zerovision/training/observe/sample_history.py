@@ -10,8 +10,8 @@ import torch
 
 from zerovision.models.ensemble import log_mean_probability
 from zerovision.training.base.atomic_write import replacing
-from zerovision.training.data.reader import Batch
 from zerovision.training.data.transfer import to_device
+from zerovision.training.observe.observer import Observer, Seen
 from zerovision.training.tasks.scores import rows_of_all
 from zerovision.training.world.world import World
 
@@ -22,7 +22,7 @@ MOST_EPOCHS = 16  # that are kept, at equal distances
 HELD_NUMBERS = 2**20  # logits that wait on the device
 
 
-class SampleHistory:
+class SampleHistory(Observer):
     """Keeps two logarithms of probabilities of each training image in an epoch, before the step that it is part of.
 
     That of its label, which is the loss, and that of the most probable other class, whose distance is the margin.
@@ -32,16 +32,24 @@ class SampleHistory:
         folder: of the run.
         world: the ranks.
         epochs: of the run.
+        steps_per_epoch: optimizer steps.
     """
 
-    def __init__(self, folder: Path, world: World, epochs: int) -> None:
+    span = "logging"
+
+    def __init__(self, folder: Path, world: World, epochs: int, steps_per_epoch: int) -> None:
         self._folder, self._world, self._every = folder / HISTORY, world, -(-epochs // MOST_EPOCHS)
+        self._steps_per_epoch, self._epoch = steps_per_epoch, 0
         self._held: list[tuple[torch.Tensor, ...]] = []
         self._rows: list[torch.Tensor] = []
 
-    def add(self, batch: Batch, logits: torch.Tensor, epoch: int) -> None:
-        """Keep what a micro-batch has given; logits [B, classes], or [B, classes, members]; epochs count from 0."""
-        if (epoch + 1) % self._every:
+    def before_step(self, position: int) -> None:
+        self._epoch = position // self._steps_per_epoch
+
+    def seen(self, seen: Seen) -> None:
+        """Keep what a micro-batch has given."""
+        batch, logits = seen.batch, seen.logits
+        if (self._epoch + 1) % self._every:
             return
         is_mixed = batch.targets is not None  # on this rank: every rank has as many rows
         weights = torch.zeros_like(batch.weights) if is_mixed else batch.weights
@@ -50,7 +58,7 @@ class SampleHistory:
         if len(self._held) * logits.numel() > HELD_NUMBERS:
             self._reduce()
 
-    def write(self, epoch: int) -> None:
+    def after_steps(self) -> None:
         """Write the rows of all ranks since the last call, beside what the epoch has; a collective.
 
         A step that is trained again after an interruption gives the same rows again, which are kept once. What cannot
@@ -67,7 +75,7 @@ class SampleHistory:
         table = np.empty(len(found), ROW)
         for name, column in zip(ROW.names or (), found[:, 1:].T, strict=True):
             table[name] = column
-        path = self._folder / f"{epoch + 1:03}.npy"
+        path = self._folder / f"{self._epoch + 1:03}.npy"
         with suppress(OSError):
             self._folder.mkdir(exist_ok=True)
             with replacing(path) as new, new.open("wb") as stream:

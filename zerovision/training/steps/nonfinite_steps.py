@@ -6,6 +6,7 @@ enough). By then the forward pass has updated BatchNorm's statistics: they are r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,9 +15,9 @@ import torch.distributed as dist
 
 from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from zerovision.training.base.run_logger import Loggers
-from zerovision.training.data.reader import Batch
-from zerovision.training.engines.engine import Engine, StepResult
+from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.engines.precision import DynamicLossScale
+from zerovision.training.observe.observer import Observer, Seen, StepDone
 from zerovision.training.world.collectives import gather_objects, largest_over_ranks
 from zerovision.training.world.world import World
 
@@ -53,74 +54,67 @@ class _Cause(NamedTuple):
     names: list[str]
 
 
-class NonFiniteGuard:
-    """Undoes steps that the engine skipped, and ends a run of nothing but skipped steps.
+class NonFiniteGuard(Observer):
+    """Undoes steps that the engine skipped, counts them, and ends a run of nothing but skipped steps.
 
     Args:
-        engine: the engine.
+        state: whose engine it guards, and whose progress has the counts.
         world: the ranks that read different images.
         loggers: log skipped steps.
         most_consecutive: consecutive skipped steps that end the run, 0 for no limit.
         name_of: returns the path of a sample by its index in the training set.
-        skipped: steps skipped before a resume.
-        consecutive: how many of them were the latest steps.
         by_group: whether each group of ranks decides by itself, and they hear of each other in `settle`.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        state: TrainState,
         world: World,
         loggers: Loggers,
         most_consecutive: int,
         name_of: Callable[[int], str],
-        skipped: int = 0,
-        consecutive: int = 0,
         *,
         by_group: bool = False,
     ) -> None:
-        self._engine, self._world, self._loggers, self._by_group = engine, world, loggers, by_group
+        self._state, self._world, self._loggers, self._by_group = state, world, loggers, by_group
         self._most_consecutive, self._name_of = most_consecutive, name_of
-        self._buffers = engine.buffers
+        self._buffers = state.engine.buffers
         self._kept: list[torch.Tensor] = []
         self._evidence: list[_Evidence] = []
         self._pending: list[_PendingStep] = []
-        self.skipped, self.consecutive = skipped, consecutive
 
-    def before_step(self) -> None:
+    def before_step(self, position: int) -> None:
         """Copy what a skipped step must not change."""
         self._kept = self._buffers.copy()
         self._evidence = []
 
-    def note(self, batch: Batch, losses: torch.Tensor) -> None:
-        """Keep the losses [B] of a micro-batch and one number per image until the outcome is read; no sync."""
-        self._evidence.append(
-            _Evidence(batch.indices, batch.images.sum(tuple(range(1, batch.images.ndim))), losses.detach())
-        )
+    def seen(self, seen: Seen) -> None:
+        """Keep the evidence of a micro-batch and one number per image until the outcome is read; no sync."""
+        images = seen.batch.images
+        sums = images.sum(tuple(range(1, images.ndim)))
+        self._evidence.append(_Evidence(seen.batch.indices, sums, seen.evidence.detach()))
 
-    def after_step(self, result: StepResult | None, step: int) -> bool | torch.Tensor:
-        """Undo the step if it was skipped, and return whether it was applied; a collective if it was not.
+    def after_step(self, done: StepDone) -> None:
+        """Undo the step if it was skipped; a collective if it was.
 
         If the outcome is still on the device, the step is undone there without a sync, and counted and logged by the
         next `settle`.
 
-        Args:
-            result: of the engine's step.
-            step: the run's step, from 1, for the message.
-
         Raises:
             RunEnded: on all ranks, after too many consecutive skipped steps.
         """
-        if result is not None and isinstance(result.applied, torch.Tensor):
-            self._buffers.restore(self._kept, unless=result.applied)
-            self._pending.append(_PendingStep(step, result.applied, self._evidence))
-            return result.applied
-        if result is None or result.applied:
-            self.consecutive = 0
-            return True
-        self._buffers.restore(self._kept)
-        self._count_skipped(step, self._evidence)
-        return False
+        step, applied = done.position + 1, done.applied
+        if isinstance(applied, torch.Tensor):
+            self._buffers.restore(self._kept, unless=applied)
+            self._pending.append(_PendingStep(step, applied, self._evidence))
+        elif applied:
+            self._count(bad_steps_in_row=0)
+        else:
+            self._buffers.restore(self._kept)
+            self._count_skipped(step, self._evidence)
+
+    def after_steps(self) -> None:
+        self.settle()
 
     def settle(self) -> None:
         """Read the outcomes that are still on the device: a sync; a collective if a step was skipped, or with groups.
@@ -141,18 +135,22 @@ class NonFiniteGuard:
             if is_skipped:
                 self._count_skipped(step, evidence if is_own else [])
             else:
-                self.consecutive = 0
+                self._count(bad_steps_in_row=0)
+
+    def _count(self, **counts: int) -> None:
+        self._state.progress = dataclasses.replace(self._state.progress, **counts)
 
     def _count_skipped(self, step: int, evidence: list[_Evidence]) -> None:
         """Count and log a skipped step, and end the run after too many; a collective."""
         cause = self._find_cause(evidence)
         causes = [_Cause(*row) for row in gather_objects(cause, self._world)]
-        scale = self._engine.loss_scale
-        self.skipped += 1
+        scale, progress = self._state.engine.loss_scale, self._state.progress
+        self._count(skipped_steps=progress.skipped_steps + 1)
         can_be_halved = scale is not None and scale.value > DynamicLossScale.MINIMUM
         if can_be_halved and all(cause.losses_finite for cause in causes):
             return  # fp16's loss scale was merely too large
-        self.consecutive += 1
+        consecutive = progress.bad_steps_in_row + 1
+        self._count(bad_steps_in_row=consecutive)
         rank, worst = min(enumerate(causes), key=lambda item: (item[1].losses_finite, not item[1].names))
         if self._world.group:  # of a mesh: the first of the ranks that read these images
             rank = dist.get_global_rank(self._world.group, rank)
@@ -160,16 +158,16 @@ class NonFiniteGuard:
         shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
         more = f" and {len(worst.names) - NAMES_IN_MESSAGE} more" if len(worst.names) > NAMES_IN_MESSAGE else ""
         self._loggers.message(
-            f"step {step} {skipped}{self.consecutive} in a row): {worst.culprit} is not finite "
+            f"step {step} {skipped}{consecutive} in a row): {worst.culprit} is not finite "
             f"on rank {rank}, samples {shown}{more}"
         )
         names = [name for cause in causes if cause.losses_finite == worst.losses_finite for name in cause.names]
         self._loggers.event(
-            "skipped_step", {"step": step, "in_row": self.consecutive, "culprit": worst.culprit, "samples": names}
+            "skipped_step", {"step": step, "in_row": consecutive, "culprit": worst.culprit, "samples": names}
         )
-        if 0 < self._most_consecutive <= self.consecutive:
+        if 0 < self._most_consecutive <= consecutive:
             raise RunEnded(
-                f"{self.consecutive} steps in a row were skipped because the gradient was not finite (--max-bad-steps):"
+                f"{consecutive} steps in a row were skipped because the gradient was not finite (--max-bad-steps):"
                 " look at the samples named in the log, lower --learning-rate, or resume from an earlier checkpoint.",
                 TOO_MANY_BAD_STEPS_EXIT_CODE,
                 step,

@@ -43,6 +43,7 @@ class StopRequest:
         self._times: list[float] = []  # of the signals, by the monotonic clock
         self._most: int | None = None  # one more signal than so many ends the run at once
         self._is_alone, self._step = True, 0
+        self._save_due = False
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> None:
@@ -55,15 +56,18 @@ class StopRequest:
         """Stop as if this signal had come."""
         self._signal_number = self._signal_number or signal_number
 
-    def poll(self, world: World, *, failure: int = 0, save_due: bool = False) -> StopDecision:
+    def request_save(self) -> None:
+        """Let all ranks save after the next step but one."""
+        self._save_due = True
+
+    def poll(self, world: World, *, failure: int = 0) -> StopDecision:
         """Return what any rank had received or requested by the previous poll, the same on all ranks; a collective.
 
         Args:
             world: the ranks.
             failure: why this rank cannot continue, `FAILED`; 0 if it can.
-            save_due: whether this rank requests a checkpoint.
         """
-        number = failure or self._signal_number
+        number, save_due, self._save_due = failure or self._signal_number, self._save_due, False
         if world.signal_group is None:
             return StopDecision(number, save_due)
         agreed = self._finish()

@@ -10,27 +10,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from zerovision.training.base.errors import CANNOT_SAVE_EXIT_CODE, AgreedError, RunEnded, UserError, one_line
-from zerovision.training.base.heartbeat import HeartbeatWriter
+from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.units import format_bytes
-from zerovision.training.checkpoint.frozen import FrozenWeights
 from zerovision.training.checkpoint.manifest import Manifest, ShardFacts, shard_name
-from zerovision.training.checkpoint.restore import TrainState
-from zerovision.training.checkpoint.settings import CheckpointSettings
 from zerovision.training.checkpoint.shards import Snapshot, write_shard
 from zerovision.training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
-from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.observe.observer import Observer
 from zerovision.training.recipe.schedule import stable_epochs
+from zerovision.training.steps.carrier import Run
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.world.collectives import broadcast_object, gather_objects
-from zerovision.training.world.signals import StopRequest
-from zerovision.training.world.world import World
 
 BYTES = 4  # of a weight in fp32
 SHORTEST_RETRY_SECONDS = 1.0
@@ -52,44 +47,31 @@ class _Save:
     is_last_try: bool = False  # saves have failed for so long that the run ends
 
 
-class Saver:
-    """Saves checkpoints of one run; every rank has one and calls it at the same steps.
+class Saver(Observer):
+    """Saves checkpoints of one run; every rank has one.
 
     Args:
-        folder: the run's checkpoints folder.
+        run: with all but its observers.
         identity: see `Manifest.identity`.
-        config: the run's configuration.
-        plan: counts the run's steps.
-        state: what is saved.
-        world: the ranks.
-        loggers: of the run.
-        heartbeat: signs of life for the launcher.
-        patience_s: seconds that training may wait for a save before the rank counts as hung.
+        guard: reads its verdicts before a save.
         clock: returns seconds that never go back.
         sleep: waits for so many seconds.
-        frozen: the file of weights that are not trained, None if the shards contain them.
     """
+
+    span = "saving"
 
     def __init__(
         self,
-        folder: Path,
+        run: Run,
         identity: dict[str, Any],
-        config: CheckpointSettings,
-        plan: BatchPlan,
-        state: TrainState,
-        world: World,
-        loggers: Loggers,
-        heartbeat: HeartbeatWriter,
-        patience_s: float,
+        guard: NonFiniteGuard,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        *,
-        frozen: FrozenWeights | None = None,
     ) -> None:
-        self._folder, self._identity, self._config, self._plan = folder, identity, config, plan
-        self._state, self._world, self._loggers, self._heartbeat = state, world, loggers, heartbeat
-        self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
-        self._frozen = frozen
+        self._run, self._identity, self._guard, self._clock, self._sleep = run, identity, guard, clock, sleep
+        self._folder, self._config, self._state, self._world = run.folder.checkpoints, run.config, run.state, run.world
+        self._loggers, self._heartbeat, self._frozen = run.loggers, run.start.heartbeat, run.model.frozen
+        self._patience_s = SLOW_PHASE * run.config.hang_timeout
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._running: _Save | None = None
@@ -98,6 +80,23 @@ class Saver:
         self._has_given_up = False
         self._failed_position = 0
         self._last_start = clock()
+
+    def before_step(self, position: int) -> None:
+        if self.is_due_by_time():
+            self._run.start.stop.request_save()
+
+    def between_steps(self, *, save_due: bool, failed: bool) -> None:
+        """Save if it is due, and no rank has failed; a collective."""
+        self.note_outcome()
+        if save_due or self.is_due_by_steps(self._run.position):
+            self._guard.settle()
+            if any(gather_objects(failed, self._world)):
+                self.wait()  # for the one before
+            else:
+                self.save()
+
+    def after_epoch(self, write_best: Callable[[], None] | None) -> None:
+        self.save(write_best)
 
     def is_due_by_time(self) -> bool:
         """Return True once if the minutes between two saves are over or a failed one is to be tried again.
@@ -175,7 +174,7 @@ class Saver:
         self._snapshot.take(saved, sums, self._frozen.names if self._frozen else (), self._world.data.rank)
         save = self._running = _Save(
             checkpoint_name(progress),
-            position=self._plan.position(progress),
+            position=self._run.plan.position(progress),
             is_best=write_best is not None,
             stall_seconds=self._clock() - start,
         )
@@ -208,13 +207,12 @@ class Saver:
             + ("" if save.is_last_try else f", the next try comes within {self._backoff.delay_s():.0f} s")
         )
 
-    def finish(self, stop: StopRequest, *, is_stop: bool = False) -> None:
+    def finish(self, *, is_stop: bool = False) -> None:
         """Wait for the running save; while it fails, save the current state again. A collective.
 
         A signal ends the waiting: one last try follows at once, and a second signal ends the process without it.
 
         Args:
-            stop: the signals of this run.
             is_stop: whether the run was asked to stop, and should not wait for long.
 
         Raises:
@@ -230,7 +228,7 @@ class Saver:
             if self._backoff.is_failing:
                 delay_s = self._backoff.delay_s()
                 self._heartbeat.beat("save", self._failed_position, self._patience_s + delay_s)
-                if stop.wait(
+                if self._run.start.stop.wait(
                     self._world,
                     delay_s,
                     self._failed_position,

@@ -1,0 +1,138 @@
+"""Numbers of a logging point: loss, speed, time shares, memory, and the ranks that are slow."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+
+from zerovision.training.base.points import StepPoint
+from zerovision.training.base.timing import ABSORBING, SPANS, mean_shares
+from zerovision.training.observe.device_use import DeviceGauge, name_hosts
+from zerovision.training.observe.observer import Observer, StepDone
+from zerovision.training.observe.slow_ranks import SlowRankDetector, work_seconds
+from zerovision.training.steps.carrier import Run
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.world.collectives import gather_rows
+
+SECONDS_BETWEEN_POINTS = 1.0  # at least, and
+STEPS_BETWEEN_POINTS = 10  # or a multiple of them, if --log-every-steps is auto
+
+
+class LogPace:
+    """How far apart automatic logging points are: by the steps before them, which all ranks know from the last point.
+
+    Attributes:
+        fewest_steps: from one point to the next.
+    """
+
+    fewest_steps = 1
+
+    def update(self, ranks: Sequence[Mapping[str, float]], steps: int) -> None:
+        """Choose as many steps as take `SECONDS_BETWEEN_POINTS`.
+
+        Args:
+            ranks: of each rank the seconds of its spans since the last point, the same on all ranks.
+            steps: optimizer steps since the last point.
+        """
+        slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
+        self.fewest_steps = math.ceil(SECONDS_BETWEEN_POINTS * steps / max(slowest, 1e-9))
+
+
+class StepMetrics(Observer):
+    """Reads the sums and the clock at logging points, and logs the differences; built by all ranks together.
+
+    Args:
+        run: with all but its observers.
+        guard: reads its verdicts before each point.
+    """
+
+    span = "logging"
+
+    def __init__(self, run: Run, guard: NonFiniteGuard) -> None:
+        self._run, self._guard = run, guard
+        self._hosts, self._gauge = name_hosts(run.world), DeviceGauge(run.world, run.folder, run.model.flops)
+        self._slow_ranks, self._pace = SlowRankDetector(), LogPace()
+        self._steps = -1  # since the last point, -1 before the first step of an epoch
+
+    def before_step(self, position: int) -> None:
+        if self._steps < 0:
+            self._steps, self._last_time = 0, time.perf_counter()
+            self._last_skipped = self._run.state.progress.skipped_steps
+            self._last_sums, self._last_spans = self._run.state.sums.state(), self._run.clock.seconds()
+            psutil.cpu_percent()  # from now on
+
+    def after_step(self, done: StepDone) -> None:
+        """Count a step; at a logging point gather over the ranks and log. A collective."""
+        run, plan, position = self._run, self._run.plan, done.position
+        self._steps += 1
+        if not self._is_point(position % plan.steps_per_epoch + 1):
+            return
+        (loss_sum, _, _, count), spans, cpus = self._gather()  # the sync
+        self._guard.settle()
+        now = time.perf_counter()
+        seconds = max(now - self._last_time, 1e-9)
+        images_per_second = plan.images(position + 1 - self._steps, position + 1) / seconds
+        gradient_norm = done.result.gradient_norm if done.result else None
+        time_shares, skipped = mean_shares(spans), run.state.progress.skipped_steps
+        run.loggers.steps(
+            StepPoint(
+                epoch=position // plan.steps_per_epoch + 1,
+                step=position + 1,
+                steps_per_epoch=plan.steps_per_epoch,
+                total_steps=run.total_steps,
+                loss=loss_sum / count if count else float("nan"),
+                learning_rate=run.schedule.learning_rate(position),
+                images_per_second=images_per_second,
+                data_wait_share=time_shares["data"],
+                seconds=seconds,
+                seconds_left=(run.total_steps - position - 1) * seconds / self._steps,
+                gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
+                skipped_steps=skipped - self._last_skipped,
+                time_shares=time_shares,
+                device=self._gauge.read(images_per_second),
+                cpu_utilization=dict(zip(self._hosts, cpus, strict=True)),
+            )
+        )
+        self._log_slow_ranks(position + 1, spans)
+        self._pace.update(spans, self._steps)
+        self._last_time, self._last_skipped, self._steps = now, skipped, 0
+
+    def after_steps(self) -> None:
+        self._steps = -1
+
+    def _is_point(self, step_of_epoch: int) -> bool:
+        """Return whether there is a logging point after a step of the epoch, from 1; the same on all ranks."""
+        config, fewest = self._run.config, 0
+        every = config.log_every_steps
+        if every == "auto":
+            every = config.local_steps if config.local_steps > 1 else STEPS_BETWEEN_POINTS
+            fewest = self._pace.fewest_steps
+        is_due = step_of_epoch % every == 0 and self._steps >= fewest
+        return is_due or step_of_epoch == self._run.plan.steps_per_epoch
+
+    def _gather(self) -> tuple[list[float], list[dict[str, float]], list[float]]:
+        """Return score sums over all ranks, each rank's span seconds, and its machine's share of busy cores.
+
+        All since the last call. A collective.
+        """
+        sums, spans = self._run.state.sums.state(), self._run.clock.seconds()
+        own = [spans[name] - self._last_spans[name] for name in SPANS]
+        row = torch.cat([sums - self._last_sums, sums.new_tensor([*own, psutil.cpu_percent() / 100])])
+        rows = gather_rows(row, self._run.world).cpu()
+        self._last_sums, self._last_spans = sums, spans
+        scores, times, cpus = rows.split([len(sums), len(SPANS), 1], dim=1)
+        by_rank = [dict(zip(SPANS, rank, strict=True)) for rank in times.tolist()]
+        return scores.sum(0).tolist(), by_rank, cpus.flatten().tolist()
+
+    def _log_slow_ranks(self, step: int, spans: list[dict[str, float]]) -> None:
+        for slow in self._slow_ranks.update(work_seconds(spans), self._steps):
+            host = self._hosts[slow.rank]
+            self._run.loggers.message(
+                f"rank {slow.rank} (host {host}) is slow: {1000 * slow.step_seconds:.3g} ms of work a step, "
+                f"the others {1000 * slow.others_step_seconds:.3g} ms (median)"
+            )
+            self._run.loggers.event("slow_rank", {"step": step, **slow._asdict(), "host": host})

@@ -1,0 +1,105 @@
+"""The observers of a run: a new one is a file and a line here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from zerovision.training.base.heartbeat import HeartbeatWriter
+from zerovision.training.engines.engine import Averages
+from zerovision.training.observe.observer import Observer, Observers, Seen, StepDone
+from zerovision.training.observe.sample_history import MOST_IMAGES, SampleHistory
+from zerovision.training.observe.step_hashes import StepHashes
+from zerovision.training.steps.accumulate import Accumulate
+from zerovision.training.steps.audit import Audited
+from zerovision.training.steps.carrier import Run
+from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
+from zerovision.training.steps.saver import Saver
+from zerovision.training.steps.step_metrics import StepMetrics
+from zerovision.training.tasks.scores import ScoreSums
+
+
+class EpochSums(Observer):
+    """Adds up the scores of an epoch's steps, without those that were not applied."""
+
+    def __init__(self, sums: ScoreSums) -> None:
+        self._sums, self._before = sums, sums.state()
+
+    def before_step(self, position: int) -> None:
+        self._before = self._sums.state()
+
+    def seen(self, seen: Seen) -> None:
+        self._sums.add(seen.losses, seen.logits, seen.batch.labels, seen.batch.weights)
+
+    def after_step(self, done: StepDone) -> None:
+        self._sums.keep_if(done.applied, self._before)
+
+
+class WeightUpdates(Observer):
+    """Lets the averages of the weights follow the steps."""
+
+    span = "optimizer"
+
+    def __init__(self, averages: Averages) -> None:
+        self._averages = averages
+
+    def after_step(self, done: StepDone) -> None:
+        self._averages.after_step(done.applied, done.position + 1)
+
+
+class Heartbeats(Observer):
+    """Tells the launcher of each step."""
+
+    span = "logging"
+
+    def __init__(self, heartbeat: HeartbeatWriter) -> None:
+        self._heartbeat = heartbeat
+
+    def after_step(self, done: StepDone) -> None:
+        self._heartbeat.beat("step", done.position + 1)
+
+
+def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
+    """Return a run with its observers, and the one that saves; a collective.
+
+    Args:
+        run: that is built.
+        identity: see `Manifest.identity`.
+    """
+    guard = guard_of(run, run.config.max_bad_steps)
+    saver = Saver(run, identity, guard)
+    observers = [*every_step(run, guard), *_asked_for(run), Heartbeats(run.start.heartbeat), saver]
+    run = dataclasses.replace(run, observers=Observers(observers, run.clock))
+    if run.config.audit:
+        assert isinstance(run.step, Accumulate)
+        leaves = run.plan.accumulation_steps
+        step = Audited(run.step, run.config.audit, run.world, leaves, lambda: run.position, run.loggers)
+        run = dataclasses.replace(run, step=step)
+    return run, saver
+
+
+def guard_of(run: Run, most_consecutive: int) -> NonFiniteGuard:
+    """Return what undoes a run's steps that are not finite."""
+    name_of = run.data.train.source.name
+    by_group = run.start.groups > 1
+    return NonFiniteGuard(run.state, run.world.data, run.loggers, most_consecutive, name_of, by_group=by_group)
+
+
+def every_step(run: Run, guard: NonFiniteGuard) -> list[Observer]:
+    """Return what any training has, in the order in which a step is settled; a collective."""
+    return [guard, EpochSums(run.state.sums), WeightUpdates(run.model.averages), StepMetrics(run, guard)]
+
+
+def _asked_for(run: Run) -> Iterator[Observer]:
+    """Yield what some runs have."""
+    config, data, steps_per_epoch = run.config, run.data, run.plan.steps_per_epoch
+    if config.log_hashes:
+        yield StepHashes(config.log_hashes, run.world, run.plan.leaves, run.state.engine, run.loggers)
+    tells_classes = run.task.neighbours is None and data.sets is None
+    if tells_classes and config.features != "cached" and len(data.train) <= MOST_IMAGES:
+        yield SampleHistory(run.folder.path, run.world, config.epochs, steps_per_epoch)
+    if config.profile and run.world.is_main:
+        from zerovision.training.observe.profiler import StepProfiler
+
+        yield StepProfiler(config.profile, steps_per_epoch, run.folder.path / "profile", run.clock, run.loggers)
