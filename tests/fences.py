@@ -23,7 +23,7 @@ FENCES = {  # what names it, its own files, limit
     "islands": (r"island", rf"{ENGINES}/islands/", 5),
     "teacher": (r"teacher|distill", r"zerovision/training/teacher", 11),
 }
-MOST_PARAMETERS, FUNCTIONS_LIMIT = 6, 12
+MOST_PARAMETERS, FUNCTIONS_LIMIT = 6, 9
 
 
 def product_files() -> dict[str, str]:

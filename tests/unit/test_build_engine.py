@@ -128,39 +128,31 @@ LONG, SHORT = PIXELS_THAT_PAY, PIXELS_THAT_PAY - 1
 
 
 @pytest.mark.parametrize(
-    ("choice", "model_type", "pixels", "world", "saved", "expected"),
+    ("choice", "model_type", "pixels", "world", "expected"),
     [
-        ("on", "vgg", SHORT, ALONE, "off", True),
-        ("on", "vgg", SHORT, ON_GPU, None, True),
-        ("off", "mobilenet", LONG, ALONE, "on", False),
-        ("auto", "mobilenet", LONG, ALONE, None, True),
-        ("auto", "mobilenet", SHORT, ALONE, None, False),
-        ("auto", "basic_cnn", LONG, ALONE, None, False),
-        ("auto", "mobilenet", LONG, ON_GPU, None, False),
-        ("auto", "vgg", 1000 * LONG, ON_GPU, None, False),
-        ("auto", "basic_cnn", SHORT, ALONE, "on", True),
-        ("auto", "mobilenet", LONG, ALONE, "off", False),
-        ("auto", "mobilenet", LONG, ALONE, "auto", False),  # of a version whose auto never compiled
+        ("on", "vgg", SHORT, ALONE, True),
+        ("on", "vgg", SHORT, ON_GPU, True),
+        ("off", "mobilenet", LONG, ALONE, False),
+        ("auto", "mobilenet", LONG, ALONE, True),
+        ("auto", "mobilenet", SHORT, ALONE, False),
+        ("auto", "basic_cnn", LONG, ALONE, False),
+        ("auto", "mobilenet", LONG, ON_GPU, False),
+        ("auto", "vgg", 1000 * LONG, ON_GPU, False),
     ],
 )
-def test_auto_compiles_long_runs_of_measured_models_and_keeps_a_runs_choice(
-    choice, model_type, pixels, world, saved, expected
-):
-    assert resolve_compile(TrainConfig(compile=choice, model_type=model_type), saved, pixels, world) == expected
+def test_auto_compiles_long_runs_of_measured_models(choice, model_type, pixels, world, expected):
+    assert resolve_compile(TrainConfig(compile=choice, model_type=model_type), pixels, world) == expected
 
 
 def test_auto_does_not_compile_what_recomputes_activations():
-    config = TrainConfig(model_type="mobilenet", activation_checkpointing=True)
-    assert not resolve_compile(config, None, LONG, ALONE)
-    assert not resolve_compile(config, "on", LONG, ALONE)
+    assert not resolve_compile(TrainConfig(model_type="mobilenet", activation_checkpointing=True), LONG, ALONE)
 
 
 def test_compile_without_a_compiler_is_one_line(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    for choice, saved in (("on", None), ("auto", "on")):
-        with pytest.raises(UserError, match=r"--compile on: needs a C\+\+ compiler"):
-            resolve_compile(TrainConfig(compile=choice), saved, LONG, ALONE)
-    assert not resolve_compile(TrainConfig(model_type="mobilenet"), None, LONG, ALONE)
+    with pytest.raises(UserError, match=r"--compile on: needs a C\+\+ compiler"):
+        resolve_compile(TrainConfig(compile="on"), LONG, ALONE)
+    assert not resolve_compile(TrainConfig(model_type="mobilenet"), LONG, ALONE)
 
 
 class _Uncompilable(nn.Sequential):

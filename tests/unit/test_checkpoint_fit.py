@@ -24,9 +24,8 @@ from zerovision.training.resume import (
     check_fit,
     keep_global_batch,
     keep_groups,
-    keep_starting_weights,
-    keep_threads,
-    note_other_leaves,
+    note_other_bytes,
+    own_threads,
 )
 from zerovision.training.world.world import World
 
@@ -293,16 +292,8 @@ def test_a_run_keeps_its_threads_unless_told_otherwise(saved, given, threads, to
     checkpoint = found(config={} if saved is None else {"threads_per_rank": saved})
     if saved is None:
         del checkpoint.manifest.config["threads_per_rank"]
-    config, notes = keep_threads(dataclasses.replace(CONFIG, threads_per_rank=given), checkpoint, ALONE)
-    assert (config.threads_per_rank, notes) == (threads, told)
-
-
-@pytest.mark.parametrize("saved", [-1, 1025, 1.0, True, "2", None, math.nan, 10**4000, BOTTOMLESS])
-def test_strange_numbers_of_threads_get_one_line(saved):
-    with pytest.raises(UserError) as caught:
-        keep_threads(CONFIG, found(config={"threads_per_rank": saved}), ALONE)
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 1000
+    config, notes = own_threads(dataclasses.replace(CONFIG, threads_per_rank=given or saved or 0), ALONE)
+    assert (config.threads_per_rank, notes + note_other_bytes(config, checkpoint)) == (threads, told)
 
 
 @pytest.mark.parametrize(
@@ -322,35 +313,16 @@ def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
     checkpoint = found(config={"islands": meant})
     names = [f"island {number}/head.bias" if number else "head.bias" for number in range(before)]
     checkpoint.manifest.parameters.update({name: [10] for name in names})
-    config = dataclasses.replace(CONFIG, local_steps=5)
+    config = dataclasses.replace(CONFIG, local_steps=5, islands=meant)
     kept, now, notes = keep_groups(config, checkpoint, world_of(ranks))
     assert (kept.islands, now, len(notes)) == (meant, islands, bool(told))
     assert told in "".join(notes)
     if islands < meant:  # as a new run, it is refused
         with pytest.raises(UserError, match=f"--islands {meant}: .* cannot be divided into {meant} equal groups"):
-            keep_groups(dataclasses.replace(config, islands=meant), None, world_of(ranks))
+            keep_groups(config, None, world_of(ranks))
 
 
 def test_another_batch_size_is_noted_since_the_bytes_change():
-    assert note_other_leaves(CONFIG, None) == note_other_leaves(CONFIG, found()) == []
-    (line,) = note_other_leaves(dataclasses.replace(CONFIG, batch_size=4), found())
+    assert note_other_bytes(CONFIG, None) == note_other_bytes(CONFIG, found()) == []
+    (line,) = note_other_bytes(dataclasses.replace(CONFIG, batch_size=4), found())
     assert line == "--batch-size 4 instead of 8: the bytes will not be those of the run so far"
-
-
-@pytest.mark.parametrize("given", [{}, {"pretrained": True}, {"weights": "other.safetensors"}])
-@pytest.mark.parametrize("saved", [{"weights": "first.safetensors"}, {"pretrained": True}, {}])
-def test_a_resumed_run_says_which_weights_it_began_with(saved, given):
-    config = dataclasses.replace(CONFIG, **given)
-    assert keep_starting_weights(config, None) == config
-    assert keep_starting_weights(config, found(config=saved)) == dataclasses.replace(CONFIG, **saved)
-    strange = found(config={"weights": 3, "pretrained": "perhaps", "interpolation": "lanczos"})
-    assert keep_starting_weights(config, strange) == config
-
-
-def test_a_run_from_before_auto_keeps_its_filter_and_crop_and_another_flag_is_refused():
-    older = found(config=dataclasses.asdict(CONFIG) | {"interpolation": "bilinear", "eval_crop": 0.875})
-    kept = keep_starting_weights(CONFIG, older)
-    assert (kept.interpolation, kept.eval_crop) == ("bilinear", 0.875)
-    other = keep_starting_weights(dataclasses.replace(CONFIG, interpolation="bicubic"), older)
-    with pytest.raises(UserError, match="made with --interpolation 'bilinear', this run has 'bicubic'"):
-        check_fit(older, other, {}, 10)

@@ -22,6 +22,7 @@ from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.file import read_config_file
+from zerovision.training.config.saved import resumed
 from zerovision.training.config.values import field_types, launch_command
 from zerovision.training.launched_run import launch_words
 from zerovision.training.messages import _of_the_network
@@ -328,3 +329,79 @@ def test_every_preset_is_valid_and_names_its_source_and_what_was_measured(name):
 def test_settings_that_are_right_are_said_to_be(capsys):
     assert train(["--check-config", "--epochs", "3"]) == 0
     assert capsys.readouterr().out.startswith("all is well with these settings; ")
+
+
+# A run that goes on.
+
+
+@pytest.fixture
+def going_on(tmp_path):
+    """A folder of a run that has a checkpoint, and the words that name it."""
+
+    def begin(**settings):
+        folder = run_folder(TrainConfig(log_dir=str(tmp_path), run_name="first"))
+        (folder.checkpoints / LAST).mkdir(parents=True)
+        saved = dataclasses.asdict(TrainConfig(**settings)) | {"run_name": "first", "log_dir": str(tmp_path)}
+        write_json(folder.path / "config.json", saved)
+        return ["--log-dir", str(tmp_path), "--run-name", "first", "--resume", "auto"]
+
+    return begin
+
+
+RECIPE = {
+    "model_type": "basic_cnn",
+    "learning_rate": 0.02,
+    "optimizer": "sgd",
+    "epochs": 7,
+    "seed": 3,
+    "data": "fake",
+    "mixup": 0.2,
+    "threads_per_rank": 3,
+    "compile": "off",
+}
+
+
+def test_a_resumed_run_needs_no_flag_of_its_recipe(going_on, tmp_path):
+    words = going_on(**RECIPE)
+    folder = tmp_path / "runs/first"
+    for place in (words, ["--resume", str(folder)], ["--resume", str(folder / "checkpoints")]):
+        config, _ = parse_args(place)
+        assert {name: getattr(config, name) for name in RECIPE} == RECIPE
+    assert parse_args([*words[:-1], "never"])[0].seed == 0
+
+
+def test_what_is_given_goes_before_what_is_saved_and_auto_means_that(going_on):
+    words = going_on(**RECIPE, weights="first.safetensors", progress="bar")
+    given = ["--seed", "0", "--strategy", "fsdp_stage2", "--learning-rate", "auto", "--weights", "other.safetensors"]
+    config, _ = parse_args([*words, *given])
+    assert (config.seed, config.strategy, config.epochs) == (0, "fsdp_stage2", 7)
+    assert (config.learning_rate, config.weights, config.progress) == (0.02, "first.safetensors", "auto")
+
+
+@pytest.mark.parametrize(("given", "size", "steps"), [([], 64, 2), (["auto"], "auto", 1), (["8"], 8, 2)])
+def test_images_of_a_rank_are_those_that_the_run_has_unless_they_are_given(going_on, given, size, steps):
+    words = going_on(**RECIPE, batch_size=64, gradient_accumulation_steps=2)
+    config, _ = parse_args([*words, *(f"--batch-size={word}" for word in given)])
+    assert (config.batch_size, config.gradient_accumulation_steps) == (size, steps)
+
+
+def test_a_run_of_compiled_code_goes_on_with_recomputed_activations(going_on):
+    words = going_on(**RECIPE | {"compile": "on"})
+    assert parse_args(words)[0].compile == "on"
+    config, _ = parse_args([*words, "--activation-checkpointing"])
+    assert (config.activation_checkpointing, config.compile) == (True, "auto")
+
+
+def test_from_python_what_is_left_open_is_as_the_run_has_it(going_on, tmp_path):
+    going_on(**RECIPE, islands=2)
+    place = {"log_dir": str(tmp_path), "run_name": "first", "resume": "auto"}
+    config = resumed(TrainConfig(**place, batch_size="auto"))
+    assert (config.threads_per_rank, config.islands, config.compile, config.batch_size) == (3, 2, "off", "auto")
+    assert (config.seed, config.epochs, config.learning_rate) == (0, TrainConfig().epochs, TrainConfig().learning_rate)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"seed": "x", "epochs": -1, "unknown": 1}'])
+def test_settings_that_cannot_be_read_are_as_none(going_on, tmp_path, content):
+    words = going_on()
+    (tmp_path / "runs/first/config.json").write_text(content)
+    assert parse_args(words)[0].seed == TrainConfig().seed

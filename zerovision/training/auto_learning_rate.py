@@ -53,26 +53,21 @@ Losses = Sequence[float | None]  # nats, of each step; None or NaN of one that h
 def choose_learning_rate(run: Run) -> Run:
     """Return the run with a number for `--learning-rate auto`, and a note for the log; a collective.
 
-    A run keeps the rate that it began with: that of its checkpoint, or of the search with these settings that its
-    folder holds.
+    A run keeps the rate that it began with: that of the search with these settings that its folder holds.
 
     Raises:
         UserError: on all ranks, if no rate has clearly lowered the loss.
     """
-    config, world, found = run.config, run.world, run.start.found
+    config, world = run.config, run.world
     if config.learning_rate != "auto":
         return run
-    if found is not None:
-        rate, source = found.manifest.config.get("learning_rate"), "that of the checkpoint"
-    else:
-        earlier = _earlier_result(_settings(config, world), run.folder) if world.is_main else None
-        rate = broadcast_object(earlier, world)
-        source = "found at the run's first start"
-        if rate is None:
-            try:
-                rate, source = _search(run)
-            except TrialStopped:  # as the run, which is about to end
-                rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
+    earlier = _earlier_result(_settings(config, world), run.folder) if world.is_main else None
+    rate, source = broadcast_object(earlier, world), "found at the run's first start"
+    if rate is None:
+        try:
+            rate, source = _search(run)
+        except TrialStopped:  # as the run, which is about to end
+            rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
         raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is no rate: give one.")
     return run.changed(learning_rate=rate).noting(f"--learning-rate auto is {rate:g}: {source}")

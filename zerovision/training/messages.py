@@ -14,7 +14,7 @@ from zerovision.training.base.points import SCORE_NAMES, RunPoint, merit, show_s
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import shown_path
 from zerovision.training.base.units import plural
-from zerovision.training.config import TrainConfig
+from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.config.values import launch_command
 from zerovision.training.data.augment import unnormalized, viewable
 from zerovision.training.data.bad_images import bad_image_lines
@@ -30,7 +30,6 @@ from zerovision.training.world.launchers import line_to_go_on
 from zerovision.training.world.signals import can_handle_signals
 
 AUGMENTED_IMAGES_SHOWN = 16
-NOT_OF_ANOTHER_START = ("preset", "run_name", "resume", "profile")  # see `zerovision.training.config.values.OF_ONE_RUN`
 
 
 def announce_start(run: Run) -> None:
@@ -90,7 +89,7 @@ def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
 
 def _line_to_go_on(run: Run) -> str:
     world = run.world
-    command = launch_command(run.config, world.size, world.local_size, NOT_OF_ANOTHER_START)
+    command = launch_command(run.config, world.size, world.local_size, FIELDS.keys() - {"log_dir"})  # all else is saved
     return line_to_go_on(run.folder.name, command)
 
 

@@ -17,7 +17,6 @@ from zerovision.training.checkpoint.store import FoundCheckpoint, choose, find_c
 from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_starting_weights
 from zerovision.training.config.global_batch import divide, divide_given, largest_divisor
-from zerovision.training.config.values import is_allowed
 from zerovision.training.data import FROM_WEIGHTS, data_options, load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.image_list import describe_change, read_image_list
@@ -44,10 +43,10 @@ def resolve(run: Run) -> Run:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
     divided = agreed(lambda: keep_global_batch(config, found, world), world)
     divided, groups, group_notes = keep_groups(divided, found, world)
-    kept, thread_notes = keep_threads(divided, found, world)
-    notes = [*notes, *decay_notes, *group_notes, *thread_notes, *note_other_leaves(kept, found)]
+    config, thread_notes = own_threads(divided, world)
+    notes = [*notes, *decay_notes, *group_notes, *thread_notes, *note_other_bytes(config, found)]
     start = dataclasses.replace(run.start, found=found, groups=groups, notes=(*run.start.notes, *notes))
-    return dataclasses.replace(run, config=keep_starting_weights(kept, found), data=data, start=start)
+    return dataclasses.replace(run, config=config, data=data, start=start)
 
 
 def identity_of(run: Run) -> dict[str, Any]:
@@ -89,21 +88,6 @@ def find_checkpoint(
     if world.is_main:
         set_aside(folder.checkpoints, refused)
     return found, notes + [f"checkpoint {path} is skipped: {reason}" for path, reason in refused.items()]
-
-
-def keep_starting_weights(config: TrainConfig, found: FoundCheckpoint | None) -> TrainConfig:
-    """Return the configuration with the weights that the checkpoint's run began with, which a resume does not load.
-
-    So what describes the run, and repeats it, names them. What is left to them is as the run has it, which may be older
-    than "auto".
-    """
-    if found is None:
-        return config
-    names = ["weights", "pretrained", *(name for name in FROM_WEIGHTS if getattr(config, name) == "auto")]
-    saved = {name: found.manifest.config.get(name, FIELDS[name].default) for name in names}
-    return dataclasses.replace(
-        config, **{name: value for name, value in saved.items() if is_allowed(value, FIELDS[name])}
-    )
 
 
 def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
@@ -184,44 +168,40 @@ def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World
     Raises:
         UserError: on all ranks, if a new run's ranks cannot be divided into them.
     """
-    saved, names = (found.manifest.config, found.manifest.parameters) if found else (None, ())
+    names = found.manifest.parameters if found else None
     for way in ways_of(config, TORCH):
-        settings, groups, notes = way.divide_ranks(saved, names, world)
+        settings, groups, notes = way.divide_ranks(names, world)
         if settings:
             return dataclasses.replace(config, **settings), groups, notes
     return config, 1, []
 
 
-def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with the threads that a CPU rank shall have, and notes for the log; a collective.
+def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration with the threads that a CPU rank has, and notes for the log; a collective.
 
     They decide the last bits of every kernel: a run keeps those that it began with, on any number of ranks and cores,
     unless the user gives others.
     """
     if world.device.type != "cpu":
         return config, []
-    saved = found.manifest.config.get("threads_per_rank", 0) if found else 0  # younger than the format
-    if type(saved) is not int or not 0 <= saved <= FIELDS["threads_per_rank"].metadata["high"]:
-        raise AgreedError(f"the checkpoint's --threads-per-rank {shown(saved)} is no number of threads.")
-    own = broadcast_object(torch.get_num_threads(), world)
-    threads, cores, notes = config.threads_per_rank or saved or own, usable_cores(), []
-    used = threads * world.local_size
-    if threads != own and used != cores:
-        cost = "slower (OMP_WAIT_POLICY=passive helps)" if used > cores else f"{cores - used} idle"
-        each, ranks = plural(threads, "thread"), plural(world.local_size, "rank")
-        notes.append(f"{each} x {ranks} on {cores} cores: {cost}, for the same bytes")
-    if saved and threads != saved:
-        notes.append(f"--threads-per-rank {threads} instead of {saved}: the bytes will not be those of the run so far")
-    return dataclasses.replace(config, threads_per_rank=threads), notes
+    own, cores = broadcast_object(torch.get_num_threads(), world), usable_cores()
+    threads = config.threads_per_rank or own
+    config, used = dataclasses.replace(config, threads_per_rank=threads), threads * world.local_size
+    if threads == own or used == cores:
+        return config, []
+    cost = "slower (OMP_WAIT_POLICY=passive helps)" if used > cores else f"{cores - used} idle"
+    each, ranks = plural(threads, "thread"), plural(world.local_size, "rank")
+    return config, [f"{each} x {ranks} on {cores} cores: {cost}, for the same bytes"]
 
 
-def note_other_leaves(config: TrainConfig, found: FoundCheckpoint | None) -> list[str]:
-    """Return a note for the log if the micro-batches are not those of the checkpoint."""
-    saved = found.manifest.config.get("batch_size") if found else config.batch_size
-    if saved == config.batch_size:
-        return []
+def note_other_bytes(config: TrainConfig, found: FoundCheckpoint | None) -> list[str]:
+    """Return notes for the log on settings that may change, but change the bytes of the run."""
+    saved = found.manifest.config if found else {}
     return [
-        f"--batch-size {config.batch_size} instead of {shown(saved)}: the bytes will not be those of the run so far"
+        f"{FLAG_OF[name]} {getattr(config, name)} instead of {shown(saved[name])}: the bytes will not be those of the "
+        "run so far"
+        for name in ("threads_per_rank", "batch_size")
+        if saved.get(name) and saved[name] != getattr(config, name)
     ]
 
 

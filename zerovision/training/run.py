@@ -30,6 +30,7 @@ from zerovision.training.cached_features import cache_features
 from zerovision.training.checkpoint.restore import restore
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
+from zerovision.training.config.saved import resumed
 from zerovision.training.engines.build_engine import form_ranks
 from zerovision.training.epoch import train_and_evaluate
 from zerovision.training.final_test import judge_test
@@ -125,6 +126,7 @@ def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
     """
+    config = resumed(config)
     world = form_ranks(config, world)
     prepared = prepare(config, world, start or Start())
     with removed_if_refused(prepared.folder):

@@ -127,6 +127,7 @@ def _add_engine(run: Run) -> Run:
     config, world, model = run.config, run.world, run.model
     compiles = _compiles(run)
     setup, ways = set_up_engine(config, model.built, run.precision, world, needing_torch(config), compiles=compiles)
+    run = run.changed(compile="on" if compiles else "off")
     run = dataclasses.replace(run, loggers=_open_loggers(run, setup, ways), model=_tuned(run))
     setup = dataclasses.replace(
         setup,
@@ -140,7 +141,7 @@ def _add_engine(run: Run) -> Run:
     averages: Averages = next(filter(None, of_ways), None) or WeightAverages(
         engine, config.ema, config.lookahead, run.plan.steps_per_epoch
     )
-    run = run.changed(compile="on" if compiles else "off").noting(*averages.describe(), *setup.notes)
+    run = run.noting(*averages.describe(), *setup.notes)
     sums = ScoreSums(len(run.data.class_names), world.device, run.data.label_targets(world.device))
     return dataclasses.replace(
         run,
@@ -152,7 +153,7 @@ def _add_engine(run: Run) -> Run:
 
 def _compiles(run: Run) -> bool:
     """Return whether the model is compiled, the same on all ranks; a collective."""
-    config, found, data = run.config, run.start.found, run.data
+    config, data = run.config, run.data
     pixels = config.epochs * len(data.train) * math.prod(data.train.preprocessing.sides)
     # Not a loss that compares images: its first pass would be another network, with other dropout.
     # Nor a network in stages, which ends in the midst of a forward, or whose layers other ranks compute, too.
@@ -160,7 +161,7 @@ def _compiles(run: Run) -> bool:
         not config.is_contrastive
         and config.features == "computed"  # else nothing is left to compile
         and config.ranks_per_replica == 1
-        and resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, run.world)
+        and resolve_compile(config, pixels, run.world)
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from zerovision.models import HUB_PREFIX, hub_name_of
+from zerovision.models import HUB_PREFIX
 from zerovision.models.sides import ImageSize
 from zerovision.training.base.errors import (
     FILE_SERVER_EXIT_CODE,
@@ -34,18 +33,16 @@ from zerovision.training.base.errors import (
 )
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import ReaderGone, report_failed_output
-from zerovision.training.base.run_folder import CONFIG
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
+from zerovision.training.config.saved import saved_and_given
 from zerovision.training.config.values import (
     allowed_names,
     allowed_values,
     field_types,
-    is_allowed,
     number_type,
     read_value,
 )
-from zerovision.training.observe.new_run import run_folder
 
 Parsed = TypeVar("Parsed")
 DATA_EXTENSIONS = (".csv", ".tsv", ".parquet", ".tar")
@@ -258,40 +255,22 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
             label_of = FLAG_OF | {name: labels[name] for name in values.keys() - flags}
         preset = read_preset(flags.get("preset") or values.get("preset", ""))
     values |= flags
+    settings = saved_and_given(values, preset)
     try:
-        config = check_config(_named(preset | values), label_of)
+        config = check_config(_named(settings), label_of)
     except UserError as error:
         of_preset = {name: value for name, value in preset.items() if name not in values}
         raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None
-    if "learning_rate" not in preset | values:
-        rate: Any = _saved_config(config).get("learning_rate")
-        is_sound = is_allowed(rate, FIELDS["learning_rate"])
-        config = replace(config, learning_rate=rate if is_sound else config.default_rate)
+    if "learning_rate" not in settings:
+        config = replace(config, learning_rate=config.default_rate)
     return config, given["check_config"]
 
 
-def _saved_config(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that a run was begun with which goes on, {} of any other."""
-    folder = run_folder(config)
-    if config.resume == "auto" and folder.has_checkpoint:
-        with contextlib.suppress(OSError, ValueError):
-            saved = json.loads((folder.path / CONFIG).read_text(encoding="utf-8"))
-            return saved if isinstance(saved, dict) else {}
-    return {}
-
-
 def _named(values: Mapping[str, Any]) -> TrainConfig:
-    """Return a configuration in which a network of a hub's repository is one by name, with its weights.
-
-    A run that goes on has both already, whether or not the hub or its cache still do.
-    """
+    """Return a configuration in which a network of a hub's repository is one by name, with its weights."""
     config = TrainConfig(**values)
     if not config.model_type.startswith(HUB_PREFIX):
         return config
-    saved = _saved_config(config)
-    with contextlib.suppress(KeyError, TypeError):
-        if hub_name_of(saved["weights"]).partition("@")[0] == config.model_type.partition("@")[0]:
-            return replace(config, model_type=saved["model_type"], weights=saved["weights"], pretrained=False)
     from zerovision.models.hub_models import of_hub  # takes a second
 
     name, weights = of_hub(config.model_type, config.weights, wants_weights=values.get("pretrained", True))

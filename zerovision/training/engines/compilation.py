@@ -21,15 +21,13 @@ PIXELS_THAT_PAY = 20 * 10**9
 COMPILERS = ("g++", "clang++", "c++")
 
 
-def resolve_compile(config: EngineSettings, saved: str | None, pixels: int, world: World) -> bool:
+def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
     """Return whether to compile, the same on all ranks; a collective.
 
-    Compiled code computes other last bits. So 'auto' depends neither on the number of ranks nor on a clock, and a run
-    that is resumed keeps its choice.
+    Compiled code computes other last bits. So 'auto' depends neither on the number of ranks nor on a clock.
 
     Args:
         config: with `compile` and the model.
-        saved: `compile` in the checkpoint that is resumed, None for a fresh start.
         pixels: of all images that the run trains on, each counted in every epoch.
         world: the ranks.
 
@@ -37,9 +35,7 @@ def resolve_compile(config: EngineSettings, saved: str | None, pixels: int, worl
         UserError: on all ranks, if a machine has no C++ compiler; under 'auto' a fresh run is not compiled there.
     """
     wanted = config.compile == "on"
-    if config.compile == "auto" and saved is not None:
-        wanted = saved == "on" and not config.activation_checkpointing
-    elif config.compile == "auto":
+    if config.compile == "auto":
         # On a GPU, CUDA graphs of the kernels as they are gain much at once (`engines.cuda_graphs`), and no bit
         # differs.
         is_faster = world.device.type == "cpu" and config.model_type in FASTER_ON_CPU
@@ -50,7 +46,7 @@ def resolve_compile(config: EngineSettings, saved: str | None, pixels: int, worl
     has_compiler = any(shutil.which(compiler) for compiler in COMPILERS)
     missing = f"--compile on: needs a C++ compiler ({', '.join(COMPILERS)}): install one, or use --compile off."
     error = error_on_any_rank(None if has_compiler else missing, world)
-    if error and (config.compile == "on" or saved is not None):
+    if error and config.compile == "on":
         raise AgreedError(error)
     return not error
 

@@ -19,6 +19,9 @@ TORCH = "torch"  # the engine of all ways that have none of their own
 WAYS: tuple[type[Way], ...] = (DiLoCo, Pipeline, Tensor, DeepSpeed)  # those of a mesh: the innermost dimension last
 
 
+LEFT_OPEN = {"threads_per_rank": 0, "islands": 0}  # what leaves them to the run; any other setting: auto
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardingSettings(DataSettings):
     """How the training state is sharded, and how a rank computes."""

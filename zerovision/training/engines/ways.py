@@ -85,14 +85,11 @@ class Way:
 
     # Of a run.
 
-    def divide_ranks(
-        self, saved: Mapping[str, Any] | None, names: Iterable[str], world: World
-    ) -> tuple[dict[str, Any], int, list[str]]:
+    def divide_ranks(self, names: Iterable[str] | None, world: World) -> tuple[dict[str, Any], int, list[str]]:
         """Return into how many groups that train by themselves the ranks are divided; a collective.
 
         Args:
-            saved: the settings of the checkpoint that the run goes on from; None for a fresh start.
-            names: of its parameters.
+            names: of the parameters of the checkpoint that the run goes on from; None for a fresh start.
             world: the ranks.
 
         Returns:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from zerovision.training.base.errors import AgreedError, shown
+from zerovision.training.base.errors import AgreedError
 from zerovision.training.base.settings import option
 from zerovision.training.base.units import plural
 from zerovision.training.engines.ways import OF_CLASSES, OUR_ENGINE, Values, Way
@@ -56,9 +56,7 @@ class DiLoCo(Way):
     def kept_values(self) -> int:
         return 2 + (self.config.outer_precision == "bf16")
 
-    def divide_ranks(
-        self, saved: Mapping[str, Any] | None, names: Iterable[str], world: World
-    ) -> tuple[dict[str, Any], int, list[str]]:
+    def divide_ranks(self, names: Iterable[str] | None, world: World) -> tuple[dict[str, Any], int, list[str]]:
         """As many as the run is meant to have, else one per machine.
 
         A run that goes on keeps what it is meant to have, but fewer islands train if the ranks that are left cannot be
@@ -68,22 +66,21 @@ class DiLoCo(Way):
         from zerovision.training.world.collectives import gather_objects, ranks_per_machine
 
         flag, size = f"--local-steps {self.config.local_steps}", world.data.size
-        meant = self.config.islands or (saved.get("islands") if saved else 0)
-        meant = meant or size // ranks_per_machine(world, flag)
-        if type(meant) is not int or meant < 2:
+        meant = self.config.islands or size // ranks_per_machine(world, flag)
+        if meant < 2:
             raise AgreedError(
-                f"{flag} needs 2 islands or more, here would be {shown(meant)}: give --islands N and a multiple of N "
+                f"{flag} needs 2 islands or more, here would be {meant}: give --islands N and a multiple of N "
                 f"ranks ({size} here), or leave {flag} out."
             )
         machines = {*gather_objects(world.local_size, world)}
         islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
-        if saved is None and islands != meant:
+        if names is None and islands != meant:
             cure = f", or give --islands {islands}" if islands > 1 else ""
             raise AgreedError(
                 f"--islands {meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
                 f"machines or of a part of one: start a multiple of {meant} ranks{cure}."
             )
-        before = islands if saved is None else number_of_islands(names)
+        before = islands if names is None else number_of_islands(names)
         if islands == before:
             return {"islands": meant}, islands, []
         how = "the others' weights are dropped"

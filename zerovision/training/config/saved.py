@@ -1,0 +1,77 @@
+"""The settings of a run that goes on: those that it has, but for what is given now."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerovision.models import HUB_PREFIX, hub_name_of
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.run_folder import CONFIG
+from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.config.values import is_allowed
+from zerovision.training.engines.settings import LEFT_OPEN
+from zerovision.training.observe.new_run import run_folder
+
+# How this start is made and watched: what is not given has its default.
+OF_ONE_START = frozenset(
+    {"resume", "run_name", "log_dir", "preset", "progress", "profile", "audit", "log_hashes", "deterministic"}
+)
+OF_THE_BEGINNING = ("weights", "pretrained")  # which a resume does not load
+
+
+def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that goes on, or of a preset for a new one, with what is given in their places.
+
+    A run has saved what it has made of "auto", which therefore means that; but `--batch-size auto` is as much of it as
+    the ranks of this start can share.
+    """
+    saved = _saved(given)
+    if not saved:
+        return {**preset, **given}
+    model = str(given.get("model_type", ""))
+    is_of_hub = model.startswith(HUB_PREFIX) and _name(hub_name_of(saved.get("weights", ""))) == _name(model)
+    left = {*OF_THE_BEGINNING, *(["model_type"] if is_of_hub else [])}
+    left |= {name for name in saved.keys() - {"batch_size"} if is_left_open(name, given.get(name, "auto"))}
+    chosen = {name: value for name, value in given.items() if name not in left}
+    if chosen.get("activation_checkpointing"):
+        saved.pop("compile", None)  # they exclude each other
+    if chosen.get("batch_size") == "auto":
+        saved.pop("gradient_accumulation_steps", None)
+    return saved | chosen
+
+
+def resumed(config: TrainConfig) -> TrainConfig:
+    """Return a configuration in which what is left open is as the run has it that goes on, if one does."""
+    return TrainConfig(**saved_and_given(vars(config), {}))
+
+
+def is_left_open(name: str, value: Any) -> bool:
+    """Return whether a value leaves a setting to the run."""
+    return value in ("auto", LEFT_OPEN.get(name, "auto"))
+
+
+def _name(of_hub: str) -> str:
+    return of_hub.partition("@")[0]
+
+
+def _saved(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the folder of the run says that goes on, {} if none does."""
+    place = TrainConfig(**{name: given[name] for name in ("run_name", "log_dir", "resume") if name in given})
+    if place.resume == "never":
+        return {}
+    with contextlib.suppress(UserError, OSError, ValueError, RuntimeError, AttributeError):
+        folder, path = run_folder(place), Path(place.resume).expanduser()
+        if place.resume in ("auto", "must"):
+            folders = [folder.path] if place.run_name and folder.has_checkpoint else []
+        else:  # a run, its folder of checkpoints, or one of these
+            folders = [path, path.parent, path.parent.parent]
+        for file in (folder / CONFIG for folder in folders):
+            if file.is_file():
+                content = json.loads(file.read_text(encoding="utf-8"))
+                names = FIELDS.keys() & content.keys() - OF_ONE_START
+                return {name: content[name] for name in names if is_allowed(content[name], FIELDS[name])}
+    return {}
