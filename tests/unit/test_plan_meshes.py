@@ -151,7 +151,7 @@ def test_the_first_that_fits_is_taken(monkeypatch, fits, strategy, mesh):
     ("words", "answer"),
     [
         (["--tensor-parallel=3"], r"cannot be divided into groups of 3, start 6 or 9 ranks"),
-        (["--tensor-parallel=8", "--gpus-per-node=4"], "must be on one machine, which has 4"),
+        (["--tensor-parallel=8", "--gpus-per-node=4"], "must be on one machine, where 4 "),
         (["--strategy=fsdp_stage3", "--pipeline-parallel=2"], "does not go with --strategy 'fsdp_stage3'"),
         (
             ["--pipeline-parallel=32", "--gradient-accumulation-steps=32", "--num-gpus=32"],

@@ -43,7 +43,7 @@ def print_plan(
         step_s: that a step of the chosen micro-batch took on this machine; None if it was not measured.
         as_json: instead of text.
     """
-    filled = filling_batch(job, chosen) if job.has_gpus and chosen.plan.pipeline_parallel == 1 else None
+    filled = filling_batch(job, chosen) if job.has_gpus and chosen.config.pipeline_parallel == 1 else None
     content = _described(job, options(job), filled)
     best = content["recommended"] = _of_option(job, chosen) | {
         "reason": reason(job, chosen, rungs),

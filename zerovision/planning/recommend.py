@@ -21,7 +21,7 @@ from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import format_bytes, plural
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
-from zerovision.training.engines.pipeline import bubble
+from zerovision.training.engines.pipeline import Pipeline, bubble
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.out_of_memory import Rung, next_rung
 
@@ -98,7 +98,7 @@ def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
     values = {name: getattr(mesh, name) for name in names}
     changes = {name: value for name, value in values.items() if value != getattr(config, name)}
     cost = ", ".join(MESH[kind] for kind in MESH if kind in changes)
-    if mesh.has_stages:
+    if Pipeline(mesh).uses_own():
         waits = bubble(mesh.pipeline_parallel, mesh.pipeline_schedule, mesh.gradient_accumulation_steps)
         cost += f", and waits for {waits:.0%} of a step"
     seen = mesh.micro_batch

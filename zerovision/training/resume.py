@@ -169,11 +169,9 @@ def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World
         UserError: on all ranks, if a new run's ranks cannot be divided into them.
     """
     names = found.manifest.parameters if found else None
-    for way in ways_of(config, TORCH):
-        settings, groups, notes = way.divide_ranks(names, world)
-        if settings:
-            return dataclasses.replace(config, **settings), groups, notes
-    return config, 1, []
+    divided = (way.divide_ranks(names, world) for way in ways_of(config, TORCH))
+    settings, groups, notes = next((one for one in divided if one[0]), ({}, 1, []))
+    return dataclasses.replace(config, **settings), groups, notes
 
 
 def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:

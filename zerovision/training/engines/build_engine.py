@@ -18,7 +18,6 @@ from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.engines.ways import Way
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import has_slow_backbone
-from zerovision.training.recipe.settings import RecipeSettings
 from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.mesh_sizes import data_ranks
@@ -78,11 +77,12 @@ def form_ranks(config: Any, world: World) -> World:
     Raises:
         UserError: on all ranks, if the ranks cannot be divided so.
     """
-    agreed(lambda: (data_ranks(world.size, config.mesh), check_machine(config, world.local_size)), world)
+    agreed(lambda: data_ranks(world.size, config.mesh), world)
+    agreed(lambda: check_machine(config, world.local_size), world)
     return form_mesh(world, config.mesh)
 
 
-def parallel_plan(config: RecipeSettings, world: World) -> ParallelPlan:
+def parallel_plan(config: Any, world: World) -> ParallelPlan:
     """Return how the state is distributed over the ranks; a collective."""
     shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
     return plan_of(config.strategy, world.data.size, config.offload, shards)

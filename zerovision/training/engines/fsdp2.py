@@ -137,7 +137,7 @@ class Fsdp2:
         """See `Zero1`."""
         return self._network(images)
 
-    def begin_backward(self, leaf: int) -> None:
+    def begin_backward(self, leaf: int, _stage: int = 0) -> None:
         """See `Zero1`."""
         is_last = leaf == self._accumulation_steps - 1
         if isinstance(self._module, FSDPModule):
@@ -145,7 +145,7 @@ class Fsdp2:
         for reduce in self._reduce:
             reduce.leaf = leaf
 
-    def end_backward(self) -> None:
+    def end_backward(self, _stage: int = 0) -> None:
         """See `Zero1`."""
         if self._own_sums is not None:
             self._own_sums.add_leaf()
