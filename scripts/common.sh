@@ -5,15 +5,14 @@
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 # hand_over PROGRAM SCRIPT ARGUMENT...: run a program of launch/ in place of this shell; -h or --help anywhere prints
-# `usage`.
+# the script's usage.
 # The repository's own environment is used if it exists: the user need not have activated anything.
 hand_over() {
     local program=$ROOT/zerovision/launch/$1 word python
     shift
     for word in "$@"; do
         if [[ $word == -h || $word == --help ]]; then
-            usage
-            exit
+            exec cat "$ROOT/zerovision/launch/usage/${1%.sh}.txt"
         fi
     done
     if [[ -x $ROOT/.venv/bin/python ]]; then

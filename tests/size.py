@@ -14,10 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (385, 350),
+    "scripts": (273, 350),
     "models": (1347, 900),
-    "zerovision/training/config": (807, 500),
-    "zerovision/training/base": (1067, 550),
+    "zerovision/training/config": (809, 500),
+    "zerovision/training/base": (1094, 550),
     "zerovision/training/world": (623, 450),
     "zerovision/training/data": (4361, 2900),
     "zerovision/training/recipe": (586, 1050),

@@ -227,10 +227,16 @@ def test_an_installed_copy_finds_what_belongs_to_it(wheel, tmp_path):
         command = [sys.executable, "-P", *words]
         return subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120)
 
+    assert "zerovision = zerovision.cli:main" in next(packages.glob("*.dist-info/entry_points.txt")).read_text()
     for command in COMMANDS:
-        result = run("-m", "zerovision.commands", command, "--help")
+        result = run("-m", "zerovision.cli", command, "--help")
         assert result.returncode == 0, result.stderr
-    words = ["--preset", "digits", "--data", "digits", "--epochs", "1", "--image-size", "8", "--report", "false"]
-    result = run("-m", "zerovision.commands.train_distributed", *words, "--run-name", "there", "--tensorboard", "false")
+        assert f"\nzerovision {command} " in result.stdout
+        assert "scripts/" not in result.stdout
+    words = ["--preset", "digits", "--data", "digits", "--image-size", "8", "--tensorboard", "false"]
+    result = run("-m", "zerovision.cli", "launch", *["basic_cnn", "ddp", "1", "16", "1"], *words, "--run-name", "there")
     assert result.returncode == 0, result.stderr
     assert (elsewhere / "logs" / "runs" / "there" / "model.safetensors").is_file()
+    assert "\nzerovision launch basic_cnn ddp 1 16 1" in (elsewhere / "logs/runs/there/README.md").read_text()
+    result = run("-m", "zerovision.cli", "evaluate", "nowhere")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)

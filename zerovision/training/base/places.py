@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).absolute().parents[2]  # not resolved: models/ is a link
@@ -11,6 +13,39 @@ REPO_ROOT = CHECKOUT or PACKAGE  # with requirements.txt and deepspeed_configs/
 ENTRIES = CHECKOUT / "scripts" if CHECKOUT else PACKAGE / "commands"
 LAUNCH = PACKAGE / "launch"
 PRESET_FOLDER = PACKAGE / "presets"
+TYPED = "ZEROVISION_COMMAND"  # set by the command `zerovision`, for its ranks too
+VERBS = {"audit_data": "audit", "bisect_runs": "bisect"}  # of scripts with another name
+EXTRAS = {  # of pyproject.toml, and the modules in them that are imported where they are needed
+    "deepspeed": ("deepspeed",),
+    "export": ("onnx", "onnxruntime", "onnxscript"),
+    "audit": ("sklearn", "scipy"),
+    "lora": ("peft",),
+    "parquet": ("pyarrow",),
+    "remote": ("fsspec", "aiohttp"),
+}
+AS_A_COMMAND = [  # what a message names in a checkout, and otherwise
+    (r"bash (?:scripts/)?(?:launch_distributed|launch_multi_node)\.sh", "zerovision launch"),
+    (r"(?:python )?scripts/train_distributed\.py", "-m zerovision.commands.train_distributed"),
+    (r"(torchrun .*?)scripts/(\w+)\.py", r"\1-m zerovision.commands \2"),
+    (r"(?:python )?scripts/(\w+)\.py", lambda found: f"zerovision {VERBS.get(found[1], found[1])}"),
+    (r"(?:scripts/)?(?:launch_distributed|launch_multi_node)\.sh", "zerovision launch"),
+]
+
+
+def as_typed(text: str) -> str:
+    """Return a text with its commands as this copy has them: `zerovision evaluate`, or a checkout's script."""
+    if not CHECKOUT or os.environ.get(TYPED):
+        for script, command in AS_A_COMMAND:
+            text = re.sub(script, command, text)
+    return text
+
+
+def cure_of_missing(module: str) -> str:
+    """Return what to type if a module cannot be imported: of an installed copy, the extra that has it."""
+    if CHECKOUT:
+        return "type 'make setup', and .venv/bin/python instead of python"
+    extra = next((name for name, modules in EXTRAS.items() if module.partition(".")[0] in modules), "")
+    return f"pip install '{f'zerovision[{extra}]' if extra else module}'"
 
 
 def log_folder() -> Path:

@@ -33,6 +33,7 @@ from zerovision.training.base.errors import (
 )
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import ReaderGone, report_failed_output
+from zerovision.training.base.places import as_typed, cure_of_missing
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.saved import saved_and_given
@@ -53,7 +54,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(
-            f"{name}.py",
+            as_typed(f"scripts/{name}.py").removeprefix("scripts/"),
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -61,6 +62,10 @@ class OneLineParser(argparse.ArgumentParser):
         )
         self.expected: dict[str, str] = {}  # by flag: the allowed values, for messages
         self.convert: dict[str, Callable[[str], Any]] = {}  # by flag
+
+    def format_help(self) -> str:
+        """Return the help, with commands as the user types them."""
+        return as_typed(super().format_help())
 
     def add_value(
         self, flag: str, read: Callable[[str], Any], expected: str, names: Sequence[str] = (), **options: Any
@@ -205,10 +210,10 @@ def run_script(
     except UserError as error:
         return print_user_error(name, error)
     except FileServerError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {as_typed(str(error))}", file=sys.stderr)
         return FILE_SERVER_EXIT_CODE
     except ModuleNotFoundError as error:
-        cure = "type 'make setup', and .venv/bin/python instead of python"
+        cure = cure_of_missing(error.name or "")
         print(f"{name}: {sys.executable} has no module {error.name!r}: {cure}.", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     except KeyboardInterrupt:
@@ -219,7 +224,7 @@ def run_script(
 def print_user_error(name: str, error: UserError) -> int:
     """Print a mistake that each rank finds by itself, on rank 0 alone; return the exit code."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        print(f"{name}: {as_typed(str(error))}", file=sys.stderr, flush=True)
     else:
         time.sleep(RANK_0_MESSAGE_SECONDS)
     return USER_ERROR_EXIT_CODE

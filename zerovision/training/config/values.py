@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from zerovision.models import hub_name_of
 from zerovision.models.sides import ImageSize, read_size, sides
+from zerovision.training.base.places import as_typed
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.data.settings import URL
 
@@ -122,7 +123,7 @@ def launch_command(
     model, strategy, *others = (getattr(config, name) for name in WORDS_OF_LAUNCH)
     words = map(str, (model, strategy, *sizes, *others))
     start = TrainConfig(learning_rate=config.default_rate)
-    return ["bash", f"scripts/{script}", *words, *changed_flags(config, start, left_out)]
+    return [*as_typed(f"bash scripts/{script}").split(), *words, *changed_flags(config, start, left_out)]
 
 
 def is_allowed(value: Any, field: dataclasses.Field) -> bool:

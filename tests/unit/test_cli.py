@@ -1,0 +1,63 @@
+"""The command `zerovision`: its verbs, and what it imports for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zerovision import cli
+from zerovision.commands import COMMANDS
+from zerovision.training.base.places import TYPED, as_typed
+
+REPO_ROOT = cli.Path(cli.__file__).parents[1]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "-m", "zerovision.cli", *words]
+    environment = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_every_command_is_a_verb():
+    assert {cli.NAMES.get(verb, verb) for verb in cli.VERBS} - COMMANDS.keys() == {"launch"}
+    assert COMMANDS.keys() <= {cli.NAMES.get(verb, verb) for verb in cli.VERBS}
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["lunch"]])
+def test_help_imports_little(words):
+    result = run(*words)
+    lines = result.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert {name for name in imported if name.startswith("zerovision")} == {"zerovision"}
+    assert "argparse" not in imported
+    assert result.returncode == (2 if words == ["lunch"] else 0)
+    if words == ["lunch"]:
+        [said] = [line for line in lines if not line.startswith("import time:")]
+        assert said.startswith("zerovision: there is no verb 'lunch': expected launch, ")
+        assert said.endswith(" Did you mean launch?")
+
+
+def test_help_of_the_launcher_names_the_words_of_one_machine_and_of_several():
+    one, several = (run("launch", *words, "--help").stdout for words in ([], ["m", "ddp", "2", "8", "16", "50"]))
+    assert "\n    zerovision launch <model> <strategy> <num_gpus> <batch_size> <epochs> [flags]\n" in one
+    assert "\n    zerovision launch <model> <strategy> <num_nodes> <gpus_per_node> <batch_size> <epochs>" in several
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("type bash scripts/launch_multi_node.sh vgg", "type zerovision launch vgg"),
+        ("python scripts/audit_data.py ~/photos", "zerovision audit ~/photos"),
+        ("scripts/evaluate.py RUN --split test does it", "zerovision evaluate RUN --split test does it"),
+        ("torchrun -n 2 scripts/evaluate.py digits", "torchrun -n 2 -m zerovision.commands evaluate digits"),
+        ("deepspeed scripts/train_distributed.py", "deepspeed -m zerovision.commands.train_distributed"),
+    ],
+)
+def test_a_message_names_what_the_user_has(text, command, monkeypatch):
+    monkeypatch.delenv(TYPED, raising=False)
+    assert as_typed(text) == text
+    monkeypatch.setenv(TYPED, "evaluate")
+    assert as_typed(text) == command

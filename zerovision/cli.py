@@ -1,0 +1,76 @@
+"""The command `zerovision`: a verb, and the words for it.
+
+Importing this module imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from zerovision import __version__
+
+VERBS = {  # what each does
+    "launch": "train on this machine or several: MODEL STRATEGY [MACHINES] GPUS BATCH_SIZE EPOCHS",
+    "evaluate": "measure a trained model exactly, class by class",
+    "predict": "label images",
+    "serve": "label images that are dropped on a page",
+    "export": "write a model for ONNX Runtime, torch.export or safetensors",
+    "publish": "send a model to the Hugging Face Hub",
+    "report": "draw one run, or several side by side, as a page",
+    "audit": "find wrong labels and copies in a data set",
+    "pack": "write a data set as tar files",
+    "plan": "choose a strategy that fits into memory",
+    "doctor": "examine this machine, several machines, or a data set",
+    "sweep": "train with several values of flags and compare",
+    "replay": "compute one step of a run again, bit for bit",
+    "bisect": "find the first step at which two runs differ",
+}
+NAMES = {"audit": "audit_data", "bisect": "bisect_runs"}  # of `COMMANDS`, where it is another
+WORDS_OF_ONE_MACHINE = 5  # of `launch`, before its flags
+
+
+def main() -> int:
+    """Run the verb of the command line; return its exit code."""
+    verb, *words = sys.argv[1:] or ["--help"]
+    if verb in ("-h", "--help", "help"):
+        listing = "\n".join(f"  {name:9} {what}" for name, what in VERBS.items())
+        print(f"Train image classifiers and use them.\n\n{listing}\n\nzerovision VERB --help says more about one.")
+        return 0
+    if verb in ("-V", "--version"):
+        print(f"zerovision {__version__}")
+        return 0
+    if verb not in VERBS:
+        from difflib import get_close_matches
+
+        near = "".join(f" Did you mean {name}?" for name in get_close_matches(verb, VERBS, 1))
+        print(f"zerovision: there is no verb '{verb}': expected {', '.join(VERBS)}.{near}", file=sys.stderr)
+        return 2
+    os.environ["ZEROVISION_COMMAND"] = verb  # messages name the command, not a script: `base.places.as_typed`
+    if verb == "launch":
+        return _launch(words)
+    from zerovision.commands import main as run_command
+
+    sys.argv = [f"zerovision {verb}", *words]
+    return run_command(NAMES.get(verb, verb))
+
+
+def _launch(words: list[str]) -> int:
+    """Hand over to the launcher of one machine or of several."""
+    leading = next((count for count, word in enumerate(words) if word.startswith("-")), len(words))
+    script = "launch_multi_node" if leading > WORDS_OF_ONE_MACHINE else "launch_distributed"
+    if not words or {"-h", "--help"} & {*words}:
+        from zerovision.training.base.places import as_typed
+
+        print(as_typed((Path(__file__).parent / "launch" / "usage" / f"{script}.txt").read_text()), end="")
+        return 0
+    from zerovision.launch.arguments import run_launcher
+    from zerovision.launch.launch import main as launch
+
+    sys.argv = [sys.argv[0], f"{script}.sh", *words]
+    run_launcher(launch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
