@@ -104,13 +104,8 @@ train()
 # Stands in for the check of the training's arguments, which the stub entry has others of.
 STUB_COMMAND_LINE = """
 
-from types import SimpleNamespace
-
 def parse_args(words):
-    folder = os.environ.get("STUB_FOLDER", "")
-    given = dict(tensor_parallel=1, pipeline_parallel=1, ranks_per_replica=1)
-    given |= dict(engine="auto", gradient_accumulation_steps=1, log_dir=folder, run_name="", resume="never")
-    return SimpleNamespace(strategy="ddp", deepspeed_config="", batch_size=16, global_batch=0, **given), False
+    return TrainConfig(batch_size=16, log_dir=os.environ.get("STUB_FOLDER", "logs")), False
 """
 
 

@@ -6,6 +6,11 @@ import copy
 import dataclasses
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -180,6 +185,40 @@ def test_what_cannot_be_compiled_trains_as_it_is_with_a_note_or_is_one_line():
     ]
     with pytest.raises(UserError, match=r"--compile on: torch\.compile failed: RuntimeError, no such compiler"):
         compile_network(network, dataclasses.replace(setup, must_compile=True))
+
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+COMPILES = """
+import sys
+sys.path[:0] = ["tests/unit"]
+from tests.unit.test_build_engine import _setup, nn, torch
+from zerovision.training.engines.compilation import compile_network
+torch.manual_seed(0)
+network = nn.Sequential(nn.Flatten(), nn.Linear(12, 2), nn.Tanh())
+setup = _setup(network)
+compile_network(network, setup)
+print(setup.notes, network(torch.ones(2, 3, 2, 2)).sum().item().hex())
+"""
+
+
+@pytest.mark.slow
+def test_half_a_library_of_a_compiler_that_was_killed_is_compiled_again(tmp_path):
+    def compiled() -> str:
+        command, environment = [sys.executable, "-c", COMPILES], os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        return subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+    first = compiled()
+    libraries = [*tmp_path.rglob("*.so")]
+    assert libraries
+    for library in libraries:
+        library.write_bytes(library.read_bytes()[:2000])  # with which a process ends by SIGBUS
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    (tmp_path / f"compiling.{socket.gethostname()}.{killed.pid}").touch()
+    assert compiled() == first
+    assert first.startswith("[] ")
+    assert [*tmp_path.rglob("*.so")]
+    assert not [*tmp_path.glob("compiling.*")]
 
 
 def test_the_trial_of_compiled_code_leaves_no_trace(monkeypatch):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -65,7 +71,8 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
         AgreedError: on all ranks, if the network cannot be compiled and must be.
     """
     network.compile()
-    error = error_on_any_rank(_rehearse(network, setup), setup.data)
+    with _marked_folder():
+        error = error_on_any_rank(_rehearse(network, setup), setup.data)
     if error is None:
         return
     if setup.must_compile:
@@ -73,6 +80,28 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
     network._compiled_call_impl = None
     torch._dynamo.reset()
     setup.notes.extend((f"torch.compile failed: {error}", "trains without torch.compile"))
+
+
+@contextlib.contextmanager
+def _marked_folder() -> Iterator[None]:
+    """Mark PyTorch's folder of compiled code inside the block; one that a process left marked is emptied before.
+
+    A compiler that was killed leaves half a library, with which a process may end by SIGBUS.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir())
+    mark = folder / f"compiling.{socket.gethostname()}.{os.getpid()}"
+    for other in folder.glob(f"compiling.{socket.gethostname()}.*"):
+        if not psutil.pid_exists(int(other.suffix[1:])):
+            shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # PyTorch says that it cannot write there
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
