@@ -205,7 +205,9 @@ print(setup.notes, network(torch.ones(2, 3, 2, 2)).sum().item().hex())
 def test_half_a_library_of_a_compiler_that_was_killed_is_compiled_again(tmp_path):
     def compiled() -> str:
         command, environment = [sys.executable, "-c", COMPILES], os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        return subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=True
+        ).stdout
 
     first = compiled()
     libraries = [*tmp_path.rglob("*.so")]

@@ -22,7 +22,6 @@ from torchvision.transforms.v2.functional import resize
 from zerovision.training.data.augment import Box
 from zerovision.training.data.reading import native
 from zerovision.training.data.reading.decode import (
-    Refused,
     crop,
     decode,
     header_size,
@@ -31,6 +30,7 @@ from zerovision.training.data.reading.decode import (
     scale_numerator,
     shrunk_bytes,
 )
+from zerovision.training.data.reading.formats import Refused
 from zerovision.training.data.reading.images import ImageError
 
 open_file, decode_exact = of_files(open_image), of_files(decode)

@@ -58,7 +58,7 @@ def result(folder, schedule="cosine", head_epochs=0, **progress):
     world = SimpleNamespace(is_main=True)
     state = SimpleNamespace(progress=Progress(epoch=4, best_score=0.5, **progress))
     run_of = {"config": TrainConfig(schedule=schedule), "folder": folder, "data": SimpleNamespace(val=range(9))}
-    run_of["head_epochs"] = head_epochs
+    run_of["model"] = SimpleNamespace(head_epochs=head_epochs)
     return _result(SimpleNamespace(world=world, state=state, **run_of))
 
 

@@ -226,7 +226,8 @@ class Agent:
     def _environment(self, order: Message, folder: HeartbeatFolder) -> dict[str, str]:
         """Return the variables of the ranks: this machine's, the launch's, and where their heartbeats go."""
         environment = launch_environment(self._launch, folder, {**os.environ, **order["environment"]})
-        if (restart := order["environment"][RESTARTS_VARIABLE]) != "0":  # a compiler that was killed leaves half a library
+        restart = order["environment"][RESTARTS_VARIABLE]
+        if restart != "0":  # a compiler that was killed leaves half a library
             environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder.path}/compiled-{restart}")
         environment |= malloc_variables(environment, self._gpus > 0)
         # More threads than cores is not a little slower: 2 ranks with 2 threads on 2 cores took 15 times as long.

@@ -17,7 +17,7 @@ from zerovision.training.base.errors import AgreedError, one_line
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.model_buffers import undone
 from zerovision.training.engines.settings import EngineSettings
-from zerovision.training.world.collectives import error_on_any_rank
+from zerovision.training.world.collectives import barrier, error_on_any_rank
 from zerovision.training.world.world import World
 
 # `auto` compiles the models that were measured to be faster on CPU ranks (docs/performance.md), in runs that train on
@@ -71,7 +71,7 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
         AgreedError: on all ranks, if the network cannot be compiled and must be.
     """
     network.compile()
-    with _marked_folder():
+    with _marked_folder(setup.data):
         error = error_on_any_rank(_rehearse(network, setup), setup.data)
     if error is None:
         return
@@ -83,18 +83,19 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
 
 
 @contextlib.contextmanager
-def _marked_folder() -> Iterator[None]:
+def _marked_folder(world: World) -> Iterator[None]:
     """Mark PyTorch's folder of compiled code inside the block; one that a process left marked is emptied before.
 
-    A compiler that was killed leaves half a library, with which a process may end by SIGBUS.
+    A collective. A compiler that was killed leaves half a library, with which a process may end by SIGBUS.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir())
     mark = folder / f"compiling.{socket.gethostname()}.{os.getpid()}"
-    for other in folder.glob(f"compiling.{socket.gethostname()}.*"):
-        if not psutil.pid_exists(int(other.suffix[1:])):
-            shutil.rmtree(folder, ignore_errors=True)
+    marks = folder.glob(f"compiling.{socket.gethostname()}.*")
+    if world.local_rank == 0 and not all(psutil.pid_exists(int(other.suffix[1:])) for other in marks):
+        shutil.rmtree(folder, ignore_errors=True)
+    barrier(world)
     with contextlib.suppress(OSError):  # PyTorch says that it cannot write there
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()

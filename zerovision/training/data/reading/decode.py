@@ -27,7 +27,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.augment import BoxChooser
-from zerovision.training.data.reading.formats import pillow_formats, unknown_format, without_metadata
+from zerovision.training.data.reading.formats import Refused, pillow_formats, unknown_format, without_metadata
 from zerovision.training.data.reading.native import crop_jpeg
 from zerovision.training.data.settings import MAX_MEGAPIXELS
 
@@ -45,10 +45,6 @@ _ORIENTATION = 0x0112  # of EXIF
 _START_OF_JPEG, _APP1, _END_OF_JPEG = b"\xff\xd8", b"\xff\xe1", b"\xff\xd9"
 # of TIFF 6.0
 BITS_PER_SAMPLE, _PLANAR_CONFIGURATION, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 284, 262, 0
-
-
-class Refused(Exception):
-    """Why an image cannot be used; whoever knows its name adds that, see `images.named`."""
 
 
 def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int = MAX_PIXELS) -> Decoder:

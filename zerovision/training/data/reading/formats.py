@@ -50,6 +50,10 @@ ARRAY_EXTENSION = ".npy"
 CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in each.extensions}  # by extension
 
 
+class Refused(Exception):
+    """Why an image cannot be used; whoever knows its name adds that, see `images.named`."""
+
+
 _PNG_SIGNATURE, _ARRAY_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
 _ANCILLARY = 0x20  # bit of a kind's first letter: a small one
 _PNG_PIXELS = (b"tRNS", b"acTL", b"fcTL", b"fdAT")

@@ -18,14 +18,13 @@ from zerovision.training.data.reading.decode import (
     BITS_PER_SAMPLE,
     CHANNEL_MODES,
     MAX_PIXELS,
-    Refused,
     crop,
     is_deep_grey,
     load,
     opened,
     white_of,
 )
-from zerovision.training.data.reading.formats import ARRAY_EXTENSION, is_array
+from zerovision.training.data.reading.formats import ARRAY_EXTENSION, Refused, is_array
 from zerovision.training.data.reading.images import ImageError, named
 from zerovision.training.data.values import FLOATS, to_values
 

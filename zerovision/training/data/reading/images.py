@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.data.reading.decode import Refused
+from zerovision.training.data.reading.formats import Refused
 from zerovision.training.data.reading.retry import patiently
 
 MAX_FILE_BYTES = 1_500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
