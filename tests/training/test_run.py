@@ -158,9 +158,7 @@ def test_environment_and_sharding_are_recorded(run_folder):
     assert facts["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert facts["ranks"] == 2
     assert "--model-type" in facts["command"]
-    sharding = json.loads((run_folder / "deepspeed_config.json").read_text())
-    assert sharding["zero_optimization"]["stage"] == 1
-    assert sharding["gradient_clipping"] == 1.0
+    assert not (run_folder / "deepspeed_config.json").exists()
 
 
 def test_checkpoints_are_the_last_two_and_the_best(run_folder):
@@ -355,7 +353,8 @@ def test_a_run_ends_with_the_evaluation_of_its_weights_and_a_model_card(run_fold
     card = (run_folder / "README.md").read_text()
     assert f"| top-1 | {100 * scores['top1']:.2f} % [" in card
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    flags = f"--learning-rate=0.004 --image-size={DATA.image_size} --threads-per-rank={threads} --deterministic=true"
+    flags = f"--learning-rate=0.004 --image-size={DATA.image_size} --compile=off --threads-per-rank={threads}"
+    flags += " --deterministic=true"
     assert f"bash scripts/launch_distributed.sh basic_cnn ddp 2 16 {EPOCHS} {flags}" in card
 
 

@@ -215,13 +215,17 @@ class TimedBackend:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
-        return functools.partial(_timed, found) if name in (*self.COLLECTIVES, "wait") else found
+        return _timed(found) if name in (*self.COLLECTIVES, "wait") else found
 
 
-def _timed(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    with communication():
-        result = call(*arguments, **named)
-    return TimedBackend(result) if hasattr(result, "wait") else result
+def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)  # DeepSpeed reads its name
+    def timed(*arguments: Any, **named: Any) -> Any:
+        with communication():
+            result = call(*arguments, **named)
+        return TimedBackend(result) if hasattr(result, "wait") else result
+
+    return timed
 
 
 def _stage_1_and_2_shards(
