@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -109,6 +110,8 @@ def test_deepspeed_trains_twice_in_one_process(strategy, tmp_path):
     first, second = (tmp_path / "runs" / name / "model.safetensors" for name in ("first", "second"))
     assert [run(TrainConfig(run_name=path.parent.name, **given)) for path in (first, second)] == [0, 0]
     assert first.read_bytes() == second.read_bytes()
+    sharding = json.loads((first.parent / "deepspeed_config.json").read_text())
+    assert sharding["zero_optimization"]["stage"] == 1 + ("ddp", "fsdp_stage2", "fsdp_stage3").index(strategy)
     assert torch.nn.functional.linear is LINEAR
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 PACKAGE = Path(__file__).absolute().parents[2]  # not resolved: models/ is a link
@@ -23,7 +24,7 @@ EXTRAS = {  # of pyproject.toml, and the modules in them that are imported where
     "parquet": ("pyarrow",),
     "remote": ("fsspec", "aiohttp"),
 }
-AS_A_COMMAND = [  # what a message names in a checkout, and otherwise
+AS_A_COMMAND: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # in a checkout, and otherwise
     (r"bash (?:scripts/)?(?:launch_distributed|launch_multi_node)\.sh", "zerovision launch"),
     (r"(?:python )?scripts/train_distributed\.py", "-m zerovision.commands.train_distributed"),
     (r"(torchrun .*?)scripts/(\w+)\.py", r"\1-m zerovision.commands \2"),
