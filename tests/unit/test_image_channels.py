@@ -330,7 +330,7 @@ def test_the_planner_counts_them(tmp_path):
     images = [one.activations(4, "fp32", "cpu", False, True).saved for one in (three, nine)]
     assert images[1] - images[0] == 4 * 4 * 6 * 32 * 32
     data = save_arrays(tmp_path / "a.npz", 5)
-    request = parse(["--model-type", "basic_cnn", f"--data={data}", "--gpu", "a100-80gb"], None)
+    request = parse(["--model-type", "basic_cnn", f"--data={data}", "--gpu", "a100-80gb"])
     assert request.job.workload.image_channels == 5
     assert request.job.workload.sizes.parameters == three.sizes.parameters + 2 * 32 * 9
-    assert parse(["--model-type", "basic_cnn", "--gpu", "a100-80gb"], None).job.config.image_channels == 0
+    assert parse(["--model-type", "basic_cnn", "--gpu", "a100-80gb"]).job.config.image_channels == 0

@@ -45,6 +45,7 @@ LOAD = "from zerovision.training.checkpoint.weights import load_model; load_mode
 NOT_IMPORTED = {
     "import zerovision.models": ("torch", "timm", "numpy"),
     "import zerovision.training.config.command_line": ("torch", "timm", "deepspeed"),
+    "import zerovision.planning.flags": ("torch", "timm"),
     "import zerovision.training.data, zerovision.training.data.augmentations": ("torch",),
     "import zerovision.delivery.report.page, zerovision.delivery.trained_model": ("torch",),
     EXPORTS_HELP: ("torch", "onnx", "onnxruntime"),

@@ -113,11 +113,11 @@ def test_giants_get_a_line_to_type(model, gpu, capsys):
     """Of a machine without GPUs, which they do not fit: the nearest one that they do, and that one's line."""
     words = [f"--model-type={model}", "--num-gpus=8"]
     try:
-        assert run(parse([*words, f"--gpu={gpu}"] if gpu else words, None)) == 0
+        assert run(parse([*words, f"--gpu={gpu}"] if gpu else words)) == 0
     except UserError as error:
         assert not gpu
         nearest = re.search(r"Nearest that works: (--gpu \S+)\.$", str(error))
-        assert run(parse([*words, *nearest[1].split()], None)) == 0
+        assert run(parse([*words, *nearest[1].split()])) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("type "))
     shell, script, *typed = shlex.split(line)[1:]
     assert (shell, script) == ("bash", "scripts/launch_distributed.sh")
@@ -161,4 +161,4 @@ def test_the_first_that_fits_is_taken(monkeypatch, fits, strategy, mesh):
 )
 def test_what_the_trainer_refuses_is_refused(words, answer):
     with pytest.raises(UserError, match=answer):
-        recommend(parse(["--model-type=timm:test_vit", "--gpu=a100-40gb", "--num-gpus=8", *words], None).job)
+        recommend(parse(["--model-type=timm:test_vit", "--gpu=a100-40gb", "--num-gpus=8", *words]).job)

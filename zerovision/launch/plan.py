@@ -138,7 +138,7 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     ranks = given.ranks_per_node
     words = [f"--num-gpus={nodes * ranks}", f"--gpus-per-node={ranks}", *([f"--gpu={given.gpu}"] if given.gpu else [])]
     training = [word for word in given.training if word != f"--strategy={AUTO}"]
-    job = parse(["--with-data", *words, *training], None).job
+    job = parse(["--with-data", *words, *training]).job
     option, rungs = recommend(job)
     best = option.config
     flags = changed_flags(best, job.config)

@@ -8,11 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
-
 from zerovision.training.base.control_groups import usable_memory
 from zerovision.training.base.errors import UserError, nearest, one_line
-from zerovision.training.engines.precision import AMPERE
 
 GB = 1e9
 SMALLEST_GB = 0.5  # of a GPU that is planned for
@@ -105,6 +102,10 @@ def detect_machine(ranks: int = 1) -> Machine:
     Args:
         ranks: that share it.
     """
+    import torch  # the flags of the planner are read without it
+
+    from zerovision.training.engines.precision import AMPERE
+
     if not torch.cuda.is_available():
         return Machine(Gpu(CPU, usable_memory() // ranks), ranks)
     device = torch.cuda.get_device_properties(0)

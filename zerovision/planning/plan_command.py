@@ -11,21 +11,19 @@ from typing import Any
 import torch
 
 from zerovision.models.sides import ImageSize, sides
-from zerovision.planning.machines import GPUS, SMALLEST_GB, Machine, detect_machine, find_gpu
+from zerovision.planning.flags import GPUS_PER_NODE, PlanFlags, read
+from zerovision.planning.machines import Machine, detect_machine, find_gpu
 from zerovision.planning.plan_output import print_plan
 from zerovision.planning.recommend import recommend
 from zerovision.planning.run_workload import build_network, optimizer_of
 from zerovision.planning.search import PlannedJob, with_planned_batch
 from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import UserError, one_line
-from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_RANKS
 from zerovision.training.base.units import plural
 from zerovision.training.config import TrainConfig
-from zerovision.training.config.command_line import OneLineParser, parse_args
 from zerovision.training.config.global_batch import nearest_multiples
 from zerovision.training.data import data_options, load_data
 from zerovision.training.engines.precision import under_autocast
-from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.out_of_memory import is_out_of_memory
 from zerovision.training.world.mesh_sizes import data_ranks
 
@@ -34,7 +32,6 @@ IMAGENET: dict[str, Any] = {
     "image_size": 224,
     "images": 1_281_167,
 }  # planned for if no --data is given
-GPUS_PER_NODE = 8
 STEPS, WARM_UP_STEPS = 20, 5  # that are timed, and before
 
 
@@ -50,29 +47,22 @@ class PlanRequest:
     """Whether to train some steps here."""
 
 
-def parse(words: Sequence[str], description: str | None) -> PlanRequest:
+def parse(words: Sequence[str]) -> PlanRequest:
     """Read the command line: the planner's own flags, and the trainer's.
 
     Raises:
         UserError: for whatever cannot be planned.
     """
-    parser = OneLineParser("plan", description)
-    parser.add_number("--num-gpus", 1, MOST_RANKS, default=1, help="GPUs (or CPU ranks) of the run (default: 1).")
-    parser.add_number(
-        "--gpus-per-node", 1, MOST_GPUS_PER_NODE, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE})."
-    )
-    gpus = ", ".join(GPUS)
-    parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or as 8gb any; default: this machine's, or its CPU.")
-    parser.add_number("--gpu-memory", SMALLEST_GB, 9999.0, help="GB of each GPU, such as 8: the same as --gpu 8gb.")
-    parser.add_argument("--measure", action="store_true", help="Train 20 steps on this machine: the time of one.")
-    parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
-    parser.add_number("--images", 1, 999_999_999, help="Training images; default: of --data, or ImageNet.")
-    parser.add_number("--classes", 2, 10**6, help="Classes; default: of --data, or 1000.")
-    parser.add_argument("--with-data", action="store_true", help="Plan for --data's default too, not for ImageNet.")
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
-    parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
-    given, others = parser.parse_known(words)
-    config, _ = parse_args([f"--strategy={given.strategy}", *others], parser.flags)
+    return requested(read(words))
+
+
+def requested(flags: PlanFlags) -> PlanRequest:
+    """Return what the flags ask for.
+
+    Raises:
+        UserError: for whatever cannot be planned.
+    """
+    given, others, config = flags
     if given.gpu_memory:
         if given.gpu:
             raise UserError("--gpu and --gpu-memory exclude each other: give one.")
@@ -100,6 +90,11 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     config = dataclasses.replace(config, image_channels=data.pop("image_channels"))
     job = with_planned_batch(PlannedJob(config, machine, ranks, **data))
     return PlanRequest(job, given.json, assumed, given.measure)
+
+
+def plan(flags: PlanFlags) -> int:
+    """Print the plan that a command line asks for; return the exit code."""
+    return run(requested(flags))
 
 
 def run(request: PlanRequest) -> int:

@@ -1,0 +1,54 @@
+"""Says before a run which strategy to take, whether it fits into memory, and what to type.
+
+python scripts/plan.py --model-type vgg --num-gpus 8 --gpu h100-80gb
+python scripts/plan.py --model-type timm:vit_large_patch16_224 --num-gpus 16 --gpu a100-40gb --batch-size 64
+python scripts/plan.py --model-type efficientnet --data digits --num-gpus 2 --measure     # this machine
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zerovision.planning.machines import GPUS, SMALLEST_GB
+from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_RANKS
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.command_line import OneLineParser, parse_args
+from zerovision.training.engines.strategies import STRATEGIES
+
+GPUS_PER_NODE = 8
+
+
+class PlanFlags(NamedTuple):
+    """A command line of the planner: its own flags, the words of the trainer's, and the training that they describe."""
+
+    given: Namespace
+    others: list[str]
+    config: TrainConfig
+
+
+def read(words: Sequence[str]) -> PlanFlags:
+    """Read the command line, without torch.
+
+    Raises:
+        UserError: for whatever cannot be parsed.
+    """
+    parser = OneLineParser("plan", __doc__)
+    parser.add_number("--num-gpus", 1, MOST_RANKS, default=1, help="GPUs (or CPU ranks) of the run (default: 1).")
+    parser.add_number(
+        "--gpus-per-node", 1, MOST_GPUS_PER_NODE, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE})."
+    )
+    gpus = ", ".join(GPUS)
+    parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or as 8gb any; default: this machine's, or its CPU.")
+    parser.add_number("--gpu-memory", SMALLEST_GB, 9999.0, help="GB of each GPU, such as 8: the same as --gpu 8gb.")
+    parser.add_argument("--measure", action="store_true", help="Train 20 steps on this machine: the time of one.")
+    parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
+    parser.add_number("--images", 1, 999_999_999, help="Training images; default: of --data, or ImageNet.")
+    parser.add_number("--classes", 2, 10**6, help="Classes; default: of --data, or 1000.")
+    parser.add_argument("--with-data", action="store_true", help="Plan for --data's default too, not for ImageNet.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
+    given, others = parser.parse_known(words)
+    config, _ = parse_args([f"--strategy={given.strategy}", *others], parser.flags)
+    return PlanFlags(given, others, config)
