@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from zerovision.training.config import FIELDS
-from zerovision.training.config.command_line import OneLineParser, training_parser
+import pytest
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import FIELDS, FLAG_OF
+from zerovision.training.config.command_line import USUAL, OneLineParser, parse_args, training_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "tests" / "references" / "flags.txt"
@@ -62,6 +65,22 @@ def test_every_flag_is_as_the_reference_has_it() -> None:
     found, expected = list(lines()), REFERENCE.read_text(encoding="utf-8").splitlines()
     new, gone = sorted({*found} - {*expected}), sorted({*expected} - {*found})
     assert found == expected, f"the command line changed; if that is meant: {UPDATE}\nnew: {new}\ngone: {gone}"
+
+
+def test_help_shows_what_most_trainings_need_and_all_of_it_if_asked(capsys) -> None:
+    shown = []
+    for words in (["--help"], ["--help", "all"]):
+        with pytest.raises(SystemExit) as end:
+            parse_args(words)
+        assert end.value.code == 0
+        help_ = capsys.readouterr().out
+        shown.append([flag for flag in FLAG_OF.values() if f"\n  {flag} " in help_])
+    usual, every = shown
+    assert every == [*FLAG_OF.values()]
+    assert {*usual} == {FLAG_OF[name] for name in USUAL}
+    assert len(usual) < 40
+    with pytest.raises(UserError, match=r"^--dropout 2.0: expected "):
+        parse_args(["--dropout", "2"])
 
 
 def test_a_changed_default_is_found() -> None:

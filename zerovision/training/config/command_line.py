@@ -46,6 +46,12 @@ from zerovision.training.config.values import (
 )
 
 Parsed = TypeVar("Parsed")
+USUAL = {  # the flags that `--help` shows
+    *("preset", "data", "path_column", "label_column", "task", "val_fraction", "image_size", "augmentation", "mixup"),
+    *("cutmix", "workers", "cache", "model_type", "pretrained", "weights", "tune", "epochs", "batch_size", "global_batch"),
+    *("learning_rate", "optimizer", "weight_decay", "schedule", "label_smoothing", "class_weights", "ema", "best_by"),
+    *("strategy", "precision", "compile", "seed", "run_name", "log_dir", "resume", "loggers"),
+}
 DATA_EXTENSIONS = (".csv", ".tsv", ".parquet", ".tar")
 
 
@@ -176,7 +182,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake, for `run_script` to print."""
-        raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help` lists all flags.")
+        raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help all` lists all flags.")
 
 
 def _as_data(word: str, flags: Sequence[str]) -> str:
@@ -244,7 +250,7 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
         UserError: for anything unknown, of the wrong type or out of range, in one line.
         SystemExit: after `--help`.
     """
-    given = vars(training_parser().parse(argv, others))
+    given = vars(training_parser(hides_rare="all" not in argv).parse(argv, others))
     flags = {name: value for name, value in given.items() if name in FIELDS}
     if given["deepspeed"]:
         flags.setdefault("deepspeed_config", given["deepspeed"])
@@ -304,9 +310,15 @@ def _override_hint(
     return ""
 
 
-def training_parser() -> OneLineParser:
-    """Return the parser of the trainer's flags; a field of `TrainConfig` that is not given has no attribute."""
+def training_parser(*, hides_rare: bool = False) -> OneLineParser:
+    """Return the parser of the trainer's flags; a field of `TrainConfig` that is not given has no attribute.
+
+    Args:
+        hides_rare: whether its help shows the flags of `USUAL` alone.
+    """
     parser = OneLineParser("train_distributed", "Train an image classifier on any number of GPUs, or CPU ranks.")
+    if hides_rare:
+        parser.epilog = "These are the flags that most trainings need: `--help all` shows all of them."
     parser.add_argument("--config", metavar="FILE", help="YAML file of the values below; flags win over it.")
     parser.add_argument("--check-config", action="store_true", help="Check the configuration and stop.")
     parser.add_local_rank()
@@ -337,7 +349,7 @@ def training_parser() -> OneLineParser:
             allowed_values(field),
             names,
             default=argparse.SUPPRESS,
-            help=help_text.replace("%", "%%"),
+            help=help_text.replace("%", "%%") if name in USUAL or not hides_rare else argparse.SUPPRESS,
             **options,
         )
     return parser
