@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (333, 350),
+    "scripts": (331, 350),
     "models": (1347, 900),
-    "zerovision/training/config": (809, 500),
+    "zerovision/training/config": (817, 500),
     "zerovision/training/base": (1094, 550),
     "zerovision/training/world": (623, 450),
     "zerovision/training/data": (4361, 2900),
@@ -27,7 +27,7 @@ ROOMS = {  # limit and end
     "zerovision/training/observe": (1121, 1050),
     "zerovision/training": (2347, 1400),
     "zerovision/launch": (2562, 1800),
-    "zerovision/planning": (933, 1000),
+    "zerovision/planning": (944, 1000),
     "zerovision/delivery": (3214, 2400),
     "zerovision/extras": (1562, 1300),
 }

@@ -48,9 +48,9 @@ from zerovision.training.config.values import (
 Parsed = TypeVar("Parsed")
 USUAL = {  # the flags that `--help` shows
     *("preset", "data", "path_column", "label_column", "task", "val_fraction", "image_size", "augmentation", "mixup"),
-    *("cutmix", "workers", "cache", "model_type", "pretrained", "weights", "tune", "epochs", "batch_size", "global_batch"),
+    *("cutmix", "workers", "cache", "model_type", "pretrained", "weights", "tune", "epochs", "batch_size"),
     *("learning_rate", "optimizer", "weight_decay", "schedule", "label_smoothing", "class_weights", "ema", "best_by"),
-    *("strategy", "precision", "compile", "seed", "run_name", "log_dir", "resume", "loggers"),
+    *("global_batch", "strategy", "precision", "compile", "seed", "run_name", "log_dir", "resume", "loggers"),
 }
 DATA_EXTENSIONS = (".csv", ".tsv", ".parquet", ".tar")
 
