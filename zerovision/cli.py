@@ -27,7 +27,6 @@ VERBS = {  # what each does
     "replay": "compute one step of a run again, bit for bit",
     "bisect": "find the first step at which two runs differ",
 }
-NAMES = {"audit": "audit_data", "bisect": "bisect_runs"}  # of `COMMANDS`, where it is another
 WORDS_OF_ONE_MACHINE = 5  # of `launch`, before its flags
 
 
@@ -47,13 +46,15 @@ def main() -> int:
         near = "".join(f" Did you mean {name}?" for name in get_close_matches(verb, VERBS, 1))
         print(f"zerovision: there is no verb '{verb}': expected {', '.join(VERBS)}.{near}", file=sys.stderr)
         return 2
-    os.environ["ZEROVISION_COMMAND"] = verb  # messages name the command, not a script: `base.places.as_typed`
+    from zerovision.training.base.places import SCRIPTS, TYPED
+
+    os.environ[TYPED] = verb  # messages name the command, not a script
     if verb == "launch":
         return _launch(words)
     from zerovision.commands import main as run_command
 
     sys.argv = [f"zerovision {verb}", *words]
-    return run_command(NAMES.get(verb, verb))
+    return run_command(SCRIPTS.get(verb, verb))
 
 
 def _launch(words: list[str]) -> int:

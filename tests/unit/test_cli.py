@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from zerovision import cli
 from zerovision.commands import COMMANDS
-from zerovision.training.base.places import TYPED, as_typed
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.places import SCRIPTS, TYPED, as_typed
+from zerovision.training.base.run_logger import Loggers
 
 REPO_ROOT = cli.Path(cli.__file__).parents[1]
 
@@ -22,8 +25,8 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_command_is_a_verb():
-    assert {cli.NAMES.get(verb, verb) for verb in cli.VERBS} - COMMANDS.keys() == {"launch"}
-    assert COMMANDS.keys() <= {cli.NAMES.get(verb, verb) for verb in cli.VERBS}
+    assert {SCRIPTS.get(verb, verb) for verb in cli.VERBS} - COMMANDS.keys() == {"launch"}
+    assert COMMANDS.keys() <= {SCRIPTS.get(verb, verb) for verb in cli.VERBS}
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["lunch"]])
@@ -58,6 +61,9 @@ def test_help_of_the_launcher_names_the_words_of_one_machine_and_of_several():
 )
 def test_a_message_names_what_the_user_has(text, command, monkeypatch):
     monkeypatch.delenv(TYPED, raising=False)
-    assert as_typed(text) == text
+    assert as_typed(text) == str(UserError(text)) == text
     monkeypatch.setenv(TYPED, "evaluate")
-    assert as_typed(text) == command
+    assert as_typed(text) == str(UserError(text)) == command
+    said = mock.Mock()
+    Loggers([said]).message(text)
+    said.message.assert_called_once_with(command)

@@ -27,7 +27,7 @@ from zerovision.training.base.errors import (
 from zerovision.training.base.heartbeat import end_with_caller
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import outlast_readers
-from zerovision.training.base.places import ENTRIES, as_typed
+from zerovision.training.base.places import ENTRIES
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MOST_RANKS
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import check_launched_strategy
@@ -157,7 +157,7 @@ def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        print(f"error: {as_typed(str(error))}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_EXIT_CODE)
     except FileServerError as error:
         print(f"error: {error}", file=sys.stderr)

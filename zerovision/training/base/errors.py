@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from zerovision.training.base.places import as_typed
+
 USER_ERROR_EXIT_CODE = 2
 TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
 DIVERGED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: the run finished, and its last epoch had diverged
@@ -51,10 +53,13 @@ def shown(value: Any) -> str:
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: the message is the single line that is printed, without control characters."""
+    """A mistake in what the user gave: the message is the single line that is printed, without control characters.
+
+    Commands in it are those that the user has, see `as_typed`.
+    """
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(printable(as_typed(message)))
 
 
 def nearest(given: str, allowed: Iterable[str], likeness: float = 0.65) -> str:

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 PACKAGE = Path(__file__).absolute().parents[2]  # not resolved: models/ is a link
-_IS_CHECKOUT = (PACKAGE.parent / "scripts" / "train_distributed.py").is_file()
-CHECKOUT = PACKAGE.parent if _IS_CHECKOUT else None  # None: an installed copy
+# None: an installed copy.
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "scripts" / "train_distributed.py").is_file() else None
 REPO_ROOT = CHECKOUT or PACKAGE  # with requirements.txt and deepspeed_configs/
 ENTRIES = CHECKOUT / "scripts" if CHECKOUT else PACKAGE / "commands"
 LAUNCH = PACKAGE / "launch"
 PRESET_FOLDER = PACKAGE / "presets"
 TYPED = "ZEROVISION_COMMAND"  # set by the command `zerovision`, for its ranks too
-VERBS = {"audit_data": "audit", "bisect_runs": "bisect"}  # of scripts with another name
+SCRIPTS = {"audit": "audit_data", "bisect": "bisect_runs"}  # of verbs with another name
+VERBS = {script: verb for verb, script in SCRIPTS.items()}
 EXTRAS = {  # of pyproject.toml, and the modules in them that are imported where they are needed
     "deepspeed": ("deepspeed",),
     "export": ("onnx", "onnxruntime", "onnxscript"),

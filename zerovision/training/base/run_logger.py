@@ -8,6 +8,7 @@ from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 from zerovision.training.base.errors import printable
+from zerovision.training.base.places import as_typed
 from zerovision.training.base.points import EpochPoint, RunPoint, StepPoint
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Loggers(RunLogger):
 
     def message(self, message: str) -> None:
         """Log a line of text; control characters in it (from names of files and classes) are escaped."""
-        self._each("message", printable(message))
+        self._each("message", printable(as_typed(message)))
 
     def _each(self, method: str, *values: Any) -> None:
         for number, logger in enumerate(self._loggers):

@@ -216,7 +216,7 @@ def run_script(
     except UserError as error:
         return print_user_error(name, error)
     except FileServerError as error:
-        print(f"{name}: {as_typed(str(error))}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return FILE_SERVER_EXIT_CODE
     except ModuleNotFoundError as error:
         cure = cure_of_missing(error.name or "")
@@ -230,7 +230,7 @@ def run_script(
 def print_user_error(name: str, error: UserError) -> int:
     """Print a mistake that each rank finds by itself, on rank 0 alone; return the exit code."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"{name}: {as_typed(str(error))}", file=sys.stderr, flush=True)
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(RANK_0_MESSAGE_SECONDS)
     return USER_ERROR_EXIT_CODE
