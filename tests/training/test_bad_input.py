@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import socket
 from pathlib import Path
 
@@ -107,16 +106,6 @@ def test_images_that_may_be_skipped_are_named(one_bad_image_of_each_of_two_ranks
     assert allowed.returncode == 0, allowed.stdout + allowed.stderr
     assert "2 unreadable image(s) skipped" in allowed.stdout
     assert all(path in allowed.stdout for path in paths)
-
-
-def test_data_folders_with_other_classes(tmp_path):
-    make_folder(tmp_path / "images" / "train", ("cat", "dog"))
-    make_folder(tmp_path / "images" / "val", ("cat", "cow"))
-    flags = ["--model-type", "basic_cnn", "--image-size", "32", "--log-dir", str(tmp_path)]
-    assert_user_error(train_here("--data", str(tmp_path / "images"), *flags), "dog", "cow")
-    shutil.rmtree(tmp_path / "images")
-    make_folder(tmp_path / "images", ("cat",))
-    assert_user_error(train_here("--data", str(tmp_path / "images"), *flags), "one class")
 
 
 def test_weights_without_a_network(tmp_path):

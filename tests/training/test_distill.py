@@ -223,13 +223,8 @@ def test_a_teacher_answers_in_the_order_of_the_data_however_its_own_are_named(te
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--distill", "kl:4"), ("learns from --teacher", "give both")),
-        (("--distill", "kl:0", "--teacher", "teacher0"), ("expected kl:T",)),
-        (("--distill", "kl:4:1.5", "--teacher", "teacher0"), ("expected kl:T",)),
-        (("--distill", "kl:4", "--teacher", "nobody"), ("--teacher nobody is no run",)),
         (("--distill", "kl:4", "--teacher", "timm:resnet18"), ("--teacher", "resnet18")),
         (("--distill", "kl:4", "--teacher", "teacher0", "--image-channels", "1"), ("takes images of 3 channel(s)",)),
-        (("--distill", "kl:4", "--teacher", "teacher0", "--loss", "supcon"), ("does not go with --distill",)),
     ],
 )
 def test_a_mistake_is_one_line(teachers, flags, words):

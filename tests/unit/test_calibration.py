@@ -14,7 +14,7 @@ from test_evaluate_predict import call, data, digit_folder, logits, run
 
 from zerovision.delivery.calibration import HIGHEST_TEMPERATURE, calibration_file, read_calibration
 from zerovision.delivery.export.export_model import export_model
-from zerovision.delivery.fit_calibration import _fit_temperature, read_reject, threshold_of
+from zerovision.delivery.fit_calibration import _fit_temperature, threshold_of
 from zerovision.delivery.report.run_facts import key_figures
 from zerovision.delivery.report.run_files import read_run
 from zerovision.delivery.settings import ExportSettings
@@ -58,12 +58,6 @@ def test_the_threshold_is_the_lowest_with_the_accuracy(reject, confidences, is_r
             threshold_of(details(confidences, is_right), reject)
     else:
         assert threshold_of(details(confidences, is_right), reject) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("given", ["1", "0", "0.0", "95%", "below:", "below:1.5", "-0.5", "nan"])
-def test_what_is_no_accuracy_is_refused(given):
-    with pytest.raises(UserError, match="--reject"):
-        read_reject(given)
 
 
 def test_the_temperature_is_scipys_and_predictions_are_calibrated(call, own_run, data, logits, digit_folder):

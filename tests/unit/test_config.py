@@ -140,13 +140,6 @@ def test_nan_is_in_no_range(name):
         check_config(dataclasses.replace(TrainConfig(), **{name: float("nan")}), FLAG_OF)
 
 
-def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("epochs: 0\n")
-    with pytest.raises(UserError, match=rf"{file}: epochs 0: expected a whole number from 1"):
-        read_config_file(file)
-
-
 @pytest.mark.parametrize(
     "data", ["Fotos 📷", "a\tb", 'quote " and \\', "\N{NO-BREAK SPACE}é", os.fsdecode(b"latin-1 \xe9"), "- no: list"]
 )
@@ -157,16 +150,12 @@ def test_a_data_path_of_any_characters_comes_back(tmp_path, data):
 
 
 # Each is a line of YAML, and a word of what is said of it; the file is refused whole, at once, and with one line.
-STRANGE_CONFIGS = {
+STRANGE_CONFIGS = {  # others are in tests/references/errors.txt
     "brackets": ("[" * 50_000, "'batch-size: 16'"),
     "braces": ("{" * 50_000, "'batch-size: 16'"),
     "a deep value": ("data: " + "[" * 20_000 + "]" * 20_000, "line 1: "),
-    "a nested list": ("epochs: [[1, 2], [3]]", "line 1: "),
-    "a nested mapping": ("epochs: {a: {b: 1}}", "line 1: "),
     "lists as deep as Python goes": ('{"data": ' + "[" * 900 + "]" * 900 + "}", "data"),
     "lists deeper than Python goes": ('{"data": ' + "[" * 30_000 + "]" * 30_000 + "}", "nested"),
-    "a list as a key": ("? [a, b]\n: 1", "line 1: "),
-    "an alias": ("data: &a x\naugmentation: *a", "line 2: "),
     "merges that double": (
         "\n".join(["a0: &a0 {k: v}", *(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40))]),
         "line 1: ",
@@ -179,20 +168,10 @@ STRANGE_CONFIGS = {
     ),
     "a number of 4000 digits": ("epochs: " + "9" * 4_000, "9999: expected a whole number"),
     "sexagesimal": ("epochs: " + "1:" * 5_000 + "1", "epochs"),
-    "a float without end": ("learning-rate: 1e999", "learning-rate inf: expected a number"),
-    "a date": ("epochs: 2001-01-01", "expected a whole number"),
-    "no date": ("epochs: 2001-99-99", "month"),
-    "bytes": ("data: !!binary aGVsbG8=", "data b'hello': expected text"),
     "an object": ("data: !!python/object/apply:os.system ['touch executed']", "line 1: "),
     "a zero byte": ("data: a\0b", "special characters are not allowed"),
-    "a zero byte in JSON": ('{"data": "a\\u0000b"}', "data 'a\\x00b': expected text"),
-    "half a character": ('{"data": "a\\ud83d"}', "data 'a\\ud83d': expected text"),
-    "half a character in YAML": (r'data: "a\ud83d"', "data 'a\\ud83d': expected text"),
     "a long key": ("x" * 900 + ": 1", "unknown key"),
-    "a key that moves the cursor": (r'"\e[2J": 1', "unknown key"),
     "a long value": ("epochs: " + "x" * 5_000, "epochs"),
-    "JSON cut off": ('{"epochs": 3', "not valid YAML ("),
-    "a list": ("- epochs", "'batch-size: 16'"),
     "more than any configuration": ("# " + "x" * 2**17, "larger than"),
 }
 

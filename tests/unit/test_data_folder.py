@@ -174,21 +174,6 @@ def test_each_image_is_held_out_in_one_fold_and_each_class_in_all_alike(tmp_path
     assert set(files_of(pairs[0].val)) == others[0] != others[1]
 
 
-@pytest.mark.parametrize(
-    ("fold", "parts", "line"),
-    [
-        ({"folds": 3, "fold": 4}, [""], "--fold 4 of --folds 3"),
-        ({"folds": 1}, [""], "--fold 1 of --folds 1"),
-        ({"folds": 3}, ["train/", "val/"], "has a validation part of its own"),
-        ({"folds": 3, "data": "digits"}, [""], "--data digits has a validation part of its own"),
-    ],
-)
-def test_folds_that_do_not_exist_are_refused(fold, parts, line, tmp_path):
-    make_images(tmp_path, {f"{part}{name}": 5 for part in parts for name in "ab"}, size=(1, 1))
-    with pytest.raises(UserError, match=line):
-        load_data(DataOptions(**{"data": str(tmp_path)} | fold))
-
-
 def test_split_seed_holds_out_other_images_and_zero_is_the_hash_of_the_path(tmp_path):
     make_images(tmp_path, {"a": 60, "b": 60}, size=(1, 1))
     splits = [set(files_of(load(tmp_path, split_seed=seed).val)) for seed in (0, 0, 1)]
@@ -402,94 +387,6 @@ def test_a_link_inside_the_folder_is_followed(tmp_path):
     assert sum(load(tmp_path).train_counts + load(tmp_path).val_counts) == 5
 
 
-def _file(root):
-    shutil.rmtree(root)
-    root.write_text("")
-
-
-def _empty(root):
-    shutil.rmtree(root)
-    root.mkdir()
-
-
-def _no_images(root):
-    _empty(root)
-    (root / "a").mkdir()
-    (root / "a" / "notes.txt").write_text("")
-
-
-def _loose_images(root):
-    make_images(root.parent, {root.name: 2})
-    shutil.rmtree(root / "a")
-    shutil.rmtree(root / "b")
-
-
-def _single_images(root):
-    shutil.rmtree(root)
-    make_images(root, {"a": 1, "b": 1})
-
-
-def _different_classes(root):
-    shutil.rmtree(root)
-    make_images(root / "train", {"a": 1, "b": 1, "cow": 1})
-    make_images(root / "val", {"a": 1, "b": 1, "hen": 1})
-
-
-def _val_only(root):
-    shutil.rmtree(root)
-    make_images(root / "val", {"a": 1, "b": 1})
-
-
-def _test_beside_classes(root):
-    make_images(root / "test", {"a": 1, "b": 1})
-
-
-def _parts_without_classes(root):
-    shutil.rmtree(root)
-    make_images(root, {"train": 2, "test1": 2})
-
-
-def _two_validation_parts(root):
-    shutil.rmtree(root)
-    for part in ("train", "val", "Validation"):
-        make_images(root / part, {"a": 1, "b": 1})
-
-
-def _one_folder_deeper(root):
-    shutil.rmtree(root)
-    make_images(root / "images", {"a": 2, "b": 2})
-
-
-@pytest.mark.parametrize(
-    ("break_it", "message"),
-    [
-        (shutil.rmtree, "no folder of that name exists"),
-        (_file, "is not a folder"),
-        (_empty, "is empty"),
-        (_no_images, "no image in a class folder"),
-        (_loose_images, "no image in a class folder"),
-        (lambda root: shutil.rmtree(root / "b"), "one class only, 'a'"),
-        (lambda root: (root / "hollow").mkdir(), "no image in class 'hollow'"),
-        (_single_images, "each class has one image or group"),
-        (_different_classes, r"only in the training part: 'cow'; only in the validation part: 'hen'"),
-        (_val_only, r"has no training image: add a folder train/"),
-        (_test_beside_classes, r"put the class folders 'a', 'b' into .*/train"),
-        (_parts_without_classes, r"no class folders in them: expected test1/CLASS/IMAGE"),
-        (_two_validation_parts, r"more than one val part, 'Validation', 'val': give --val-part NAME"),
-        (_one_folder_deeper, r"give --data .*/data/images, if its folders are the classes"),
-        (lambda root: (root / "a" / "broken.png").symlink_to("nowhere.png"), r"broken.png' is broken"),
-        (lambda root: (root / "a" / "loop").symlink_to(root), r"loop' leads to a folder that contains it"),
-    ],
-)
-def test_a_wrong_folder_is_one_clear_line(tmp_path, break_it, message):
-    root = make_images(tmp_path / "data", {"a": 2, "b": 2})
-    load(root)
-    break_it(root)
-    with pytest.raises(UserError, match=message) as caught:
-        load(root)
-    assert "\n" not in str(caught.value)
-
-
 def test_an_unreadable_image_is_named(tmp_path):
     make_images(tmp_path, {"a": 2, "b": 2})
     for path in tmp_path.glob("*/*.png"):
@@ -497,27 +394,6 @@ def test_an_unreadable_image_is_named(tmp_path):
     pair = load(tmp_path)
     with pytest.raises(UserError, match=r"/a/00.\.png': not an image"):
         pair.train[0, 0]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"data": "digit"}, "Did you mean 'digits'"),
-        ({"data": ""}, "not a data set"),
-        ({"data": "digits:8"}, "not a data set"),
-        ({"augmentation": "shfit"}, "Did you mean 'shift'"),
-        ({"bad_images": "ignore"}, "expected error, skip, skip:SHARE"),
-        ({"interpolation": "cubic"}, "Did you mean 'bicubic'"),
-        ({"val_fraction": 0.0}, "above 0 and below 1"),
-        ({"val_fraction": 1.0}, "above 0 and below 1"),
-        ({"val_fraction": float("nan")}, "above 0 and below 1"),
-        ({"image_size": -1}, "image size is -1"),
-        ({"image_size": 10**6}, "image size is 1000000"),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(values, message):
-    with pytest.raises(UserError, match=message):
-        load_data(DataOptions(**values))
 
 
 def test_the_table_of_images_takes_less_than_100_bytes_an_image():

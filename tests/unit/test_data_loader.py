@@ -232,15 +232,6 @@ def test_the_share_is_rounded_down_to_one_image_or_more(mode, total, most):
     assert bad_images.bad_image_budget(bad_image_share(mode), total) == most
 
 
-@pytest.mark.parametrize(
-    "mode", ["skip:", "skip:0", "skip:1", "skip:-0.1", "skip:1e-3", "skip:nan", "skip:0.1 ", "stop:0.1"]
-)
-def test_a_share_that_is_none_is_one_line(mode):
-    with pytest.raises(UserError, match="expected error, skip, skip:SHARE") as caught:
-        bad_image_share(mode)
-    assert repr(mode) in str(caught.value)
-
-
 def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
     monkeypatch.setattr(bad_images, "FILES_PER_MESSAGE", 2)
     world = World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu"))

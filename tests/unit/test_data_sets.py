@@ -243,12 +243,6 @@ def test_a_failing_download_is_one_line(tmp_path, monkeypatch, failure):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "near"), [("CIFAR", "CIFAR10"), ("mnist", "MNIST"), ("", "CIFAR10")])
-def test_an_unknown_torchvision_name_lists_the_known_ones(name, near):
-    with pytest.raises(UserError, match=near):
-        load_data(DataOptions(data=f"torchvision:{name}"))
-
-
 def test_labels_out_of_range_are_refused(tmp_path):
     images = np.zeros((4, 28, 28), dtype=np.uint8)
     write_mnist(tmp_path, images, np.uint8([0, 1, 2, 3]), "train")

@@ -2,8 +2,9 @@
 
 Each pair of lines is a command and all that it prints: one line, on standard error, with exit code 2. Before the script
 stand files that it finds in its folder and variables of its environment, NAME.EXT=TEXT and NAME=VALUE, as bash has
-them; in the folder lie `run`, a run of basic_cnn on the digits, and `empty`. After a change of the lines, write the
-file anew and read its diff; a new command is added as `$ COMMAND`:
+them: {a,b}/1.png=red is two files, red images, folder/= an empty folder, a/b=->TARGET a link. In the folder lie `run`,
+a run of basic_cnn on the digits, and `empty`. After a change of the lines, write the file anew and read its diff; a new
+command is added as `$ COMMAND`:
 
     .venv/bin/python -m tests.unit.test_error_lines
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ from unittest import mock
 
 import torch
 
+from tests.kit import png
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.launching import environment
 from zerovision.commands import COMMANDS, run_command
@@ -35,9 +39,9 @@ from zerovision.training.config.command_line import run_script
 from zerovision.training.data import DataOptions, load_data
 
 REFERENCE = Path(__file__).resolve().parents[1] / "references" / "errors.txt"
-ASSIGNMENT = re.compile(r"([\w.]+)=(.*)", re.DOTALL)
+ASSIGNMENT = re.compile(r"([\w./{},]+)=(.*)", re.DOTALL)
 NOTES = ("no GPU found", "No CUDA runtime is found")  # ours, and one of PyTorch's, on machines without a GPU
-NOT_ASKED = {"bisect_runs", "pack", "publish", "replay", "serve", "sweep"}  # whose own tests have their mistakes
+NOT_ASKED = {"bisect_runs", "pack", "replay", "serve"}  # whose own tests have their mistakes
 
 
 def make_folder(folder: Path) -> None:
@@ -58,14 +62,33 @@ def run_words(script: str, words: list[str]) -> int:
         return run_script("error", lambda given: [script, *given], main)
 
 
+def each_of(name: str) -> list[str]:
+    """Return the paths of a name with {alternatives}."""
+    parts = [part.split(",") for part in re.split(r"[{}]", name)]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def put(name: str, text: str) -> None:
+    """Write a file: a link, an image of a colour, or text; a name that ends in a slash is a folder."""
+    path = Path(name)
+    (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+    if text.startswith("->"):
+        path.symlink_to(text[2:])
+    elif text in ("red", "blue"):
+        path.write_bytes(png(text))
+    elif not name.endswith("/"):
+        path.write_text(text)
+
+
 def answer(command: str) -> str:
     """Run a command in the current folder; return its line, or what else came of it."""
-    words, variables, files = shlex.split(command), {}, []
+    words, variables, made = shlex.split(command), {}, set()
     while found := ASSIGNMENT.fullmatch(words[0]):
         name, text = found.groups()
-        if "." in name:
-            Path(name).write_text(text.replace("\\n", "\n"))
-            files.append(name)
+        if "." in name or "/" in name:
+            for path in each_of(name):
+                put(path, text.replace("\\n", "\n"))
+                made.add(path.split("/")[0])
         else:
             variables[name] = text
         words.pop(0)
@@ -77,8 +100,8 @@ def answer(command: str) -> str:
         contextlib.redirect_stderr(errors),
     ):
         code = run_words(words[0], words[1:])
-    for name in files:
-        Path(name).unlink()
+    for name in made:
+        shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
     printed = output.buffer.getvalue().decode()
     lines = [line for line in errors.getvalue().splitlines() if not any(note in line for note in NOTES)]
     if code != USER_ERROR_EXIT_CODE or len(lines) != 1 or printed:
@@ -115,6 +138,7 @@ def test_every_mistake_gets_the_line_of_the_reference() -> None:
     asked = {script_of(line) for line in found} - {None}
     assert asked == {*COMMANDS, *LAUNCHERS, "train_distributed"} - NOT_ASKED
     assert found == expected
+    assert not [line for line in found if line.startswith("exit code ")], "it is no mistake, or gets no line"
 
 
 def script_of(line: str) -> str | None:

@@ -42,20 +42,11 @@ def one_line(monkeypatch, capsys, folder, *words):
 
 def test_files_that_are_no_model(run_folder, monkeypatch, capsys, tmp_path):
     words = ("--format", "onnx")
-    assert "neither a file" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "missing", *words)
-    assert "is no run" in one_line(monkeypatch, capsys, tmp_path, tmp_path, *words)
     content = (run_folder / "model.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(content[: len(content) // 2])
     assert "cannot be read" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "cut.safetensors", *words)
     (tmp_path / "whole.safetensors").write_bytes(content)
     assert "give --data" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "whole.safetensors", *words)
-
-
-def test_outputs_that_cannot_be_written(run_folder, monkeypatch, capsys, tmp_path):
-    (tmp_path / "file").touch()
-    words = (run_folder, "--format", "safetensors", "--output")
-    assert "is a file" in one_line(monkeypatch, capsys, tmp_path, *words, tmp_path / "file")
-    assert "Not a directory" in one_line(monkeypatch, capsys, tmp_path, *words, tmp_path / "file" / "below")
 
 
 def test_a_folder_with_another_models_preprocessing(run_folder, monkeypatch, capsys, tmp_path):

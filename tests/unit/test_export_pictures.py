@@ -178,18 +178,6 @@ def test_a_file_answers_as_predict_by_the_lines_of_the_guide(format_name, photos
         assert prediction.label == ("none of these" if chosen < 0 else names["names"][chosen])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--format", "onnx", "--precision", "int8"), "not for onnx in int8"),
-        (("--format", "safetensors"), "not for safetensors in fp32"),
-    ],
-)
-def test_what_cannot_contain_the_preprocessing_is_one_line(words, message, photos, monkeypatch, capsys):
-    assert run_export(monkeypatch, photos[0], *words, "--with-preprocessing") == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_filter_without_antialiasing_is_one_line():
     with pytest.raises(UserError, match="resized by nearest"):
         from_pictures("squash", "nearest")

@@ -60,41 +60,6 @@ def test_nested_brackets_without_end_are_one_line(tmp_path: Path) -> None:
         read_strategy_json("ddp", str(path))
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("a slots=4abc", 1),
-        ("a slots=0", 1),
-        ("a slots=-1", 1),
-        ("a slots=08", 1),
-        ("a slots=99999", 1),
-        ("a slots = 4", 1),
-        ("a", 1),
-        ("a slots=4 b", 1),
-        ("ok slots=4\n-oProxyCommand=reboot slots=4", 2),
-        ("ok slots=4\n$(reboot) slots=4", 2),
-        ("ok slots=4\nhost- slots=4", 2),
-        ("ok slots=4\nuser@host slots=4", 2),
-        ("ok slots=4\n\nok slots=4", 3),
-        ("höst slots=4", 1),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, text: str, line: int) -> None:
-    path = write(tmp_path, text)
-    with pytest.raises(UserError) as raised:
-        read_hostfile(path)
-    assert f"{str(path)!r}, line {line}:" in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "slots", "said"), [(3, 4, "3 nodes asked for, 2 listed"), (2, 8, "line 2: 8 GPUs per node asked for")]
-)
-def test_too_few_hosts_or_slots_name_both_numbers(tmp_path: Path, nodes: int, slots: int, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        read_hostfile(write(tmp_path, "a slots=8\nb slots=4\n"), nodes, slots)
-
-
 @pytest.mark.parametrize("make_path", ["missing", "folder", "binary", "empty"])
 def test_a_file_that_is_no_hostfile(tmp_path: Path, make_path: str) -> None:
     path = tmp_path / make_path

@@ -120,25 +120,11 @@ def test_a_run_goes_on_without_the_cache(repository, tmp_path):
         parse_args(["--model-type", "timm:hf-hub:team/other", *line[2:]])
 
 
-@pytest.mark.parametrize("name", ["hf-hub:team/net", "timm:hf_hub:team/net", "HF-Hub:team/net", "hf_hub:team/net"])
-def test_a_misspelt_prefix_gets_the_right_one(name):
-    with pytest.raises(
-        UserError, match=f"^model '{name}': a network of the Hugging Face hub is timm:hf-hub:team/net\\.$"
-    ):
-        parse_args(["--model-type", name])
-
-
 def test_features_without_a_classifier_get_one(repository):
     save_file(timm.create_model("resnet10t", num_classes=0).state_dict(), repository / "model.safetensors")
     config, _ = parse_args(["--model-type", "timm:hf-hub:team/net"])
     built = build_model(config.model_type, num_classes=5, weights=config.weights, image_size=224)
     assert "head added: the file has none, it starts from random weights" in built.notes
-
-
-@pytest.mark.parametrize("name", ["", "net", "a/b/c", "team/net?"])
-def test_a_name_of_another_form_is_one_line(name):
-    with pytest.raises(UserError, match="expected timm:hf-hub:ORG/NAME"):
-        parse_args(["--model-type", f"timm:hf-hub:{name}"])
 
 
 SIZE = (3, 3)

@@ -121,20 +121,9 @@ def test_colours_of_arrays_become_the_grey_of_pillow():
 def test_channels_that_a_set_does_not_have_are_one_line(tmp_path):
     source = ArraySource(torch.zeros(2, 4, 8, 8, dtype=torch.uint8), torch.zeros(2))
     assert source.in_channels(0) is source.in_channels(4) is source
-    cases = [
-        (DataOptions(save_arrays(tmp_path / "a.npz", 4), image_channels=3), "have 4 channel.* as 4 alone, not as 3"),
-        (DataOptions("digits", image_channels=4), "have 1 channel.* as 1 or 3, not as 4"),
-        (DataOptions("fake", image_channels=2), "have 3 channel.* as 1 or 3, not as 2"),
-        (DataOptions("digits", image_channels=1, augmentation="randaugment"), "^--augmentation randaugment .* RGB"),
-        (DataOptions("digits", image_channels=1, color_jitter=0.3), "^--color-jitter changes .* have 1 channel"),
-    ]
-    for folder in class_folders(tmp_path / "photos"):
-        Image.fromarray(noise(20, 20)).save(folder / "a.png")
-    cases.append((DataOptions(str(tmp_path / "photos"), image_channels=5), r"1 \(grey\), 3 .* 4 .*not as 5.*npz:FILE"))
-    for options, message in cases:
-        with pytest.raises(UserError, match=message) as caught:
-            load_data(options)
-        assert "\n" not in str(caught.value)
+    options = DataOptions(save_arrays(tmp_path / "a.npz", 4), image_channels=3)
+    with pytest.raises(UserError, match=r"have 4 channel.* as 4 alone, not as 3"):
+        load_data(options)
 
 
 # --- normalization and augmentation ------------------------------------------------------------------------------

@@ -76,21 +76,6 @@ def test_validation_images_are_those_of_a_set_of_their_size(data):
     assert torch.equal(pair.val[0, 7][0], plain.val[0, 7][0])
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"progressive_size": "48:0:2"}, ["images grow, to 32 pixels"]),
-        ({"progressive_size": "", "eval_image_size": 24}, ["trained on at 32 pixels: give 32 or more"]),
-        ({"shift_pixels": 20}, ["images of 16 pixels can be shifted by at most 15"]),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(changes, words):
-    with pytest.raises(UserError) as error:
-        load_data(dataclasses.replace(PROGRESSIVE, **changes))
-    for word in words:
-        assert word in str(error.value)
-
-
 def build(model: str):
     world = World(0, 0, 1, 1, torch.device("cpu"))
     return build_training_model(parse_args(["--model-type", model])[0], load_data(PROGRESSIVE), world)

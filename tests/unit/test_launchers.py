@@ -242,15 +242,6 @@ def test_a_run_that_goes_on_is_left_to_its_ranks(refusal: Callable[..., str], tm
     assert "already contains a run" in refusal("launch_distributed.sh", "16", *flags)
 
 
-@pytest.mark.parametrize("folder", ["~no-such-user/logs", "a" * 300])
-def test_a_folder_that_cannot_be_is_one_line(refusal: Callable[..., str], folder: str) -> None:
-    for name in ([], ["--run-name=new", "--resume=auto"]):
-        said = refusal("launch_distributed.sh", "16", "--log-dir", folder, *name)
-        assert said.startswith("--log-dir ")
-        assert said.endswith(". Give another folder.")
-        assert said.isprintable()
-
-
 @pytest.mark.parametrize("script", WORDS)
 @pytest.mark.parametrize("words", [["--help"], ["mobilenet", "-h"]])
 def test_help_explains(script: str, words: list[str]) -> None:
@@ -365,30 +356,6 @@ def test_an_occupied_port_is_refused_at_once(form: str) -> None:
         words = [*WORDS["launch_distributed.sh"], *extra]
         result = launch("launch_distributed.sh", words, DRY_RUN="0", **changes)
     assert_refused(result, port)
-
-
-@pytest.mark.parametrize(
-    ("changes", "extra", "named"),
-    [
-        ({"MASTER_PORT": "65536"}, [], "65535"),
-        ({"STOP_TIMEOUT": "soon"}, [], "STOP_TIMEOUT"),
-        ({"STOP_TIMEOUT": "0"}, [], "STOP_TIMEOUT"),
-        ({"MAX_RESTARTS": "1001"}, [], "whole number from 0 to 1000"),
-        ({"OMP_NUM_THREADS": "two"}, [], "whole number from 1 to 9999"),
-        ({}, ["--max-restarts"], "whole number from 0 to 1000"),
-        ({}, ["--max-restarts="], "whole number from 0 to 1000"),
-        ({}, ["--max-restarts", "-1"], "--max-restarts '-1'"),
-        ({"MAX_RESTARTS": "1"}, ["--max_restarts=1.5"], "--max-restarts '1.5'"),
-        ({}, ["--master_port"], "port"),
-    ],
-)
-def test_bad_settings_are_refused(
-    changes: dict[str, str], extra: list[str], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"DRY_RUN": "1", **changes}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=re.escape(named)):
-        main(["launch_distributed.sh", *WORDS["launch_distributed.sh"], *extra])
 
 
 def test_without_an_environment_the_line_says_make_setup(tmp_path: Path) -> None:

@@ -373,16 +373,6 @@ def test_a_size_that_timm_does_not_compute_is_a_note(tmp_path):
     assert output.startswith("note: without config.json: timm cuts off the same share of height and width; ")
 
 
-@pytest.mark.parametrize("name", ["photos", "a/b/c", "my team/photos", "https://huggingface.co/a/b", "a/b..c", "/", ""])
-def test_a_wrong_name_is_one_line(name, tmp_path):
-    code, output, errors, hub = published(make_run(tmp_path / "run", "basic_cnn", 16), name)
-    assert (code, output, hub.mock_calls) == (2, "", [])
-    assert errors == (
-        f"publish: {name!r} is no name on the hub: give ORG/NAME, of letters, digits, '-', '_' and '.', such as "
-        "my-team/photos.\n"
-    )
-
-
 def test_what_the_hub_refuses_is_one_line_without_the_token(tmp_path):
     run = make_run(tmp_path / "run", "basic_cnn", 16)
     refusal = HfHubHTTPError(f"403 Forbidden\nfor token {TOKEN}", response=mock.Mock())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,7 +24,6 @@ from zerovision.delivery.settings import ExportSettings
 from zerovision.extras.audit.audit import audit
 from zerovision.extras.settings import AuditSettings
 from zerovision.launch.node_launcher import local_ranks_command
-from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, read_metadata
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
@@ -82,48 +80,6 @@ def test_columns_and_lists_give_the_same_targets(tables):
         assert min(data.val_counts) > 0
         assert data.class_names == (COLOURS if "," in column else sorted(COLOURS))
     assert held_out[0] == held_out[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "column", "message"),
-    [
-        ("path,a,b\n00.png,2,1\n", "a,b", "line 2: 'a' is '2'; expected 1 or 0"),
-        ("path,a\n00.png,1\n", "a,b", "there is no column b"),
-        ("path,a\n00.png,cat\n01.png,\n02.png,\n03.png,cat\n", "a", "one class only"),
-        ("path,a,b\n00.png,0,0\n,0,0\n", "a,b", "line 3: the cell of path is empty"),
-    ],
-)
-def test_a_wrong_table_is_refused(tables, text, column, message):
-    table = tables["colours"].with_name("wrong.csv")
-    table.write_text(text)
-    with pytest.raises(UserError, match=message):
-        load_data(options(table, column))
-
-
-@pytest.mark.parametrize("data", ["digits", "a folder"])
-def test_data_that_are_no_table_are_refused(tables, tmp_path, data):
-    for name in ("a", "b") if data == "a folder" else ():
-        for number in range(2):
-            (tmp_path / name).mkdir(exist_ok=True)
-            shutil.copy(tables["colours"].with_name(f"{number:02}.png"), tmp_path / name)
-    given = str(tmp_path) if data == "a folder" else data
-    message = f"--task multilabel reads tables of paths, not --data {given}: give LIST.csv, .tsv or .parquet, and "
-    with pytest.raises(UserError, match=re.escape(message)):
-        load_data(DataOptions(data=given, task="multilabel"))
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({"loss": "supcon"}, "does not go with --loss 'supcon': give --loss bce"),
-        ({"class_weights": "balanced"}, "give --class-weights none"),
-        ({"best_by": "top5"}, "give --best-by map"),
-        ({"model_type": "ensemble"}, "give another"),
-    ],
-)
-def test_what_is_of_one_label_is_refused(given, line):
-    with pytest.raises(UserError, match=line):
-        check_config(TrainConfig(task="multilabel", **given), FLAG_OF)
 
 
 def test_the_usual_loss_and_score_are_replaced():

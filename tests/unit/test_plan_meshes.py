@@ -145,20 +145,3 @@ def test_the_first_that_fits_is_taken(monkeypatch, fits, strategy, mesh):
     assert chosen.config.strategy == strategy
     assert chosen.images_per_update == 64
     assert bool(rungs) == (strategy != "ddp" or mesh != (1, 1))
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["--tensor-parallel=3"], r"cannot be divided into groups of 3, start 6 or 9 ranks"),
-        (["--tensor-parallel=8", "--gpus-per-node=4"], "must be on one machine, where 4 "),
-        (["--strategy=fsdp_stage3", "--pipeline-parallel=2"], "does not go with --strategy 'fsdp_stage3'"),
-        (
-            ["--pipeline-parallel=32", "--gradient-accumulation-steps=32", "--num-gpus=32"],
-            "32 stages are too many for this model",
-        ),
-    ],
-)
-def test_what_the_trainer_refuses_is_refused(words, answer):
-    with pytest.raises(UserError, match=answer):
-        recommend(parse(["--model-type=timm:test_vit", "--gpu=a100-40gb", "--num-gpus=8", *words]).job)

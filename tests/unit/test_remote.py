@@ -17,7 +17,6 @@ from made_data import KINDS, SPLIT, make_photos
 from PIL import Image, ImageColor
 from range_server import RangeServer
 
-from zerovision.commands.train_distributed import train as run_command
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.training.base.errors import FileServerError, UserError
 from zerovision.training.config import TrainConfig
@@ -258,35 +257,6 @@ def test_all_processes_together_keep_to_the_bound(server, tmp_path):
     for number in range(120):
         everyone[number % 20].fetch(number)
         assert sum(path.stat().st_size for path in whole.paths if path.exists()) <= 1000 * 1.02 + 20
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ("https://me:hunter2@host/x", "--data https://***host/x: a user, password or query would stand in logs"),
-        ("s3://bucket/x?X-Amz-Signature=hunter2", "--data s3://bucket/x***: a user, password or query"),
-        ("https://host/x.tar#hunter2", "--data https://host/x.tar***: a user, password or query"),
-        (
-            "ftp://me:hunter2@host/x",
-            "--data ftp://***host/x: expected a path, or a URL that begins with http://",
-        ),
-        ("gs://", "--data gs://: expected a path, or a URL"),
-    ],
-)
-def test_a_url_with_a_secret_is_refused_and_shown_nowhere(tmp_path, capsys, data, words):
-    config = {"data": data, "log_dir": str(tmp_path), "run_name": "r"}
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in config.items()]
-    for refuse in (lambda: run_command(arguments), lambda: load_data(DataOptions(data=data))):
-        with pytest.raises(UserError) as problem:
-            refuse()
-        assert words in str(problem.value)
-        assert "hunter2" not in "".join(capsys.readouterr()) + str(problem.value)
-    assert not any(tmp_path.iterdir())
-
-
-def test_logs_behind_a_url_are_refused_in_one_line():
-    with pytest.raises(UserError, match=r"^--log-dir is a URL: give a folder, and copy the run afterwards\.$"):
-        run_command(["--log-dir", "s3://me:hunter2@bucket/logs"])
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):

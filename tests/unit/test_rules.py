@@ -14,7 +14,6 @@ from torch import nn
 
 from tests.kit import assert_same_but_rounding
 from zerovision.models.build import build_model
-from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.engines.build_engine import build_engine, set_up_engine
@@ -249,41 +248,6 @@ def test_what_is_sound_is_allowed():
     muon = dataclasses.replace(CONFIG, optimizer="muon", fallback_optimizer="sgd")
     check_config(dataclasses.replace(muon, fallback_options="momentum=0"), FLAG_OF)
     check_config(dataclasses.replace(muon, optimizer_options="momentum=0.9", momentum=0.0), FLAG_OF)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "told"),
-    [
-        (
-            "momentum",
-            {"momentum": 0.0, "optimizer_options": "nesterov=true"},
-            "--optimizer momentum with a momentum of 0.0: Nesterov momentum requires a momentum and zero "
-            "dampening. Use --optimizer sgd, or a momentum above 0.",
-        ),
-        (
-            "sgd",
-            {"optimizer_options": "eps=1e-3"},
-            "--optimizer-options eps: sgd has no such option. Allowed: momentum",
-        ),
-        (
-            "muon",
-            {"fallback_optimizer": "momentum", "fallback_options": "momentum=0,nesterov=true"},
-            "--fallback-optimizer momentum with a momentum of 0.0: Nesterov momentum requires a momentum and zero "
-            "dampening. Use --fallback-optimizer sgd, or a momentum above 0.",
-        ),
-        ("muon", {"optimizer_options": "betas=0.9/0.99"}, "--optimizer-options betas: muon has no such option."),
-        ("adan", {"optimizer_options": "betas=0.9/0.99"}, "--optimizer-options betas: adan has 3 of them."),
-        (
-            "muon",
-            {"fallback_options": "alpha=0.9"},
-            "--fallback-options alpha: adamw has no such option. Allowed: amsgrad",
-        ),
-    ],
-)
-def test_what_timm_refuses_is_one_line(name, changes, told):
-    with pytest.raises(UserError) as caught:
-        make(name, **changes)
-    assert told in str(caught.value)
 
 
 def test_options_reach_the_rule_that_they_are_for():

@@ -52,20 +52,6 @@ def test_a_job_is_read_from_slurms_variables(variables: dict[str, str], expected
     assert Job.of(variables) == expected
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"SLURM_JOB_ID": "7x"},
-        {"SLURM_JOB_ID": "a[$(id)]"},
-        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "--usage"},
-        {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "two"},
-    ],
-)
-def test_variables_that_slurm_would_not_set_are_refused(variables: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="SLURM_JOB"):
-        Job.of(variables)
-
-
 def test_jobs_meet_on_ports_of_their_own() -> None:
     ports = {replace(JOB, slurm_id=str(number)).preferred_port for number in range(500, 10500)}
     assert len(ports) == 10000
