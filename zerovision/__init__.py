@@ -7,17 +7,33 @@ from typing import Any
 
 __version__ = "0.1.0"
 _PLACES = {  # of what `import zerovision` offers, imported when it is used
-    "TrainConfig": "zerovision.training.config:TrainConfig",
-    "UserError": "zerovision.training.base.errors:UserError",
-    "evaluate": "zerovision.delivery.evaluate:evaluate",
-    "load_model": "zerovision.training.checkpoint.weights:load_model",
-    "predict": "zerovision.delivery.predict:predict",
-    "preprocess": "zerovision.training.checkpoint.weights:preprocess",
+    "AUGMENTATIONS": "training.data.augmentations",
+    "Augmentation": "training.data.augmentations",
+    "DATASETS": "training.data.settings",
+    "DatasetEntry": "training.data.settings",
+    "ELEMENT_WISE": "training.recipe.rules",
+    "EpochPoint": "training.base.points",
+    "ExportFormat": "delivery.export",
+    "FORMATS": "delivery.export",
+    "LOGGERS": "training.observe.loggers",
+    "MODELS": "models",
+    "ModelSpec": "models",
+    "RunFolder": "training.base.run_folder",
+    "RunLogger": "training.base.run_logger",
+    "SCHEDULES": "training.recipe.schedule",
+    "TrainConfig": "training.config",
+    "UserError": "training.base.errors",
+    "WHOLE_PARAMETER": "training.recipe.rules",
+    "evaluate": "delivery.evaluate",
+    "load_model": "training.checkpoint.weights",
+    "load_plugins": "training.base.plugins",
+    "predict": "delivery.predict",
+    "preprocess": "training.checkpoint.weights",
 }
-__all__ = ["TrainConfig", "UserError", "evaluate", "load_model", "predict", "preprocess"]
+__all__ = [*_PLACES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'zerovision' has no attribute {name!r}")
-    return pkgutil.resolve_name(_PLACES[name])
+    return pkgutil.resolve_name(f"zerovision.{_PLACES[name]}:{name}")

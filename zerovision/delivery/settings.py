@@ -154,7 +154,7 @@ class ExportSettings(ImageSettings, ModelSettings):
 
     NAME: ClassVar = "export"
 
-    format: str = choice(None, [*FORMATS], "; ".join(f"{name}: {one.summary}" for name, one in FORMATS.items()) + ".")
+    format: str = choice(None, FORMATS, "; ".join(f"{name}: {one.summary}" for name, one in FORMATS.items()) + ".")
     precision: str = choice(
         "fp32", [*PRECISIONS], "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items()) + " (onnx only)."
     )

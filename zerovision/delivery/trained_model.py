@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from typing import Any
 
 from zerovision.training.base.errors import UserError, nearest
 from zerovision.training.base.places import log_folder
+from zerovision.training.base.plugins import loaded, names_of, require_plugins
 from zerovision.training.base.run_folder import CONFIG, WEIGHTS
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.file import read_values
@@ -89,10 +91,12 @@ def read_run_config(run: Path) -> TrainConfig:
     Values that it would not train with together any more are the run's all the same.
 
     Raises:
-        UserError: if config.json is missing or damaged.
+        UserError: if config.json is missing or damaged, or names plug-ins that are not loaded.
     """
     path = run / CONFIG
-    return TrainConfig(**read_values(read_json(path), f"'{path}'"))
+    config = TrainConfig(**read_values(read_json(path), f"'{path}'"))
+    require_plugins(f"run '{run.name}'", names_of(config.plugin))
+    return dataclasses.replace(config, plugin=loaded())
 
 
 def read_json(path: Path) -> dict[str, Any]:

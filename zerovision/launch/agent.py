@@ -175,7 +175,7 @@ class Agent:
             "port": port,
             "gpus": self._gpus,
             "cores": usable_cores(),
-            "software": software() if order["compares"] else {},
+            "software": software(order["plugins"]) if order["compares"] else {},
         }
 
     def _find_out(self, order: Message) -> Message:

@@ -58,7 +58,7 @@ class Plan:
     @cached_property
     def software(self) -> dict[str, str]:
         """Of the machine that launches, see `zerovision.training.observe.environment.software`; {} if it is alone."""
-        return {} if self.is_local else software()
+        return {} if self.is_local else software(self.config.plugin)
 
     @property
     def is_local(self) -> bool:
@@ -75,6 +75,7 @@ class Plan:
             "environment": self.environment(),
             "ranks": len(self.hosts) * self.given.ranks_per_node,
             "compares": bool(self.software),
+            "plugins": self.config.plugin,
         }
 
     @property

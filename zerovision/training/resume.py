@@ -11,6 +11,7 @@ import torch
 from zerovision.models.preparation import Preparation
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import AgreedError, UserError, one_line, shown
+from zerovision.training.base.plugins import names_of
 from zerovision.training.base.run_folder import IMAGES, WEIGHTS, RunFolder
 from zerovision.training.base.units import plural
 from zerovision.training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
@@ -62,6 +63,7 @@ def identity_of(run: Run) -> dict[str, Any]:
             "class list": run.data.class_names,
             DATA_SET: run.data.fingerprint,
             "global batch": run.plan.global_batch,
+            "plug-in": names_of(run.config.plugin) or None,
         }
     )
 

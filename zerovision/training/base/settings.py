@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from zerovision.models import MODELS, MOST_MEMBERS, USUAL_RATE
 from zerovision.training.base.places import PRESET_FOLDER
+from zerovision.training.base.plugins import USAGE as PLUGIN_USAGE
 
 PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # that any command takes
@@ -37,6 +38,7 @@ class RunSettings:
 
     preset: str = option("", f"Start from these values, which files and flags override: {', '.join(PRESETS)}.")
 
+    plugin: str = option("", PLUGIN_USAGE)
     model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
     epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
     batch_size: int | Literal["auto"] = option(

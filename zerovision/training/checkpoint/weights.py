@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from zerovision.models.weights_metadata import (
 )
 from zerovision.training.base.atomic_write import replacing, replacing_by_library, sync_to_disk
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.plugins import IN_FILES, require_plugins
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.data.values import BYTES
 from zerovision.training.world.preserved_process import preserved_generators
@@ -116,9 +118,12 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
 
     Raises:
         UserError: for a file that is missing, broken or contradicts itself, has no classifier, or contains NaN or
-            infinity.
+            infinity, or was made with plug-ins that are not loaded.
     """
     metadata = read_metadata(path)
+    if isinstance(needed := metadata["extra"].get(IN_FILES), list):
+        for changed in require_plugins(f"weights file '{path}'", needed):
+            print(f"note: '{path}' was made with another state of {changed}", file=sys.stderr, flush=True)
     if metadata["description"].embedding:
         raise UserError(
             f"weights file '{path}' is of --loss supcon and tells no classes apart yet: train a head for it with "

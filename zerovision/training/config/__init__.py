@@ -32,6 +32,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("teacher", "teacher_classes"),  # which the teacher's hash identifies
         *("data", "data_root", "path_column", "label_column", "label_separator", "download"),
         *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images", "max_megapixels"),
+        "plugin",  # which the identity of the files decides
         *("preset", "run_name", "log_dir", "log_every_steps", "log_hashes", "audit", "progress"),
         *("loggers", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "on_oom", "hang_timeout"),

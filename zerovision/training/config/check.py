@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from zerovision.models import check_model_name, model_spec
 from zerovision.training.base.errors import UserError, shown, unknown_name
+from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.global_batch import in_chunks
@@ -20,8 +21,8 @@ from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.engines.settings import TORCH, WAYS
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE, Values, Way
+from zerovision.training.observe.loggers import LOGGERS
 from zerovision.training.observe.new_run import run_folder
-from zerovision.training.observe.settings import TRACKERS
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.rules import (
     ELEMENT_WISE,
@@ -40,7 +41,6 @@ from zerovision.training.tasks import read_distill
 from zerovision.training.tasks.class_weights import given_weights
 
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
-DESTINATIONS = ("tensorboard", *TRACKERS)
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -50,7 +50,7 @@ def check_launched_strategy(name: str) -> None:
         raise unknown_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
 
 
-def _only(value: object, *names: str) -> Values:
+def _only(value: object, *names: str) -> dict[str, tuple[object, ...]]:
     return dict.fromkeys(names, (value,))
 
 
@@ -103,11 +103,12 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         label_of: the name of each field in a message: its flag, or file and key.
 
     Returns:
-        The configuration, with the chunks of a gradient cache as its micro-batches.
+        The configuration, with the chunks of a gradient cache as its micro-batches, and its plug-ins loaded.
 
     Raises:
         UserError: for the first value that is wrong.
     """
+    config = dataclasses.replace(config, plugin=load_plugins(config.plugin))  # names below may be theirs
     if config.task == MULTILABEL:  # what one label has by default, and several do not
         chosen = {"loss": "bce", "best_by": "map"}
         usual = {name: value for name, value in chosen.items() if getattr(config, name) == FIELDS[name].default}
@@ -187,8 +188,8 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
             "a letter or digit."
         )
     for name in config.destinations:
-        if name not in DESTINATIONS:
-            raise unknown_name("logger", name, DESTINATIONS)
+        if name not in LOGGERS:
+            raise unknown_name("logger", name, LOGGERS)
     plan = STRATEGIES[config.strategy]
     if config.offload not in plan.offloadable:
         yield f"{of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(plan.offloadable)}."

@@ -34,6 +34,7 @@ from zerovision.training.base.errors import (
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import ReaderGone, report_failed_output
 from zerovision.training.base.places import as_typed, cure_of_missing
+from zerovision.training.base.plugins import load_plugins
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.saved import saved_and_given
@@ -53,6 +54,14 @@ USUAL = {  # the flags that `--help` shows
     *("global_batch", "strategy", "precision", "compile", "seed", "run_name", "log_dir", "resume", "loggers"),
 }
 DATA_EXTENSIONS = (".csv", ".tsv", ".parquet", ".tar")
+
+
+class JoinedAction(argparse.Action):
+    """Joins the values of a flag that is given several times, with commas."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest, "")
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -110,8 +119,9 @@ class OneLineParser(argparse.ArgumentParser):
         kind = kind or ("a whole number" if number is int else "a number")
         self.add_value(flag, read, f"{kind} from {low:.9g} to {high:.9g}", **options)
 
-    def add_choice(self, flag: str, names: Sequence[str], **options: Any) -> None:
+    def add_choice(self, flag: str, names: Iterable[str], **options: Any) -> None:
         """Add a flag that takes one of `names`."""
+        names = [*names]
         metavar = f"{{{','.join(names)}}}"
         self.add_value(
             flag, lambda word: names[names.index(word)], " | ".join(names), names, metavar=metavar, **options
@@ -266,6 +276,8 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
             label_of = FLAG_OF | {name: labels[name] for name in values.keys() - flags}
         preset = read_preset(flags.get("preset") or values.get("preset", ""))
     values |= flags
+    if values.get("plugin"):
+        values["plugin"] = load_plugins(values["plugin"])
     settings = saved_and_given(values, preset)
     try:
         config = check_config(_named(settings), label_of)
@@ -341,6 +353,8 @@ def training_parser(*, hides_rare: bool = False) -> OneLineParser:
         elif number_type(field):
             more = ["HxW"] if kind == ImageSize else names
             options, help_text = {"metavar": "|".join(["N", *more])}, f"{help_text} Range: {allowed_values(field)}."
+        if name == "plugin":
+            options = {"metavar": "FILE", "action": JoinedAction}
         default = str(field.default).lower() if kind is bool else field.default
         help_text += f" (default: {default})" if default != "" else ""
         parser.add_value(

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
-from zerovision.training.config.command_line import OneLineParser
+from zerovision.training.base.plugins import USAGE, load_plugins
+from zerovision.training.config.command_line import JoinedAction, OneLineParser
 
 END_OF_FLAGS = "--"  # what follows is for another command
 
@@ -30,8 +31,8 @@ def number(default: float | None, low: float, high: float, help: str, kind: str 
     return _declared("add_number", low, high, kind=kind, help=help, **_given(default))
 
 
-def choice(default: str | None, names: Sequence[str], help: str) -> Any:
-    """Declare a flag of one of the names; None for one that must be given."""
+def choice(default: str | None, names: Iterable[str], help: str) -> Any:
+    """Declare a flag of one of the names, which are read when it is checked; None for one that must be given."""
     return _declared("add_choice", names, help=help, **_given(default))
 
 
@@ -64,7 +65,10 @@ class CommandSettings:
 
     NAME: ClassVar = ""
 
+    plugin: str = text(USAGE, action=JoinedAction, metavar="FILE")
+
     def __post_init__(self) -> None:
+        load_plugins(self.plugin)
         parser, fields = self.parser(), dataclasses.fields(self)
         given = {one.name: getattr(self, one.name) for one in fields if flag_of(one.name) in parser.convert}
         parser.check(**{name: value for name, value in given.items() if value != parser.get_default(name)})
@@ -91,9 +95,13 @@ class CommandSettings:
         """
         behind = [field.name for field in dataclasses.fields(cls) if not field.metadata]
         end = words.index(END_OF_FLAGS) if behind and END_OF_FLAGS in words else len(words)
+        of_plugins = OneLineParser(cls.NAME, None)
+        of_plugins.add_value("--plugin", str, "a file", action=JoinedAction, default="")
+        others = [word for word in words[:end] if word not in ("-h", "--help")]
+        load_plugins(of_plugins.parse_known(others)[0].plugin)  # first: the names that flags take may be theirs
         given = cls.parser().parse(words[:end])
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(cls) if field.metadata}
-        return cls(**values, **dict.fromkeys(behind, tuple(words[end + 1 :])))
+        return cls(**values | dict.fromkeys(behind, tuple(words[end + 1 :])))
 
     def look(self) -> None:
         """Raise a UserError if what the words name is not there: before the slow imports."""

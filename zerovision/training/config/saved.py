@@ -10,6 +10,7 @@ from typing import Any
 
 from zerovision.models import HUB_PREFIX, hub_name_of
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.plugins import names_of, require_plugins
 from zerovision.training.base.run_folder import CONFIG
 from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.config.values import is_allowed
@@ -20,6 +21,7 @@ from zerovision.training.observe.new_run import run_folder
 OF_ONE_START = frozenset(
     {"resume", "run_name", "log_dir", "preset", "progress", "profile", "audit", "log_hashes", "deterministic"}
 )
+PLUGIN = "plugin"  # which is code: it is asked for, never taken from a folder
 OF_THE_BEGINNING = ("weights", "pretrained")  # which a resume does not load
 
 
@@ -28,8 +30,13 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
 
     A run has saved what it has made of "auto", which therefore means that; but `--batch-size auto` is as much of it as
     the ranks of this start can share.
+
+    Raises:
+        UserError: if the run was made with plug-ins that are not loaded.
     """
     saved = _saved(given)
+    if needed := names_of(saved.pop(PLUGIN, "")):
+        require_plugins("this run", needed)
     if not saved:
         return {**preset, **given}
     model = str(given.get("model_type", ""))

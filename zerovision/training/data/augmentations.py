@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING
 from zerovision.training.base.errors import UserError, shown, unknown_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import torch
+
     from zerovision.training.data import DataOptions
     from zerovision.training.data.settings import DataFields
 
@@ -42,6 +47,8 @@ class Augmentation:
         mirror: Left to right: "off", "random" (half of the time) or "alternate" (every other epoch).
         erasing: Probability that a rectangle is erased.
         erasing_mode: What fills it, see `erasing.RandomErasing`.
+        function: A user's own, after `policy`: from uint8 [C, H, W] and a generator that (seed, epoch, index) seed, as
+            they do the global ones of Python, NumPy and torch, to an image of the same shape.
     """
 
     crop: bool = False
@@ -56,22 +63,32 @@ class Augmentation:
     mirror: str = "off"
     erasing: float = 0.0
     erasing_mode: str = "pixel"
+    function: Callable[[torch.Tensor, np.random.Generator], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if "<" in getattr(self.function, "__qualname__", ""):  # of a lambda, or defined inside of a function
+            raise UserError("an augmentation's function is a `def` at the top of a file: workers find it by its name.")
 
     @property
     def uses_pillow(self) -> bool:
-        """Whether Pillow changes single images on the CPU, with random numbers of the global generators."""
+        """Whether Pillow changes single images on the CPU."""
         return bool(self.policy or self.color_jitter)
+
+    @property
+    def draws_globally(self) -> bool:
+        """Whether single images are changed with random numbers of the global generators."""
+        return self.uses_pillow or self.function is not None
 
     @property
     def is_none(self) -> bool:
         """Whether each image is the same in every epoch."""
-        changes = self.crop or self.shift or self.policy or self.color_jitter or self.erasing
+        changes = self.crop or self.shift or self.draws_globally or self.erasing
         return self.mirror == "off" and not changes
 
     @property
     def in_batches(self) -> bool:
         """Whether all of it can be done on whole batches of images of one size."""
-        return not (self.crop or self.uses_pillow)
+        return not (self.crop or self.draws_globally)
 
 
 AUGMENTATIONS: dict[str, Augmentation] = {
@@ -86,7 +103,6 @@ AUGMENTATIONS: dict[str, Augmentation] = {
     "autoaugment_svhn": Augmentation(policy="autoaugment_svhn", shift=True),
     "3augment": Augmentation(crop=True, policy="3augment", mirror="random"),
 }
-AUGMENTATION_NAMES = ("auto", *AUGMENTATIONS)  # auto: the data set's own
 
 
 def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentation:
@@ -99,8 +115,8 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
     Raises:
         UserError: A name or a range is invalid, or the named augmentation has nothing that a field could change.
     """
-    if given.augmentation not in AUGMENTATION_NAMES:
-        raise unknown_name("augmentation", given.augmentation, AUGMENTATION_NAMES)
+    if given.augmentation not in ("auto", *AUGMENTATIONS):  # auto: the data set's own
+        raise unknown_name("augmentation", given.augmentation, ("auto", *AUGMENTATIONS))
     name = default if given.augmentation == "auto" else given.augmentation
     line = AUGMENTATIONS[name]
     if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):

@@ -139,15 +139,26 @@ class ImageDataset(Dataset):
             image = resize(self.source.read(index, self._crop(draws)), self.preprocessing)
         else:
             image = self._geometry(self.source.read(index))
-        if self._policy is None:
+        if not self.augmentation.draws_globally:
             return image
-        seed_generators(self.seed, epoch, index + offset)
-        return self._policy(image)
+        seed = seed_generators(self.seed, epoch, index + offset)
+        image = image if self._policy is None else self._policy(image)
+        own = self.augmentation.function
+        return image if own is None else _checked(own(image, np.random.default_rng(seed)), image, own)
 
     def _crop(self, draws: list[float]) -> BoxChooser:
         height, width = self.batch_transforms.sides
         low, high = (bound * (width / height) for bound in self.augmentation.crop_ratio)  # 1: this shape
         return partial(random_box, draws=draws, scale=self.augmentation.crop_scale, ratio=(low, high))
+
+
+def _checked(result: object, image: torch.Tensor, function: object) -> torch.Tensor:
+    """Return what a user's function has made of an image; raise a UserError if that is no image of its shape."""
+    if isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (image.shape, image.dtype):
+        return result
+    made = f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+    name = getattr(function, "__name__", type(function).__name__)
+    raise UserError(f"the augmentation {name} made {made} of {image.dtype} {list(image.shape)}: return the same.")
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,12 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def seed_generators(seed: int, epoch: int, index: int) -> None:
-    """Seed the three global CPU generators for one sample of one epoch."""
+def seed_generators(seed: int, epoch: int, index: int) -> int:
+    """Seed the three global CPU generators for one sample of one epoch; return the seed, of 64 bits."""
     digest = hashlib.blake2b(f"{seed},{epoch},{index}".encode(), digest_size=8).digest()
     value = int.from_bytes(digest, "little")
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     # torch.manual_seed would also queue a call on every GPU
     torch.random.default_generator.manual_seed(value)
+    return value

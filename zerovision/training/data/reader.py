@@ -62,7 +62,7 @@ class Batch:
 def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | FileServerError:
     """Read the batch of a key; return an error of one line, to which DataLoader would add its traceback."""
     try:
-        with preserved_generators() if dataset.augmentation.uses_pillow else nullcontext():
+        with preserved_generators() if dataset.augmentation.draws_globally else nullcontext():
             return _read(dataset.for_epoch(key.epoch), key)
     except UserError as error:
         return UserError(str(error))  # those of other arguments cannot be sent between processes

@@ -12,7 +12,7 @@ from typing import Literal
 
 from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS
 from zerovision.training.base.settings import RunSettings, option
-from zerovision.training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT
+from zerovision.training.data.augmentations import AUGMENTATIONS, CROP_RATIO, CROP_SCALE, RANDAUGMENT
 from zerovision.training.data.image_sizes import USAGE as SIZE_USAGE
 
 BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
@@ -204,7 +204,7 @@ class DataFields:
         "",
         f"{SIZE_USAGE}: training images of LOW pixels up to epoch FIRST (from 0) that grow to --image-size until LAST.",
     )
-    augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATION_NAMES)}.")
+    augmentation: str = option("auto", f"Training augmentation: {', '.join(('auto', *AUGMENTATIONS))}.")
     randaugment: str = option(
         RANDAUGMENT, "timm's string for --augmentation randaugment: m magnitude, n operations, mstd, inc1, ..."
     )

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
+from zerovision.training.base.plugins import LoadedPlugins
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reader import Batch, read_batch
 from zerovision.training.data.sampler import BatchKey
@@ -141,6 +142,7 @@ class _Readers(Dataset):
     """Reads batches of several sets."""
 
     def __init__(self, datasets: Sequence[ImageDataset]) -> None:
+        self._plugins = LoadedPlugins()  # before what may be of theirs
         self._datasets = datasets
 
     def __getitem__(self, key: tuple[int, BatchKey]) -> Batch | Exception:

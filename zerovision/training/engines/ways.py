@@ -6,7 +6,7 @@ there. This module and the `__init__.py` of every way import no torch: launchers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zerovision.training.engines.strategies import ParallelPlan
     from zerovision.training.world.world import World
 
-Values = dict[str, tuple[object, ...]]
+Values = Mapping[str, Sequence[object]]
 OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto"), ("off", "auto"), ("cross_entropy", "bce")
 
 

@@ -12,6 +12,7 @@ import torch
 from zerovision.models.build import BuiltModel
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.plugins import IN_FILES, loaded, names_of
 from zerovision.training.base.run_folder import EVALUATION, WEIGHTS, RunFolder
 from zerovision.training.checkpoint.manifest import Manifest
 from zerovision.training.checkpoint.weights import read_metadata, save_weights, write_class_map
@@ -50,7 +51,8 @@ def write_best(
         scores: of the validation set.
     """
 
-    thresholds = {} if scores.thresholds is None else {THRESHOLDS: scores.thresholds.tolist()}
+    more = {} if scores.thresholds is None else {THRESHOLDS: scores.thresholds.tolist()}
+    more |= {IN_FILES: names_of(loaded())} if loaded() else {}
 
     def write() -> None:
         save_weights(
@@ -59,7 +61,7 @@ def write_best(
             description=built.description,
             class_names=data.class_names,
             preprocessing=data.preprocessing,
-            extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss, **thresholds},
+            extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss, **more},
         )
         write_class_map(folder.path, data.class_names)
         facts = describe_scores(scores, data.class_names, data.val.source.name)

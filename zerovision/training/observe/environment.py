@@ -62,10 +62,19 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
     }
 
 
-def software() -> dict[str, str]:
-    """Return what all machines of a training must have in common: Python, the libraries, and our code (a hash)."""
+def software(plugins: str = "") -> dict[str, str]:
+    """Return what all machines of a training must have in common: Python, libraries, hashes of code and plug-ins."""
     libraries = {name: package_version(name) or "none" for name in LIBRARIES}
-    return {"Python": platform.python_version(), **libraries, "code": code_fingerprint(REPO_ROOT)}
+    return {"Python": platform.python_version(), **libraries, "code": code_fingerprint(REPO_ROOT)} | {
+        file.rpartition("@")[0]: _sha256(file.rpartition("@")[0]) for file in plugins.split(",") if file
+    }
+
+
+def _sha256(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return "none"
 
 
 def code_fingerprint(root: Path) -> str:

@@ -14,14 +14,13 @@ from zerovision.training.base.errors import UserError, shown, unknown_name
 
 # An element's update depends on that element's history alone, so that flat parts of parameters can be updated as well
 # as whole ones: these work under every engine and strategy.
-ELEMENT_WISE = (*("adamw", "adam", "sgd", "momentum", "nesterov", "lion", "adan", "madgrad", "rmsprop", "rmsproptf"),)
+ELEMENT_WISE = [*("adamw", "adam", "sgd", "momentum", "nesterov", "lion", "adan", "madgrad", "rmsprop", "rmsproptf")]
 # A small number is added to the learning rate: weights move at a rate of 0 too.
 SHIFTED_RATE = ("madgrad",)
 # Matrices and convolutions are updated by this rule, all else by `--fallback-optimizer`.
 MATRIX_RULES = ("muon",)
 # A parameter's norm or its matrix is part of the update: each rank must have whole parameters.
-WHOLE_PARAMETER = (*MATRIX_RULES, "lars", "lamb")
-ALLOWED = (*ELEMENT_WISE, *WHOLE_PARAMETER)
+WHOLE_PARAMETER = [*MATRIX_RULES, "lars", "lamb"]
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
@@ -84,8 +83,8 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_
     Raises:
         UserError: with what to type instead.
     """
-    if name not in ALLOWED:
-        raise unknown_name("optimizer", name, ALLOWED)
+    if name not in (allowed := [*ELEMENT_WISE, *WHOLE_PARAMETER]):
+        raise unknown_name("optimizer", name, allowed)
     if name in WHOLE_PARAMETER and shards_parameters:
         raise UserError(
             f"{flag} {name} computes with whole parameters, which --strategy {strategy} shards: use --strategy ddp, "

@@ -1,18 +1,41 @@
 """Where a run's numbers go: console, text log, JSON lines, TensorBoard and trackers, behind one small interface.
 
-A new logger is one subclass of `RunLogger` and one line in `open_loggers`. Only rank 0 builds any.
+A new logger is one subclass of `RunLogger` and one line in `LOGGERS`. Only rank 0 builds any.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.run_folder import CONFIG, ENVIRONMENT, RunFolder
 from zerovision.training.base.run_logger import Loggers, RunLogger, warn_cannot_write
 from zerovision.training.observe.settings import TRACKERS, ObserveSettings
+
+
+def _tensorboard(*of_run: Any) -> RunLogger:
+    from zerovision.training.observe.loggers.tensorboard import TensorBoardLogger
+
+    return TensorBoardLogger(*of_run)
+
+
+def _tracker(name: str, *of_run: Any) -> RunLogger:
+    from zerovision.training.observe.loggers.tracker import TrackerLogger
+
+    folder, settings, _, first_step = of_run
+    return TrackerLogger(name, folder, settings, first_step)
+
+
+# By the name in `--loggers`: what makes a destination from the run's folder, its settings by name, the facts and the
+# first step of `open_loggers`.
+LOGGERS: dict[str, Callable[[RunFolder, dict[str, Any], dict[str, Any], int], RunLogger]] = {
+    "tensorboard": _tensorboard,
+    **{name: partial(_tracker, name) for name in TRACKERS},
+}
 
 
 def open_loggers(
@@ -30,20 +53,11 @@ def open_loggers(
     from zerovision.training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
 
     destinations: list[RunLogger] = [TextLogger(folder), JsonLinesLogger(folder), ConsoleLogger(settings.progress)]
-    if "tensorboard" in settings.destinations:
-        from zerovision.training.observe.loggers.tensorboard import TensorBoardLogger
-
+    asked = [name for name in LOGGERS if name in settings.destinations]
+    missing = [name for name in TRACKERS if name in asked and importlib.util.find_spec(name) is None]
+    for name in (name for name in asked if name not in missing):
         try:
-            destinations.append(TensorBoardLogger(folder, dataclasses.asdict(settings), facts, first_step))
-        except OSError as error:
-            warn_cannot_write("TensorBoardLogger", error)
-    trackers = [name for name in TRACKERS if name in settings.destinations]
-    missing = [name for name in trackers if importlib.util.find_spec(name) is None]
-    for name in (name for name in trackers if name not in missing):
-        from zerovision.training.observe.loggers.tracker import TrackerLogger
-
-        try:
-            destinations.append(TrackerLogger(name, folder, dataclasses.asdict(settings), first_step))
+            destinations.append(LOGGERS[name](folder, dataclasses.asdict(settings), facts, first_step))
         except OSError as error:
             warn_cannot_write(name, error)
     loggers = Loggers(destinations)

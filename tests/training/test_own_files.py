@@ -1,0 +1,67 @@
+"""Trainings with a user's own files, which the examples are: on any number of ranks, resumed, evaluated."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+from commands import launch, run_command, train_alone
+
+from zerovision.training.checkpoint.weights import read_metadata
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = (
+    "--data fake --progress off --report false --tensorboard false --schedule constant --warmup-epochs 0 --best-by loss"
+)
+
+
+def of(*names: str) -> list[str]:
+    return [f"--plugin={EXAMPLES / name}.py" for name in names]
+
+
+def evaluate(*words: str):
+    return run_command(sys.executable, "scripts/evaluate.py", *words, OMP_NUM_THREADS="1")
+
+
+def test_network_and_logger_of_own_files_are_trained_and_evaluated(tmp_path):
+    files = of("own_network", "own_logger")
+    flags = f"{SMALL} --learning-rate 0.01 --loggers csv --log-dir {tmp_path} --run-name run".split()
+    result = launch("patches", "ddp", "2", "16", "2", *flags, *files)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "runs" / "run"
+    best = json.loads((run / "evaluation" / "scores.json").read_text())
+    lines = list(csv.reader((run / "epochs.csv").open()))
+    assert [line[0] for line in lines] == ["1", "2"]
+    assert best["top1"] in [float(line[3]) for line in lines]
+    again = evaluate(str(run), *files, "--output", str(tmp_path / "again"))
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "again" / "scores.json").read_text())["top1"] == best["top1"]
+    for words in ([str(run)], [str(run / "model.safetensors"), *of("own_logger")]):
+        refused = evaluate(*words)
+        assert refused.returncode == 2
+        assert "--plugin 'own_network.py', which is never loaded by itself: add --plugin FILE." in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+
+def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text((EXAMPLES / "own_augmentation.py").read_text())
+    flags = [*f"{SMALL} --augmentation turned --log-dir {tmp_path} --plugin {mine}".split()]
+    alone = ["--model-type=basic_cnn", "--batch-size=16", "--workers=1", "--gradient-accumulation-steps=2"]
+    assert train_alone(*alone, *flags, "--run-name=one", "--epochs=2").returncode == 0
+    for epochs, more in (("1", ()), ("2", ("--resume", "auto"))):
+        result = launch("basic_cnn", "ddp", "2", "16", epochs, *flags, "--run-name=two", "--workers=0", *more)
+        assert result.returncode == 0, result.stderr
+    one, two = (tmp_path / "runs" / name / "model.safetensors" for name in ("one", "two"))
+    assert read_metadata(one)["extra"]["epoch"] == 2
+    assert one.read_bytes() == two.read_bytes()
+    mine.write_text(mine.read_text().replace("RandomRotation(15)", "RandomRotation(16)"))
+    changed = train_alone(*alone, *flags, "--run-name=one", "--epochs=3", "--resume=auto")
+    assert changed.returncode == 2
+    assert "was made with another plug-in: entry 0 is 'mine.py@" in changed.stderr
+    assert changed.stderr.count("\n") == 1
+    forgotten = train_alone("--run-name=one", f"--log-dir={tmp_path}", "--epochs=3", "--resume=auto")
+    assert forgotten.returncode == 2
+    assert "this run was made with --plugin 'mine.py', which is never loaded by itself" in forgotten.stderr

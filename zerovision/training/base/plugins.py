@@ -1,0 +1,96 @@
+"""A user's own files: `--plugin FILE.py` adds lines to our tables, in every process of a run.
+
+A file is code, so that only one that the user names is loaded, never one that a run, a checkpoint or a hub names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from zerovision.training.base.errors import UserError, one_line, shown
+
+FLAG = "--plugin"
+USAGE = "A file of yours with networks, augmentations or other lines of our tables, as in examples/; may be repeated."
+IN_FILES = "plugins"  # the key of what `names_of` returns in weights files
+DIGITS = 16  # of the sha256 that tells two states of a file apart
+_LOADED: dict[str, str] = {}  # FILE@SHA256 by name of the module
+
+
+def load_plugins(files: str) -> str:
+    """Import files, once in a process; return `FILE@SHA256,...` with absolute paths, which this function takes too.
+
+    Raises:
+        UserError: for a file that cannot be imported, or that has changed since it was given with its hash.
+    """
+    return ",".join(_load(file.strip()) for file in files.split(",") if file.strip())
+
+
+def _load(file: str) -> str:
+    given, _, wanted = file.partition("@") if re.search(f"@[0-9a-f]{{{DIGITS}}}$", file) else (file, "", "")
+    path = Path(os.path.abspath(os.path.expanduser(given)))
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{FLAG} {shown(given)}: cannot be read ({getattr(error, 'strerror', error)}).") from None
+    digest = hashlib.sha256(content).hexdigest()[:DIGITS]
+    if wanted and digest != wanted:
+        raise UserError(f"{FLAG} {given}: it was changed: its sha256 begins with {digest}, not with {wanted}.")
+    name = f"zerovision_plugin_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
+    if name not in _LOADED:
+        _import(name, path, content, given)
+        _LOADED[name] = f"{path}@{digest}"
+    return f"{path}@{digest}"
+
+
+def _import(name: str, path: Path, content: bytes, given: str) -> None:
+    """Run a file, these bytes of it, as a module that can be found by its name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise UserError(f"{FLAG} {given}: expected a file that ends with .py.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        exec(compile(content, path, "exec"), module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        frame = error.__traceback__.tb_next if error.__traceback__ else None
+        line = f", line {frame.tb_lineno}" if frame else ""
+        raise UserError(f"{FLAG} {given}{line}: {type(error).__name__}: {one_line(error).rstrip('.')}.") from error
+
+
+def names_of(files: str) -> list[str]:
+    """Return `NAME@SHA256` of each of the files that `load_plugins` returned, wherever they lie."""
+    return [os.path.basename(file) for file in files.split(",") if file]
+
+
+def loaded() -> str:
+    """Return what was loaded so far, as `load_plugins` does."""
+    return ",".join(_LOADED.values())
+
+
+def require_plugins(what: str, needed: Iterable[Any]) -> list[str]:
+    """Check that files of these names are loaded; return those that are now another state of the file.
+
+    Raises:
+        UserError: if one is not.
+    """
+    here = {name.rpartition("@")[0]: name for name in names_of(loaded())}
+    for file in (str(name).rpartition("@")[0] for name in needed):
+        if file not in here:
+            raise UserError(
+                f"{what} was made with {FLAG} {shown(file)}, which is never loaded by itself: add {FLAG} FILE."
+            )
+    return [*{*here.values()}.difference(map(str, needed))]
+
+
+class LoadedPlugins:
+    """What was loaded in this process; a process that unpickles it loads the same before it reads what comes next."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_plugins, (loaded(),)
