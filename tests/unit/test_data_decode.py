@@ -26,14 +26,13 @@ from zerovision.training.data.reading.decode import (
     decode,
     header_size,
     make_decoder,
-    open_image,
     scale_numerator,
     shrunk_bytes,
 )
 from zerovision.training.data.reading.formats import Refused
 from zerovision.training.data.reading.images import ImageError
 
-open_file, decode_exact = of_files(open_image), of_files(decode)
+open_file = decode_exact = of_files(decode)
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 SUBSAMPLINGS = {"4:4:4": 0, "4:2:2": 1, "4:2:0": 2}
 SOURCE = Path(native.__file__).with_name("crop_jpeg.c")

@@ -18,9 +18,15 @@ from PIL import Image, features
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import Box
-from zerovision.training.data.reading.decode import header_size, make_decoder, open_image
+from zerovision.training.data.reading.decode import MAX_PIXELS, header_size, load, make_decoder, to_channels
 from zerovision.training.data.reading.formats import CURES, pillow_formats
 from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError, collected_notes
+
+
+def open_image(data, notes=None, max_pixels=MAX_PIXELS):
+    """Return an image in full, as Pillow's."""
+    return load(data, max_pixels, lambda image: to_channels(image, 3), notes)
+
 
 open_file = of_files(open_image)
 GENERATOR = np.random.Generator(np.random.PCG64(0))

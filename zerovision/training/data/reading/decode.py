@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import simplejpeg
@@ -42,6 +44,7 @@ SCALE_NUMERATORS = (1, 2, 4)  # of eighths; the others that libjpeg-turbo has ar
 # A phone's "multi-picture" JPEG contains the photo first, then previews and depth maps: no animation.
 _FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 _ORIENTATION = 0x0112  # of EXIF
+_BROKEN_EXIF = (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError, struct.error)
 _START_OF_JPEG, _APP1, _END_OF_JPEG = b"\xff\xd8", b"\xff\xe1", b"\xff\xd9"
 # of TIFF 6.0
 BITS_PER_SAMPLE, _PLANAR_CONFIGURATION, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 284, 262, 0
@@ -89,22 +92,21 @@ def decode(
     Raises:
         Refused: Not an image, truncated, more than `max_pixels`, or values of unknown scale.
     """
-    notes = [] if notes is None else notes
-    pixels = _decode_jpeg(data, choose, notes, shrink_to, max_pixels) if shrink_to else None
+    pixels = None
+    if shrink_to:
+        with suppress(ValueError):  # no JPEG, or an odd one: Pillow decides
+            pixels = _decode_jpeg(data, choose, [] if notes is None else notes, shrink_to, max_pixels)
     if pixels is None:
-        image = open_image(data, channels, max_pixels, notes)
-        return crop(reduced(image, shrink_to) if shrink_to else pixels_of(image), choose)
-    return pixels if channels == 3 else pixels_of(Image.fromarray(pixels).convert(CHANNEL_MODES[channels]))
+        image = load(data, max_pixels, partial(to_channels, channels=channels), notes)
+        return crop(reduced(image, shrink_to), choose)
+    return pixels if channels == 3 else reduced(Image.fromarray(pixels).convert(CHANNEL_MODES[channels]))
 
 
 def _decode_jpeg(
     data: bytes, choose: BoxChooser | None, notes: list[str], shrink_to: int, max_pixels: int
 ) -> np.ndarray | None:
-    """Decode a JPEG of grey or of three colours by libjpeg-turbo: uint8 [h, w, 3]; None if Pillow has to."""
-    try:
-        full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:  # also of no JPEG
-        return None
+    """Decode a JPEG of grey or of three colours by libjpeg-turbo: uint8 [h, w, 3]; None or ValueError if it cannot."""
+    full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK") or full_height * full_width > max_pixels:
         return None
     numerator = scale_numerator(full_height, full_width, shrink_to)
@@ -118,11 +120,8 @@ def _decode_jpeg(
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width)
     except ValueError as warning:
-        open_image(data, 3, max_pixels)  # refuses a truncated one
-        try:
-            pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
-        except ValueError:
-            return None
+        load(data, max_pixels, lambda image: image)  # refuses a truncated one
+        pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
         notes.append(f"libjpeg: {warning}")
     if pixels.shape[:2] != (height, width):
         return None
@@ -134,12 +133,10 @@ def _decode_jpeg(
 
 
 def _orientation(data: bytes, max_pixels: int) -> int:
-    try:
-        with opened(data, max_pixels) as image:
-            orientation = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # as in `load`, which ends up with upright pixels too
-        return 1
-    return orientation if orientation in range(1, 9) else 1
+    with suppress(Refused), opened(data, max_pixels) as image:
+        orientation = image.getexif().get(_ORIENTATION)
+        return orientation if orientation in range(1, 9) else 1
+    return 1
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
@@ -148,11 +145,8 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     Raises:
         Refused: There is no header.
     """
-    try:
-        with opened(without_metadata(data), max_pixels) as image:
-            return image.height, image.width
-    except Exception as error:  # as in `load`: Pillow raises nearly every type
-        raise Refused(str(error) or type(error).__name__) from None
+    with opened(data, max_pixels) as image:
+        return image.height, image.width
 
 
 def shrunk_bytes(height: int, width: int, image_size: int, channels: int = 3) -> int:
@@ -171,79 +165,54 @@ def crop(pixels: np.ndarray, choose: BoxChooser | None) -> np.ndarray:
 
 def scale_numerator(height: int, width: int, image_size: int) -> int:
     """Return the scale of an image in eighths, 1, 2, 4 or 8: that of Pillow's `draft` to twice the image size."""
-    shorter = min(height, width)
-    return next((n for n in SCALE_NUMERATORS if shorter * n // 8 >= 2 * image_size), 8)
+    return next((n for n in SCALE_NUMERATORS if image_size and min(height, width) * n // 8 >= 2 * image_size), 8)
 
 
-def pixels_of(image: Image.Image) -> np.ndarray:
-    """Return the pixels of an 8-bit image, uint8 [H, W, C]."""
-    return np.atleast_3d(np.array(image))
-
-
-def reduced(image: Image.Image, image_size: int) -> np.ndarray:
-    """Return the pixels of an 8-bit image, averaged over blocks: uint8 [h, w, C]."""
+def reduced(image: Image.Image, image_size: int = 0) -> np.ndarray:
+    """Return the pixels of an 8-bit image, averaged over blocks unless `image_size` is 0: uint8 [h, w, C]."""
     numerator = scale_numerator(image.height, image.width, image_size)
-    return pixels_of(image if numerator == 8 else image.reduce(8 // numerator))
+    return np.atleast_3d(np.array(image if numerator == 8 else image.reduce(8 // numerator)))
 
 
-def open_image(
-    data: bytes, channels: int = 3, max_pixels: int = MAX_PIXELS, notes: list[str] | None = None
-) -> Image.Image:
-    """Decode an image completely, upright and as `to_channels`; the arguments and errors are those of `decode`.
+@contextmanager
+def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
+    """Open a file of one of `pillow_formats`, by its content, without decoding it.
 
-    A format is told by the content, one of `pillow_formats`. Of several frames or pages the first is used.
+    Up to `max_pixels` Pillow takes it for no bomb. Whatever goes wrong in the block is raised as Refused.
     """
-    return load(data, max_pixels, lambda image: to_channels(image, channels), notes)
-
-
-def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Open a file of one of `pillow_formats`, without decoding it; up to `max_pixels` Pillow takes it for no bomb."""
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
-    return Image.open(io.BytesIO(data), formats=pillow_formats())
+    try:
+        with Image.open(io.BytesIO(without_metadata(data)), formats=pillow_formats()) as image:
+            yield image
+    except Exception as error:  # Pillow's decoders raise nearly every type on damaged files
+        raise Refused(_reason(error, data, max_pixels)) from None
 
 
 def load(
     data: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str] | None = None
 ) -> Decoded:
-    """Return what `convert` makes of an image that is decoded completely, upright; raise Refused as `decode`."""
-    notes = [] if notes is None else notes
-    try:
-        return _load(data, max_pixels, convert, notes)
-    except Exception as error:  # Pillow's decoders raise nearly every type on damaged files
-        pixels_alone, reason = without_metadata(data), _reason(error, data, max_pixels)
-        if pixels_alone is data:
-            raise Refused(reason) from None
-    try:
-        decoded = _load(pixels_alone, max_pixels, convert, notes)
-    except Exception as again:
-        raise Refused(_reason(again, data, max_pixels)) from None
-    notes.append(f"metadata passed over: {reason}")
-    return decoded
+    """Return what `convert` makes of an image that is decoded completely, upright; raise Refused as `decode`.
 
-
-def _load(content: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str]) -> Decoded:
-    with opened(content, max_pixels) as image:
+    Of several frames or pages the first is used.
+    """
+    with opened(data, max_pixels) as image:
         _check_header(image, max_pixels)
-        if getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES:
+        is_animated = getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES
+        if notes is not None and is_animated:
             notes.append("several frames or pages, the first is used")
         _scale_transparent_colour(image)
         image.load()
-        try:
+        with suppress(*_BROKEN_EXIF):
             ImageOps.exif_transpose(image, in_place=True)
-        except MemoryError:
-            raise
-        except Exception as error:
-            notes.append(f"EXIF passed over: {error}")
         return convert(image)
 
 
 def _reason(problem: Exception, content: bytes, max_pixels: int) -> str:
     if isinstance(problem, Image.UnidentifiedImageError):
         return unknown_format(content)
-    if isinstance(problem, Image.DecompressionBombError):
-        found = re.search(r"\d+", str(problem))
-        return _too_many(int(found[0]) if found else 0, max_pixels)
+    if isinstance(problem, Image.DecompressionBombError) and (found := re.search(r"\d+", str(problem))):
+        return _too_many(int(found[0]), max_pixels)
     return str(problem) or type(problem).__name__
 
 
@@ -253,11 +222,11 @@ def _too_many(pixels: int, max_pixels: int) -> str:
 
 def _check_header(image: Image.Image, max_pixels: int) -> None:
     if image.width * image.height > max_pixels:
-        raise ValueError(_too_many(image.width * image.height, max_pixels))
+        raise Refused(_too_many(image.width * image.height, max_pixels))
     tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
     bits = tags.get(BITS_PER_SAMPLE, ())
     if tags.get(_PLANAR_CONFIGURATION) == 2 and len(bits) > 1 and max(bits) > 8:
-        raise ValueError("more than 8 bits in separate planes, which Pillow does not read: save it otherwise")
+        raise Refused("more than 8 bits in separate planes, which Pillow does not read: save it otherwise")
 
 
 # From the values of a PNG to the 8 bits that Pillow converts them to, for the raw modes in which it does not convert
@@ -271,10 +240,9 @@ _SCALED_TO_8_BITS = {
 
 def _scale_transparent_colour(image: Image.Image) -> None:
     """Convert the transparent colour of a PNG to the depth that its pixels will have; before they are loaded."""
-    transparent = image.info.get("transparency")
-    if isinstance(image, PngImageFile) and transparent is not None and image.tile:
-        scale = _SCALED_TO_8_BITS.get(str(image.tile[0].args), lambda colour: colour)
-        image.info["transparency"] = scale(transparent)
+    scale = _SCALED_TO_8_BITS.get(str(image.tile[0].args)) if isinstance(image, PngImageFile) and image.tile else None
+    if scale and "transparency" in image.info:
+        image.info["transparency"] = scale(image.info["transparency"])
 
 
 def is_deep_grey(image: Image.Image) -> bool:
@@ -306,30 +274,24 @@ def _deep_grey(image: Image.Image) -> Image.Image:
     Raises:
         ValueError: The scale of its pixels is unknown.
     """
-    values, white, is_inverted = np.asarray(image), white_of(image), False
-    if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
-        is_inverted = image.tag_v2.get(_PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
-    grey = Image.fromarray(_to_8_bit(white - values if is_inverted else values, image.mode, white))
-    transparent = image.info.get("transparency")
-    if transparent is not None:
+    values, white = np.asarray(image), white_of(image)
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= white):  # also for NaN
+        raise Refused(f"pixels from {low:g} to {high:g}, only 0 to {white} has a known scale")
+    is_inverted = _tag(image, _PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
+    grey = Image.fromarray(np.rint((white - values if is_inverted else values) * (255 / white)).astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
         grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
     return grey
 
 
 def white_of(image: Image.Image) -> int:
     """Return which number of a grey image of more than 8 bits becomes white."""
-    if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
-        return 2 ** image.tag_v2.get(BITS_PER_SAMPLE, (16,))[0] - 1  # 12 bits come in a container of 16
-    return 65535
+    bits = _tag(image, BITS_PER_SAMPLE)
+    return 1 if image.mode == "F" else 2 ** (bits[0] if bits else 16) - 1  # 12 bits come in a container of 16
 
 
-def _to_8_bit(values: np.ndarray, mode: str, white: int) -> np.ndarray:
-    """Scale grey values [H, W] of Pillow's `mode` to uint8, `white` to 255; ValueError if the scale is unknown."""
-    low, high = values.min(), values.max()
-    if mode == "F":
-        if not (low >= 0 and high <= 1):  # also false for NaN
-            raise ValueError(f"float pixels from {low:g} to {high:g}, only 0 to 1 has a known scale")
-        return np.rint(values * 255).astype(np.uint8)
-    if low < 0 or high > white:
-        raise ValueError(f"integer pixels from {low} to {high}, only 0 to {white} has a known scale")
-    return np.rint(values / (white / 255)).astype(np.uint8)
+def _tag(image: Image.Image, number: int) -> Any:
+    """Return a tag of a TIFF of 16 bits or fewer, None of any other file."""
+    is_one = isinstance(image, TiffImageFile) and image.mode.startswith("I;16")
+    return image.tag_v2.get(number) if is_one else None

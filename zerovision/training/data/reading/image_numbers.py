@@ -145,12 +145,10 @@ def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
             return int(np.asarray(image).max()), white_of(image)
         return int(np.asarray(image.convert("RGB")).max()) << 8, 65535
 
-    try:
-        with opened(data, max_pixels) as image:
-            is_deep = image.mode != "F" and (is_deep_grey(image) or _bits_of(image, data) > 8)
+    with suppress(Refused), opened(data, max_pixels) as image:  # one that cannot be read the loader reports
+        is_deep = image.mode != "F" and (is_deep_grey(image) or _bits_of(image, data) > 8)
         return load(data, max_pixels, largest) if is_deep else None
-    except Exception:  # nearly every type of damaged files, which the loader reports
-        return None
+    return None
 
 
 def _read_array(content: bytes) -> np.ndarray:

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augment import evaluation_transform
-from zerovision.training.data.reading.decode import MAX_PIXELS, Decoder, make_decoder, pixels_of, reduced, to_channels
+from zerovision.training.data.reading.decode import MAX_PIXELS, Decoder, make_decoder, reduced, to_channels
 from zerovision.training.data.reading.formats import is_array
 from zerovision.training.data.reading.image_numbers import read_numbers
 from zerovision.training.data.reading.images import named, read_file
@@ -54,8 +54,7 @@ class ModelInput:
         if content is not None:
             return self.read(os.fspath(getattr(image, "filename", "")) or "the image", content)
         pixels = to_channels(ImageOps.exif_transpose(image), self.preprocessing.channels)
-        shrinks = self.decode == "cpu"
-        return self._of_pixels(reduced(pixels, max(self.preprocessing.sides)) if shrinks else pixels_of(pixels))
+        return self._of_pixels(reduced(pixels, max(self.preprocessing.sides) if self.decode == "cpu" else 0))
 
     @cached_property
     def _decoder(self) -> Decoder:  # made when it is needed: there is none for all numbers of channels
