@@ -46,16 +46,11 @@ CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
 
 def digits() -> dict[str, np.ndarray]:
     """Return scikit-learn's digits, 8x8 pixels, split as `--data digits` splits them."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    from zerovision.training.data import DataOptions, load_data
 
-    from zerovision.training.data.digits import MAX_VALUE, VAL_IMAGES
-
-    found = load_digits()
-    images = np.rint(found.images * (255 / MAX_VALUE)).astype(np.uint8)
-    parts = train_test_split(np.arange(len(images)), test_size=VAL_IMAGES, stratify=found.target, random_state=0)
-    return {f"{name}_{part}": array[indices] for part, indices in zip(("train", "test"), parts, strict=True)
-            for name, array in (("x", images), ("y", found.target))}  # fmt: skip
+    sources = [part.source for part in load_data(DataOptions(image_size=8, eval_image_size=8)).parts.values()]
+    return {f"{name}_{part}": array.numpy() for part, source in zip(("train", "test"), sources, strict=True)
+            for name, array in (("x", source.images[:, 0]), ("y", source.labels))}  # fmt: skip
 
 
 def fashion_mnist(folder: Path = FASHION_MNIST) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ ROOMS = {  # limit and end
     "zerovision/training/config": (836, 500),
     "zerovision/training/base": (1144, 550),
     "zerovision/training/world": (623, 450),
-    "zerovision/training/data": (4377, 2900),
+    "zerovision/training/data": (4293, 2900),
     "zerovision/training/recipe": (585, 650),
     "zerovision/training/engines": (3143, 2250),
     "zerovision/training/checkpoint": (579, 600),

@@ -214,8 +214,8 @@ def fetch_when_there(address: str):
 
 
 def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(tmp_path, monkeypatch):
-    for name, count in (("TRAIN_IMAGES", 100), ("VAL_IMAGES", 20)):
-        monkeypatch.setattr(f"zerovision.training.data.fake.{name}", count)
+    for name, count in (("FAKE_TRAIN_IMAGES", 100), ("FAKE_VAL_IMAGES", 20)):
+        monkeypatch.setattr(f"zerovision.training.data.arrays.{name}", count)
     network, start = build_model("mobilenet", num_classes=10, image_size=8).module, tmp_path / "weights.safetensors"
     save_file(network.state_dict(), start)
     flags = ["--model-type", "mobilenet_finetuned", "--weights", str(start), "--data", "fake", "--epochs", "2"]

@@ -28,8 +28,8 @@ SPLIT = {"val_fraction": 0.3, "split_seed": 5}
 def of_files(decode: Callable[..., Any]) -> Callable[..., Any]:
     """Return what decodes files by their paths, of what decodes their bytes."""
 
-    def read(path: str | Path, *choose: Any, **options: Any) -> Any:
-        with named(path) as notes:
+    def read(path: str | Path, *choose: Any, found: dict[str, str] | None = None, **options: Any) -> Any:
+        with named(path, found) as notes:
             return decode(read_file(path), *choose, notes=notes, **options)
 
     return read

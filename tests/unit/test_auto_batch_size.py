@@ -157,8 +157,8 @@ def test_a_limit_of_the_process_counts_too(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def few_images(monkeypatch):
-    monkeypatch.setattr("zerovision.training.data.fake.TRAIN_IMAGES", 128)
-    monkeypatch.setattr("zerovision.training.data.fake.VAL_IMAGES", 20)
+    monkeypatch.setattr("zerovision.training.data.arrays.FAKE_TRAIN_IMAGES", 128)
+    monkeypatch.setattr("zerovision.training.data.arrays.FAKE_VAL_IMAGES", 20)
 
 
 RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "epochs": 1}

@@ -174,7 +174,7 @@ cache = ImageCache(Path(sys.argv[1]), 10**9)
 print("ready", flush=True)
 sys.stdin.readline()
 for index in range(int(sys.argv[2])):
-    cache.put(index, np.full((50, 40 + index % 7, 3), (index * 37 + 11) % 256, dtype=np.uint8))
+    cache.put(index, np.full((50, 40 + index % 7, 3), (index * 37 + 11) % 256, dtype=np.uint8), index + 1)
 print("done", flush=True)
 """
 
@@ -196,8 +196,11 @@ def whole_images(folder: Path, count: int) -> int:
     """Count the images of a `WRITER` that are there, and check each."""
     cache, found = ImageCache(folder, 10**9), 0
     for index in range(count):
-        pixels = cache.get(index)
-        if pixels is not None:
+        entry = cache.get(index)
+        assert entry is None or index in cache
+        if entry is not None:
+            pixels, digest = entry
+            assert digest == index + 1
             assert pixels.shape == (50, 40 + index % 7, 3)
             assert (pixels == (index * 37 + 11) % 256).all()
             found += 1
@@ -229,15 +232,15 @@ def test_a_worker_that_starts_after_the_cache_was_removed_goes_without(tmp_path)
     pixels = np.full((4, 8, 3), 7, dtype=np.uint8)
     (tmp_path / "key").mkdir()
     cache = ImageCache(tmp_path / "key", 1000)
-    cache.put(0, pixels)
+    cache.put(0, pixels, 7)
     sent = pickle.dumps(cache)
-    np.testing.assert_array_equal(pickle.loads(sent).get(0), pixels)
+    np.testing.assert_array_equal(pickle.loads(sent).get(0)[0], pixels)
     shutil.rmtree(tmp_path / "key")
     orphan = pickle.loads(sent)
     assert orphan.get(0) is None
-    orphan.put(0, pixels)
+    orphan.put(0, pixels, 7)
     assert orphan.is_full
-    np.testing.assert_array_equal(cache.get(0), pixels)
+    np.testing.assert_array_equal(cache.get(0)[0], pixels)
 
 
 def test_the_bound_is_one_of_all_caches_together(tmp_path):
@@ -245,9 +248,9 @@ def test_the_bound_is_one_of_all_caches_together(tmp_path):
     first, note = open_cache(given, "first", 250)
     assert "fit beside" not in note
     for index in range(2):
-        first.put(index, np.zeros((4, 8, 3), dtype=np.uint8))  # 192 bytes of pixels, 48 of index
+        first.put(index, np.zeros((4, 8, 3), dtype=np.uint8), 7)  # 192 bytes of pixels, 64 of index
     second, note = open_cache(given, "second", 5000)
-    assert (first.max_bytes, second.max_bytes) == (1000, 1000 - 240)
+    assert (first.max_bytes, second.max_bytes) == (1000, 1000 - 256)
     assert "of which 0.00 GB fit beside what is in" in note
     assert first.get(0) is not None
 

@@ -26,7 +26,6 @@ from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import evaluation_transform
 from zerovision.training.data.augmentations import AUGMENTATIONS
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.digits import split
 from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.data.torchvision_sets import TORCHVISION_SETS
 
@@ -37,11 +36,14 @@ def test_digits_are_the_stratified_split_of_seed_0():
     pair = load_data(DataOptions(seed=9))
     digits = load_digits()
     parts = train_test_split(np.arange(1797), test_size=360, stratify=digits.target, random_state=0)
-    assert [part.tolist() for part in split(digits.target)] == [part.tolist() for part in parts]
     (train, val), (train_labels, val_labels) = ([of[part] for part in parts] for of in (digits.images, digits.target))
     assert (len(pair.train), len(pair.val)) == (len(train), len(val)) == (1437, 360)
     assert pair.train_counts == np.bincount(train_labels).tolist()
+    np.testing.assert_array_equal(pair.train.source.labels, train_labels)
     np.testing.assert_array_equal(pair.val.source.labels, val_labels)
+    sizes = DataOptions(image_size=8, eval_image_size=8)
+    for part, images in zip(load_data(sizes).parts.values(), (train, val), strict=True):
+        np.testing.assert_array_equal(part.source.images[:, 0], np.rint(images * 255 / 16))
     for index in (0, 17, 359):
         raw = Image.fromarray(np.rint(val[index] * 255 / 16).astype(np.uint8)).convert("RGB")
         from_file, label = (

@@ -49,7 +49,7 @@ NOT_IMPORTED = {
     "import zerovision.training.data, zerovision.training.data.augmentations": ("torch",),
     "import zerovision.delivery.report.page, zerovision.delivery.trained_model": ("torch",),
     EXPORTS_HELP: ("torch", "onnx", "onnxruntime"),
-    "import zerovision.training.run, zerovision.delivery.end_of_run, zerovision.training.data.digits": (
+    "import zerovision.training.run, zerovision.delivery.end_of_run, zerovision.training.data.arrays": (
         "scipy",
         "sklearn",
         "deepspeed",

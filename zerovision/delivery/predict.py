@@ -30,7 +30,7 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.data.folder import SYSTEM_NAMES
 from zerovision.training.data.label_lists import SEPARATOR
 from zerovision.training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
-from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError, collected_notes
+from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.data.reading.retry import entries_of, is_folder, patiently
 from zerovision.training.data.settings import NUMBERS
@@ -163,9 +163,9 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
     class_names, task = predictor.metadata["class_names"], task_of(predictor.metadata)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
+        notes: dict[str, str] = {}
         try:
-            with collected_notes() as notes:
-                image = predictor.reader.read(*entry)
+            image = predictor.reader.read(*entry, notes)
         except ImageError as error:
             return error
         return image, notes.get(entry[0], "")

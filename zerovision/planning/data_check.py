@@ -17,7 +17,7 @@ from zerovision.training.base.errors import FileServerError, printable
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.loader import most_workers
-from zerovision.training.data.reading.images import ImageError, collected_notes
+from zerovision.training.data.reading.images import ImageError
 from zerovision.training.data.reading.sources import UNKNOWN, Source
 from zerovision.training.data.thin_images import THINNEST_SIDES
 from zerovision.training.data.workers import end_with_parent, worker_context
@@ -113,9 +113,9 @@ class _SizeReader(Dataset):
 
     def __getitem__(self, index: int) -> Found | FileServerError:
         try:
-            digests = self._source.digests = {}
-            with collected_notes() as notes:
-                _, height, width = self._source.read(index).shape
+            self._source.digests = digests = dict[int, int]()
+            self._source.notes = notes = dict[str, str]()
+            _, height, width = self._source.read(index).shape
         except ImageError as error:
             return None, (error.path, error.reason), [], UNKNOWN
         except FileServerError as error:  # DataLoader would add its traceback

@@ -16,7 +16,7 @@ from zerovision.training.data.bad_images import check_budget
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.device import batches_on_device, images_on_device
 from zerovision.training.data.reader import Batch, read_batch
-from zerovision.training.data.reading.sources import UNKNOWN, FileSource, Source
+from zerovision.training.data.reading.sources import UNKNOWN, Source
 from zerovision.training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from zerovision.training.data.settings import DataSettings
 from zerovision.training.data.values import BYTES
@@ -121,7 +121,7 @@ def _ahead(source: Source, keys: Iterable[BatchKey]) -> Iterator[BatchKey]:
     """Yield the keys, each when the images of the next are being fetched, if they are far away."""
     first, second = itertools.tee(keys)
     for key, following in itertools.zip_longest(first, itertools.islice(second, 1, None)):
-        if following is not None and isinstance(source, FileSource):
+        if following is not None:
             source.expect(following.indices.tolist())
         yield key
 

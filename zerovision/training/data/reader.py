@@ -13,8 +13,7 @@ import torch
 from zerovision.training.base.errors import FileServerError, UserError
 from zerovision.training.data.bad_images import read_or_replace
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.reading.images import collected_notes
-from zerovision.training.data.reading.sources import UNKNOWN, FileSource
+from zerovision.training.data.reading.sources import UNKNOWN
 from zerovision.training.data.sampler import BatchKey
 from zerovision.training.world.preserved_process import preserved_generators
 
@@ -29,7 +28,7 @@ class Batch:
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
         bad_images: Path and reason of the images of this batch that could not be read; others fill their slots.
-        notes: Path and note of the images that are odd, see `image_notes`.
+        notes: Path and note of the images that are odd, see `reading.images.named`.
         epoch: Decides the rest of the augmentation.
         draw_keys: int64 [B], as in `BatchKey`: decides it too.
         leaf: As in `BatchKey`.
@@ -72,20 +71,18 @@ def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | File
 
 def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
     source, weights = dataset.source, torch.from_numpy(key.weights)
-    source.digests = {} if key.wants_digests else None
-    if isinstance(source, FileSource):
-        source.expect(key.indices.tolist())
+    source.digests, source.notes = {} if key.wants_digests else None, {}
+    source.expect(key.indices.tolist())
     draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
     bad_images: dict[str, str] = {}
     images: list[torch.Tensor] = []
-    with collected_notes() as notes:
-        for slot, index in enumerate(key.indices.tolist()):
-            read = partial(dataset.read, key.epoch, draws=draws[slot], offset=offsets[slot])
-            image, error = read_or_replace(read, index, dataset)
-            if error is not None:
-                bad_images[error.path] = error.reason
-                weights[slot] = 0
-            images.append(image)
+    for slot, index in enumerate(key.indices.tolist()):
+        read = partial(dataset.read, key.epoch, draws=draws[slot], offset=offsets[slot])
+        image, error = read_or_replace(read, index, dataset)
+        if error is not None:
+            bad_images[error.path] = error.reason
+            weights[slot] = 0
+        images.append(image)
     indices = torch.from_numpy(key.indices)
     digests = [] if source.digests is None else [source.digests.get(int(index), UNKNOWN) for index in indices]
     return Batch(
@@ -94,7 +91,7 @@ def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
         weights,
         indices,
         bad_images,
-        notes,
+        source.notes,
         epoch=key.epoch,
         draw_keys=key.draw_keys,
         leaf=key.leaf,

@@ -52,13 +52,13 @@ class DatasetEntry:
 DATASETS: dict[str, DatasetEntry] = {
     "digits": DatasetEntry(
         "digits",
-        "scikit-learn's 1,797 handwritten digits, embedded: 1,437 to train, 360 held out",
-        "zerovision.training.data.digits",
+        "1,797 handwritten digits, embedded: 1,437 to train, 360 held out",
+        "zerovision.training.data.arrays",
     ),
     "fake": DatasetEntry(
         "fake",
         "random patterns with a learnable class, made in memory: for tests and benchmarks",
-        "zerovision.training.data.fake",
+        "zerovision.training.data.arrays",
     ),
     "torchvision": DatasetEntry(
         "torchvision:NAME",
@@ -69,7 +69,7 @@ DATASETS: dict[str, DatasetEntry] = {
     "npz": DatasetEntry(
         "npz:FILE",
         "arrays x_train, y_train, x_test, y_test in a NumPy file, as Keras stores its data sets",
-        "zerovision.training.data.npz",
+        "zerovision.training.data.arrays",
         takes_name=True,
     ),
     "folder": DatasetEntry(
@@ -92,7 +92,7 @@ DATASETS: dict[str, DatasetEntry] = {
     ),
     "table": DatasetEntry(
         "LIST.csv",
-        "a table of images, also .tsv: columns path and label, if wanted also split, weight, group, x0, y0, x1, y1",
+        "a table of images, also .tsv: columns path and label, if wanted also split, weight, group",
         "zerovision.training.data.table",
         has_parts=True,
     ),

@@ -1,9 +1,9 @@
 """Decoded images in files that all processes of a machine share, added as they are first read.
 
-A cache is a folder of three files. `pixels` is only ever appended to; entry i of `index` contains the offset of image
-i, and a checksum over the entry, the name of the cache and the pixels, which is verified on every read. So a torn,
-stale or foreign entry is never taken for an image, whatever was killed when: the image is decoded again. `digests` has
-those of the images' files, int64, 0 if unknown.
+A cache is a folder of two files. `pixels` is only ever appended to; entry i of `index` contains the offset of image i,
+the digest of its file, and a checksum over the entry, the name of the cache and the pixels, which is verified on every
+read. So a torn, stale or foreign entry is never taken for an image, whatever was killed when: the image is decoded
+again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -23,10 +23,10 @@ import numpy as np
 from zerovision.training.base.control_groups import usable_memory
 from zerovision.training.data import DataOptions
 
-INDEX, PIXELS, DIGESTS = "index", "pixels", "digests"
+INDEX, PIXELS = "index", "pixels"
 RAM_SHARE = 0.25  # of the memory that this process may use, for all caches in it together
 DISK_BYTES = 50 * 10**9
-_ENTRY = struct.Struct("<QII8s")  # offset in bytes, height and width in pixels, checksum
+_ENTRY = struct.Struct("<QIIq8s")  # offset in bytes, height and width in pixels, digest of the file, checksum
 _WORD = 8
 
 
@@ -46,13 +46,13 @@ class ImageCache:
         self.folder, self.max_bytes, self.channels, self.is_full = folder, max_bytes, channels, False
         self._open()
 
-    def get(self, index: int) -> np.ndarray | None:
-        """Return the image, None if it is missing or damaged."""
+    def get(self, index: int) -> tuple[np.ndarray, int] | None:
+        """Return the image and the digest of its file, None if it is missing or damaged."""
         try:
-            entry = os.pread(self._index, _ENTRY.size, index * _ENTRY.size)
-            if len(entry) < _ENTRY.size:
+            if (entry := self._entry(index)) is None:
                 return None
-            offset, height, width, checksum = _ENTRY.unpack(entry)
+            *facts, checksum = entry
+            offset, height, width, digest = facts
             size = height * width * self.channels
             if size == 0 or offset + size > self.max_bytes:
                 return None
@@ -61,15 +61,14 @@ class ImageCache:
                 return None
         except OSError:
             return None
-        if checksum != self._checksum(index, offset, height, width, words):
+        if checksum != self._checksum(index, facts, words):
             return None
-        return words.view(np.uint8)[:size].reshape(height, width, self.channels)
+        return words.view(np.uint8)[:size].reshape(height, width, self.channels), digest
 
-    def put(self, index: int, pixels: np.ndarray) -> None:
-        """Add an image, uint8 [H, W, C], unless the cache or the disk is full."""
+    def put(self, index: int, pixels: np.ndarray, digest: int) -> None:
+        """Add an image, uint8 [H, W, C], and the digest of its file, unless the cache or the disk is full."""
         if self.is_full:
             return
-        height, width, _ = pixels.shape
         words = np.zeros(-(-pixels.size // _WORD), dtype=np.uint64)
         words.view(np.uint8)[: pixels.size] = pixels.reshape(-1)
         try:
@@ -79,38 +78,34 @@ class ImageCache:
                     self.is_full = True
                     return
                 _write_all(self._pixels, words.data.cast("B"), offset)
-            checksum = self._checksum(index, offset, height, width, words)
-            _write_all(self._index, memoryview(_ENTRY.pack(offset, height, width, checksum)), index * _ENTRY.size)
+            facts = [offset, *pixels.shape[:2], digest]
+            entry = _ENTRY.pack(*facts, self._checksum(index, facts, words))
+            _write_all(self._index, memoryview(entry), index * _ENTRY.size)
         except OSError:  # no space left, over quota: training continues without
             self.is_full = True
 
-    def digest(self, index: int) -> int:
-        """Return the digest of an image's file, 0 if it is not known."""
-        try:
-            return int.from_bytes(os.pread(self._digests, _WORD, index * _WORD), "little")
-        except OSError:
-            return 0
-
-    def put_digest(self, index: int, digest: int) -> None:
-        """Keep the digest of an image's file."""
+    def __contains__(self, index: int) -> bool:
         with suppress(OSError):
-            os.pwrite(self._digests, digest.to_bytes(_WORD, "little"), index * _WORD)
+            return bool((entry := self._entry(index)) and entry[1])
+        return False
+
+    def _entry(self, index: int) -> tuple[Any, ...] | None:
+        entry = os.pread(self._index, _ENTRY.size, index * _ENTRY.size)
+        return _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else None
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor in (self._index, self._pixels, self._digests):
+        for descriptor in (self._index, self._pixels):
             os.close(descriptor)
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._index, self._pixels, self._digests = (
-            os.open(self.folder / name, flags, 0o600) for name in (INDEX, PIXELS, DIGESTS)
-        )
+        self._index, self._pixels = (os.open(self.folder / name, flags, 0o600) for name in (INDEX, PIXELS))
 
-    def _checksum(self, index: int, offset: int, height: int, width: int, words: np.ndarray) -> bytes:
+    def _checksum(self, index: int, facts: Sequence[int], words: np.ndarray) -> bytes:
         # A sum detects a missing page or a flipped bit, at a hundredth of the cost of decoding.
-        facts = f"{self.folder.name} {index} {offset} {height} {width} {int(words.sum())}"
-        return blake2b(facts.encode(), digest_size=8).digest()
+        text = " ".join(map(str, (self.folder.name, index, *facts, int(words.sum()))))
+        return blake2b(text.encode(), digest_size=8).digest()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("folder", "max_bytes", "channels", "is_full")}
@@ -120,7 +115,7 @@ class ImageCache:
         try:
             self._open()
         except OSError:  # removed meanwhile: a worker that starts now has no cache
-            self._index = self._pixels = self._digests = -1
+            self._index = self._pixels = -1
             self.is_full = True
 
 

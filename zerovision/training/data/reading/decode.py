@@ -134,7 +134,7 @@ def _decode_jpeg(
 
 def _orientation(data: bytes, max_pixels: int) -> int:
     with suppress(Refused), opened(data, max_pixels) as image:
-        orientation = image.getexif().get(_ORIENTATION)
+        orientation: Any = image.getexif().get(_ORIENTATION)
         return orientation if orientation in range(1, 9) else 1
     return 1
 
@@ -293,5 +293,6 @@ def white_of(image: Image.Image) -> int:
 
 def _tag(image: Image.Image, number: int) -> Any:
     """Return a tag of a TIFF of 16 bits or fewer, None of any other file."""
-    is_one = isinstance(image, TiffImageFile) and image.mode.startswith("I;16")
-    return image.tag_v2.get(number) if is_one else None
+    if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
+        return image.tag_v2.get(number)
+    return None

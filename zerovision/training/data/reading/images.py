@@ -1,14 +1,12 @@
 """Image files by their names: their bytes, why one cannot be used, and notes on those that are odd.
 
-`read_file` is the only place where the bytes of image files are read. Notes are kept per thread, so several threads can
-read images at once.
+`read_file` is the only place where the bytes of image files are read.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -68,32 +66,18 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     return data
 
 
-class _Thread(threading.local):
-    """The notes of this thread's files by path; None if not collected."""
-
-    collected: dict[str, str] | None = None
-
-
-_thread = _Thread()
-
-
 @contextmanager
-def collected_notes() -> Iterator[dict[str, str]]:
-    """Collect the notes of all images that this thread decodes in the block: path to notes, in one line."""
-    before, _thread.collected = _thread.collected, {}
-    try:
-        yield _thread.collected
-    finally:
-        _thread.collected = before
+def named(path: str | os.PathLike[str], found: dict[str, str] | None = None) -> Iterator[list[str]]:
+    """Yield a list for notes on an image that is decoded in the block; raise its refusal with its name.
 
-
-@contextmanager
-def named(path: str | os.PathLike[str]) -> Iterator[list[str]]:
-    """Yield a list for notes on an image that is decoded in the block; raise its refusal with its name."""
+    Args:
+        path: Of the image.
+        found: Gets the notes by the path, in one line.
+    """
     notes: list[str] = []
     try:
         yield notes
     except Refused as refused:
         raise ImageError(path, str(refused)) from None
-    if notes and _thread.collected is not None:
-        _thread.collected[os.fspath(path)] = " ".join("; ".join(dict.fromkeys(notes)).split())[:MAX_NOTE]
+    if notes and found is not None:
+        found[os.fspath(path)] = " ".join("; ".join(dict.fromkeys(notes)).split())[:MAX_NOTE]

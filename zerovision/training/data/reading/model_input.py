@@ -32,18 +32,19 @@ class ModelInput:
         self.preprocessing, self.max_pixels = preprocessing, max_pixels
         self.decode, self._transform = decode or preprocessing.decode or "cpu", evaluation_transform(preprocessing)
 
-    def read(self, path: str, content: bytes | None = None) -> torch.Tensor:
+    def read(self, path: str, content: bytes | None = None, found: dict[str, str] | None = None) -> torch.Tensor:
         """Return the input for an image file, or a .npy file of one image: float32 [C, S, S].
 
         Args:
             path: Of the file.
             content: Of the file, if it was read before.
+            found: Gets notes, see `named`.
 
         Raises:
             ImageError: It cannot be used.
         """
         content, values = read_file(path) if content is None else content, self.preprocessing.values
-        with named(path) as notes:
+        with named(path, found) as notes:
             if values != BYTES or self.decode == NUMBERS or is_array(content):
                 return self._transform(read_numbers(content, values, self.preprocessing.channels, self.max_pixels))
             return self._of_pixels(self._decoder(content, notes=notes))

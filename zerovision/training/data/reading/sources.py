@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,13 +25,13 @@ from zerovision.training.data.reading.images import ImageError, named
 from zerovision.training.data.settings import NUMBERS
 from zerovision.training.data.values import BYTES
 
-CACHE_FORMAT = 3  # increased when the same file gives other pixels, or the files of a cache change their format
+CACHE_FORMAT = 4  # increased when the same file gives other pixels, or the files of a cache change their format
 HEADERS_READ = 64
 IMAGES_CONVERTED = 1000  # at a time
 UNKNOWN = 0  # the digest of a file that was not read
 
 
-class Source(Protocol):
+class Source:
     """Raw images by position.
 
     Attributes:
@@ -42,16 +41,18 @@ class Source(Protocol):
         in_memory: Whether reading needs no decoding.
         cache_folder: Where decoded images are kept; None if they are not.
         digests: Of the files that are read from now on, by position, see `digest_of`; None to collect none.
+        notes: On the images that are read from now on and are odd, by path; None to collect none.
         loss_weights: float32 [N], of the samples' losses in training; None if all are 1.
     """
 
     channels: int
     values: str
     labels: torch.Tensor
-    in_memory: bool
-    cache_folder: Path | None
-    digests: dict[int, int] | None
-    loss_weights: torch.Tensor | None
+    in_memory = True
+    cache_folder: Path | None = None
+    digests: dict[int, int] | None = None
+    notes: dict[str, str] | None = None
+    loss_weights: torch.Tensor | None = None
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """Return the image, or the part that `choose` takes of it: uint8 or float32 [C, h, w].
@@ -59,21 +60,21 @@ class Source(Protocol):
         Raises:
             ImageError: The image cannot be read.
         """
+        raise NotImplementedError
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """Begin to fetch images that will be read, if they are far away and not in a cache."""
 
     def name(self, index: int) -> str:
         """Return the path of the image, or its position."""
+        return f"image {index}"
 
 
-class ArraySource:
+class ArraySource(Source):
     """Images of one size in memory: uint8 [N, C, H, W], or float32 as of `to_values`.
 
     Grey ones are read as three equal channels, unless `channels` is 1.
     """
-
-    in_memory = True
-    cache_folder: Path | None = None
-    digests: dict[int, int] | None = None  # arrays have none
-    loss_weights: torch.Tensor | None = None
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
         self.images, self.labels, self.values = images, labels, values
@@ -98,16 +99,12 @@ class ArraySource:
         )
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes of it: uint8 or float32 [C, h, w]."""
+        """See `Source`."""
         image = self.images[index].expand(self.channels, -1, -1)
         if choose is None:
             return image
         top, left, height, width = choose(*image.shape[1:])
         return image[:, top : top + height, left : left + width]
-
-    def name(self, index: int) -> str:
-        """Return the position of the image."""
-        return f"image {index}"
 
 
 def grey(images: torch.Tensor) -> torch.Tensor:
@@ -119,7 +116,7 @@ def grey(images: torch.Tensor) -> torch.Tensor:
     return torch.cat([(((part * shares).sum(1, True) + 2**15) >> 16).to(torch.uint8) for part in parts])
 
 
-class FileSource:
+class FileSource(Source):
     """Encoded images: files, or in archives.
 
     Args:
@@ -132,12 +129,9 @@ class FileSource:
 
     Attributes:
         images: The argument.
-        labels: int64 [N].
-        loss_weights: float32 [N], of the samples' losses in training; None if all are 1.
     """
 
     in_memory = False
-    digests: dict[int, int] | None = None
 
     def __init__(
         self,
@@ -154,33 +148,29 @@ class FileSource:
         self.loss_weights = None if bool((weights == 1).all()) else weights
 
     def expect(self, indices: Iterable[int]) -> None:
-        """Begin to fetch images that will be read, if they are far away and not in the cache."""
+        """See `Source`."""
         cache, first = self._cache, self._first_in_cache
-        self.images.expect([index for index in indices if cache is None or not cache.digest(first + index)])
+        self.images.expect([index for index in indices if cache is None or first + index not in cache])
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes of it: uint8 [C, h, w]; raise ImageError if it is bad."""
+        """See `Source`."""
         cache, position = self._cache, self._first_in_cache + index
         cached = None if cache is None else cache.get(position)
-        if cache is not None and cached is not None:
-            self._note_digest(index, cache.digest(position))
-            pixels = crop(cached, choose)
+        if cached is not None:
+            pixels, digest = cached
+            pixels = crop(pixels, choose)
         else:
             name, content = self.name(index), self.images.content(index)
             is_kept = cache is not None and not cache.is_full
             digest = digest_of(content) if is_kept or self.digests is not None else UNKNOWN
-            self._note_digest(index, digest)
-            with named(name) as notes:
+            with named(name, self.notes) as notes:
                 pixels = self._decode(content, None if is_kept else choose, notes)  # of a JPEG no more than that part
             if cache is not None and is_kept:
-                cache.put_digest(position, digest)
-                cache.put(position, pixels)
+                cache.put(position, pixels, digest)
                 pixels = crop(pixels, choose)
-        return torch.from_numpy(pixels).permute(2, 0, 1)  # the memory keeps its order
-
-    def _note_digest(self, index: int, digest: int) -> None:
         if self.digests is not None:
             self.digests[index] = digest
+        return torch.from_numpy(pixels).permute(2, 0, 1)  # the memory keeps its order
 
     def name(self, index: int) -> str:
         """See `Images.name`."""
