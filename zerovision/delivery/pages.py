@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import math
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
+from PIL.Image import Image
 
 from zerovision.training.base import units
 
@@ -73,8 +75,17 @@ def isolate(text: str) -> str:
     return text if text.isascii() else f"\u2068{text}\u2069"
 
 
-def data_uri(content: bytes, kind: str) -> str:
-    """Return an image file of a kind, such as "png", as an address that a page contains."""
+def data_uri(image: bytes | Image, kind: str, **options: Any) -> str:
+    """Return an image as an address that a page contains: a file of a kind, such as "png", or one to be made so.
+
+    The options are Pillow's.
+    """
+    if isinstance(image, bytes):
+        content = image
+    else:
+        stream = io.BytesIO()
+        image.save(stream, kind, **options)
+        content = stream.getvalue()
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 

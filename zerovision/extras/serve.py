@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import ipaddress
 import json
 import socket
@@ -11,12 +10,13 @@ import sys
 import threading
 from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from werkzeug import Request, Response
+from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from zerovision.delivery import pages
 from zerovision.delivery.activation_map import activation_maps
@@ -28,25 +28,33 @@ from zerovision.training.base.errors import UserError, one_line
 
 PAGE = Path(__file__).with_name("serve.html")
 LARGEST_UPLOAD = 32 * 2**20  # bytes
-MOST_PASSED_OVER = 2**30  # bytes of a larger upload that are read: a browser reads no answer before it has sent all
 MOST_CONNECTIONS = 16  # each has a thread, and memory for an upload; further ones wait
-SECONDS = 30.0  # that a connection may be silent
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
-)
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
 
 
-class Server(ThreadingHTTPServer):
+class Handler(WSGIRequestHandler):
+    """One connection, of which nothing is printed."""
+
+    timeout = 30.0  # seconds that it may be silent
+    server_version, sys_version = "zerovision", ""
+
+    def log(self, type: str, message: str, *args: Any) -> None:
+        """Print nothing."""
+
+
+class Server(ThreadedWSGIServer):
     """Serves `GET /`, the page, and `POST /predict`, an image's bytes to JSON; nothing else of this machine.
 
     Attributes:
         predictor: the loaded model.
         is_local: whether this machine alone reaches it.
     """
-
-    daemon_threads = True
-    request_queue_size = 128
 
     def __init__(self, predictor: Predictor, host: str, port: int) -> None:
         """Listen.
@@ -57,26 +65,19 @@ class Server(ThreadingHTTPServer):
         self.predictor = predictor
         self.one_at_a_time = threading.Lock()
         self.free_connections = threading.Semaphore(MOST_CONNECTIONS)
-        self.given = host
+        self.typed = f"[{host}]" if ":" in host else host
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            self.address_family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
-            super().__init__(where[:2], Handler)  # type: ignore[arg-type]  # IPv6 has two numbers more
+            family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+            everywhere = where[0] == "::"  # with the addresses of IPv4
+            with socket.create_server(where[:2], family=family, dualstack_ipv6=everywhere) as listening:
+                super().__init__(str(where[0]), port, self._respond, Handler, fd=listening.fileno())
         except (OSError, OverflowError, ValueError) as error:
-            raise UserError(
-                f"cannot listen on {_bracketed(host)}:{port} ({error}): give another --host or --port."
-            ) from None
-        ip = ipaddress.ip_address(str(self.server_address[0]))
-        self.is_local = ip.is_loopback
-        own = socket.gethostname().partition(".")[0]
-        names = LOOPBACK if ip.is_loopback else (socket.gethostname(), own, f"{own}.local", self.server_name)
+            raise UserError(f"cannot listen on {self.typed}:{port} ({error}): give another --host or --port.") from None
+        ip, machine = ipaddress.ip_address(str(where[0])), socket.gethostname()
+        self.is_local, own = ip.is_loopback, machine.partition(".")[0]
+        names = LOOPBACK if ip.is_loopback else (machine, own, f"{own}.local", socket.getfqdn(str(ip)))
         self._names = {name.casefold() for name in (host, str(ip), *names, *(LOOPBACK if ip.is_unspecified else ()))}
-
-    def server_bind(self) -> None:
-        """Take `::` for all addresses, those of IPv4 included."""
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection; wait while there are `MOST_CONNECTIONS`."""
@@ -90,15 +91,10 @@ class Server(ThreadingHTTPServer):
         finally:
             self.free_connections.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that have gone."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
     @property
     def address(self) -> str:
         """Where the page is."""
-        return f"http://{_bracketed(self.given)}:{self.server_address[1]}/"
+        return f"http://{self.typed}:{self.port}/"
 
     def is_named(self, host: str) -> bool:
         """Return whether a request's Host is this server, so that no other site's page reaches it by a name of its own.
@@ -107,10 +103,23 @@ class Server(ThreadingHTTPServer):
         """
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-            if name in self._names:
-                return True
-            return not self.is_local and bool(ipaddress.ip_address(name))
+            return name in self._names or (not self.is_local and bool(ipaddress.ip_address(name)))
         return False
+
+    @Request.application
+    def _respond(self, request: Request) -> Response:
+        if not self.is_named(request.headers.get("Host", "")):
+            return _json(HTTPStatus.FORBIDDEN, {"error": "this server has another name: start it with --host NAME"})
+        match request.method, request.path:
+            case "GET", "/":
+                return Response(self.page(), headers=HEADERS, mimetype="text/html")
+            case "POST", "/predict" if 0 < (request.content_length or 0) <= LARGEST_UPLOAD:
+                found = self.answer(request.get_data())
+                return _json(HTTPStatus.UNPROCESSABLE_ENTITY if "error" in found else HTTPStatus.OK, found)
+            case "POST", "/predict":
+                reason = f"an image of up to {LARGEST_UPLOAD >> 20} MB is expected, with its Content-Length"
+                return _json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": reason})
+        return _json(HTTPStatus.NOT_FOUND, {"error": "there is only / and /predict here"})
 
     def page(self) -> bytes:
         """Return the page, with the names of the model and of its classes."""
@@ -131,78 +140,12 @@ class Server(ThreadingHTTPServer):
             return {"error": found.error}
         pairs = zip(found.labels, found.probabilities, strict=True)
         top = [{"label": label, "probability": share} for label, share in pairs]
-        return {
-            "label": found.label or NONE_OF_THESE,
-            "top": top,
-            "note": found.note,
-            "picture": found.picture and _data_url(found.picture),
-        }
+        picture = found.picture and pages.data_uri(found.picture, "png")
+        return {"label": found.label or NONE_OF_THESE, "top": top, "note": found.note, "picture": picture}
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One request."""
-
-    server: Server
-    timeout = SECONDS
-    server_version, sys_version = "zerovision", ""
-
-    def do_GET(self) -> None:
-        """Send the page."""
-        if not self._is_meant_for_this():
-            return
-        if self.path.partition("?")[0] != "/":
-            self._send_json(HTTPStatus.NOT_FOUND, {"error": "there is only / and /predict here"})
-            return
-        self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page())
-
-    def do_POST(self) -> None:
-        """Predict the image that is the request's body."""
-        if not self._is_meant_for_this():
-            return
-        length = self.headers.get("Content-Length", "")
-        if self.path != "/predict":
-            self._send_json(HTTPStatus.NOT_FOUND, {"error": "there is only / and /predict here"})
-        elif not length.isdecimal() or not 0 < int(length[:20]) <= LARGEST_UPLOAD:
-            reason = f"an image of up to {LARGEST_UPLOAD >> 20} MB is expected, with its Content-Length"
-            self._send_json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": reason})
-            self._pass_over(min(int(length[:20]), MOST_PASSED_OVER) if length.isdecimal() else MOST_PASSED_OVER)
-        else:
-            try:
-                content = self.rfile.read(int(length))
-            except TimeoutError:
-                self.close_connection = True
-                return
-            found = self.server.answer(content)
-            self._send_json(HTTPStatus.UNPROCESSABLE_ENTITY if "error" in found else HTTPStatus.OK, found)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing for each request."""
-
-    def _is_meant_for_this(self) -> bool:
-        if self.server.is_named(self.headers.get("Host", "")):
-            return True
-        self._send_json(HTTPStatus.FORBIDDEN, {"error": "this server has another name: start it with --host NAME"})
-        return False
-
-    def _pass_over(self, length: int) -> None:
-        """Read what is still sent: to close before would reset the connection, and the answer would be lost."""
-        with suppress(OSError):
-            while length > 0 and (read := len(self.rfile.read1(min(length, 2**20)))):
-                length -= read
-
-    def _send_json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
-        self._send(status, "application/json", json.dumps(value).encode())
-
-    def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
-        self.send_response(status)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Content-Security-Policy": POLICY}
-        for name, value in (headers | {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}).items():
-            self.send_header(name, value)
-        if status != HTTPStatus.OK:
-            self.send_header("Connection", "close")
-            self.close_connection = True
-        self.end_headers()
-        self.wfile.write(content)
+def _json(status: HTTPStatus, value: dict[str, Any]) -> Response:
+    return Response(json.dumps(value), status, HEADERS, mimetype="application/json")
 
 
 def make_server(settings: ServeSettings) -> Server:
@@ -237,13 +180,3 @@ def _can_explain(predictor: Predictor) -> bool:
     except (UserError, RuntimeError):  # without a map of places, or one that autograd does not reach
         return False
     return True
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _data_url(picture: Any) -> str:
-    stream = io.BytesIO()
-    picture.save(stream, format="png")
-    return pages.data_uri(stream.getvalue(), "png")

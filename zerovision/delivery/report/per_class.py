@@ -121,17 +121,14 @@ def sample_images(run: RunFiles, kind: str, most: int = MOST_IMAGES) -> list[dic
 
 def _data_uri(path: Path) -> str:
     """Return a PNG file as a data URI, as JPEG if it is large; empty if it cannot be read."""
-    kind = "png"
     try:
         content = read_file(path)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             if len(content) <= LARGEST_PNG_BYTES:
                 image.verify()
-            else:
-                small, jpeg, kind = image.convert("RGB"), io.BytesIO(), "jpeg"
-                small.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS))
-                small.save(jpeg, "JPEG", quality=JPEG_QUALITY)
-                content = jpeg.getvalue()
+                return data_uri(content, "png")
+            small = image.convert("RGB")
+            small.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS))
+            return data_uri(small, "jpeg", quality=JPEG_QUALITY)
     except (OSError, ImageError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""
-    return data_uri(content, kind)

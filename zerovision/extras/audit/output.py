@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 import time
 from collections import Counter, defaultdict
@@ -169,8 +168,7 @@ def _card(finding: Finding, fix: Fix | None, catalogue: Catalogue) -> dict[str, 
 def _data_uri(catalogue: Catalogue, number: int) -> str:
     """Return a small picture as a data URI; empty if the image cannot be read."""
     try:
-        picture, jpeg = thumbnail(catalogue.image(number), THUMBNAIL_PIXELS), io.BytesIO()
+        picture = thumbnail(catalogue.image(number), THUMBNAIL_PIXELS)
     except ImageError:
         return ""
-    picture.convert("RGB").save(jpeg, "JPEG", quality=JPEG_QUALITY)
-    return pages.data_uri(jpeg.getvalue(), "jpeg")
+    return pages.data_uri(picture.convert("RGB"), "jpeg", quality=JPEG_QUALITY)
