@@ -150,7 +150,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
         shown["rate_search"] = rate_search_chart(run.rate_search)
     most = min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)
     with _damage_named(folder / EVALUATION / SCORES):
-        shown["figures"] = run_facts.key_figures(run)
+        shown["figures"] = [*run_facts.key_figures(run)]
         if run.scores is not None:
             shown["evaluation"] = {
                 "classes": class_table(run.scores),
@@ -163,10 +163,8 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
             }
     with _damage_named(folder / METRICS):
         shown |= {"status": run_facts.find_status(run), "incidents": find_incidents(history)}
-        shown |= {
-            "time": run_facts.time_breakdown(history),
-            "memory": run_facts.memory_breakdown(history.memory_bytes_per_rank),
-        }
+        shown["memory"] = run_facts.memory_breakdown(history.memory_bytes_per_rank)
+        shown["time"] = run_facts.time_breakdown(history)
     with _damage_named(folder / ENVIRONMENT):
         shown |= {"description": run_facts.describe(run), "command": run_facts.command_of(run)}
         shown["environment"] = run_facts.environment_facts(run)

@@ -6,7 +6,7 @@ import shlex
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zerovision.delivery.intervals import Interval, interval_of, wilson
@@ -135,51 +135,44 @@ def command_of(run: RunFiles) -> str:
     return shlex.join(launch_command(config, ranks, run.environment.get("ranks_per_machine") or ranks, OF_ONE_RUN))
 
 
-def key_figures(run: RunFiles) -> list[Fact]:
-    """Return the scores of the best epoch, time, speed and memory, as far as they are known."""
-    figures, history = _scores(run), run.history
+def key_figures(run: RunFiles) -> Iterator[Fact]:
+    """Yield the scores of the best epoch, time, speed and memory, as far as they are known."""
+    yield from _scores(run)
+    history, ranks = run.history, _ranks(run)
     spans = [process.spans() for process in history.processes]
     evaluation = sum(one.get("evaluation", 0.0) for one in spans)
     if training := sum(sum(one.values()) for one in spans) - evaluation:
         remark = f"and {format_duration(evaluation)} of evaluation" if evaluation else ""
-        figures.append(Fact("training time", format_duration(training), remark))
+        yield Fact("training time", format_duration(training), remark)
     if speed := _images_per_second(history):
-        figures.append(Fact("images per second", number(speed, 3), f"on {_ranks(run)}" if _ranks(run) else ""))
+        yield Fact("images per second", number(speed, 3), f"on {ranks}" if ranks else "")
     if peaks := history.memory_bytes_per_rank:
         remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
-        figures.append(Fact("peak memory", format_bytes(max(peaks)), remark))
-    if history.pipeline:
-        figures.append(_pipeline(history.pipeline))
-    if history.rounds:
-        figures.append(_islands([*history.rounds.values()]))
+        yield Fact("peak memory", format_bytes(max(peaks)), remark)
+    if line := history.pipeline:
+        yield _pipeline(line)
+    if rounds := [*history.rounds.values()]:
+        numbers = Counter(line["islands"] for line in rounds)
+        value = ", ".join(f"{islands} in {plural(count, 'round')}" for islands, count in sorted(numbers.items())[::-1])
+        sent = format_bytes(sum(line["sent_bytes"] for line in rounds))
+        yield Fact("islands", clip(value, LONGEST_REASON), f"rank 0 sent {sent} in outer steps")
     if search := run.batch_search:
-        figures.append(
-            Fact("batch size found", str(search.get("batch_size", "?")), clip(str(search.get("how", "")), 300))
-        )
+        how = clip(str(search.get("how", "")), LONGEST_REASON)
+        yield Fact("batch size found", str(search.get("batch_size", "?")), how)
     if total := run.parameters:
         value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
-        figures.append(Fact("weights", value, "numbers in model.safetensors"))
-    return figures
+        yield Fact("weights", value, "numbers in model.safetensors")
 
 
 def _pipeline(line: Mapping[str, Any]) -> Fact:
     """Return how well the stages, or an ensemble's members, are balanced, and how long a rank waits."""
-    shares = ", ".join(percent(share, 0) for share in line["stage_shares"])
-    waited = percent(line["wait_share"], 0)
+    shares, waited = ", ".join(percent(share, 0) for share in line["stage_shares"]), percent(line["wait_share"], 0)
     if "members" in line:
         members = clip(" | ".join(map(str, line["members"])), LONGEST_REASON)
         return Fact("ranks with members wait", waited, f"of a step; they have the members {members}, and take {shares}")
     cuts = clip(", ".join(map(str, line.get("cuts", ()))), LONGEST_REASON)
     remark = f"of a step, as the schedule has it; stages begin at the input, {cuts}, and take {shares}"
     return Fact("a pipeline's ranks wait", waited, remark)
-
-
-def _islands(rounds: Sequence[Mapping[str, Any]]) -> Fact:
-    """Return how many islands took part in how many rounds, and what rank 0 sent in these."""
-    numbers = Counter(line["islands"] for line in rounds)
-    value = ", ".join(f"{islands} in {plural(count, 'round')}" for islands, count in sorted(numbers.items())[::-1])
-    sent = format_bytes(sum(line["sent_bytes"] for line in rounds))
-    return Fact("islands", clip(value, LONGEST_REASON), f"rank 0 sent {sent} in outer steps")
 
 
 def time_breakdown(history: History) -> Breakdown | None:
@@ -253,67 +246,41 @@ def differences(runs: Sequence[Sequence[Fact]]) -> list[tuple[str, list[str]]]:
     return [(name, row) for name, row in values if len(set(row)) > 1]
 
 
-def _scores(run: RunFiles) -> list[Fact]:
-    scores, best = run.scores, run.history.best_epoch
-    if scores is not None:
-        correct = round(scores["top1"] * scores["samples"])
-        images, epoch = f"{count(correct)} of {plural(scores['samples'], 'image')}", scores.get("epoch", "?")
-        images = f"{_interval(scores, 'top1')}; {images}"
+def _scores(run: RunFiles) -> Iterator[Fact]:
+    """Yield the scores of the best epoch, that of the log only without its evaluation."""
+    scores, test, best, found = run.scores, run.test_scores, run.history.best_epoch, run.calibration
+    if scores:
+        correct, epoch = round(scores["top1"] * scores["samples"]), scores.get("epoch", "?")
+        images = f"{_interval(scores, 'top1')}; {count(correct)} of {plural(scores['samples'], 'image')}"
         top1, top5, loss = (scores[name] for name in ("top1", "top5", "loss"))
-    elif best is not None:
+    elif best:
         images, epoch = plural(int(best.get("val_samples", 0)), "image"), best["epoch"]
         top1, top5, loss = (best[name] for name in ("val_top1", "val_top5", "val_loss"))
     else:
-        return []
-    facts = [
-        Fact("top-1 accuracy", percent(top1, 2), f"{images}, epoch {epoch} of {run.config.get('epochs', '?')}"),
-        Fact("top-5 accuracy", percent(top5, 2), _interval(scores, "top5")),
-        Fact("validation loss", number(loss), "; ".join(filter(None, (_interval(scores, "loss"), "nats")))),
-        Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins") if scores else None,
-        _calibration(run),
-        _chosen_score(run),
-        _lowest_recall(scores),
-        _test_scores(run),
-    ]
-    return [fact for fact in facts if fact is not None]
-
-
-def _calibration(run: RunFiles) -> Fact | None:
-    found = run.calibration
-    if found is None:
-        return None
-    facts = found.facts
-    value = f"{percent(facts['ece_before'], 2)} → {percent(facts['ece'], 2)}"
-    accuracy = "" if facts["accuracy"] is None else f", {percent(facts['accuracy'], 2)} of the others right"
-    kept = f"below {number(found.threshold)} none of these: {percent(1 - facts['coverage'], 2)} rejected{accuracy}"
-    where = f"temperature {number(found.temperature)}; {kept}; on {plural(facts['samples'], 'image')}, {facts['split']}"
-    return Fact("calibration error, calibrated", value, where)
-
-
-def _test_scores(run: RunFiles) -> Fact | None:
-    if run.test_scores is None:
-        return None
-    judged = f"{plural(run.test_scores['samples'], 'image')}, judged once, epoch {run.test_scores.get('epoch', '?')}"
-    remark = f"{_interval(run.test_scores, 'top1')}; {judged}"
-    return Fact("test top-1 accuracy", percent(run.test_scores["top1"], 2), remark)
-
-
-def _chosen_score(run: RunFiles) -> Fact | None:
-    """Return the score that the best epoch was chosen by, unless it stands there anyway."""
-    name, best = run.config.get("best_by", "top1"), run.history.best_epoch
-    if best is None or name in IN_EVERY_LINE:
-        return None
-    return Fact(SCORE_NAMES.get(name, name), percent(score_in(best)[1], 2), _interval(run.scores, name))
-
-
-def _lowest_recall(scores: Mapping[str, Any] | None) -> Fact | None:
-    classes = [one for one in scores["classes"] if one["support"]] if scores else []
-    if not classes:
-        return None
-    lowest = min(classes, key=lambda one: one["recall"])
-    interval = wilson(round(lowest["recall"] * lowest["support"]), lowest["support"])
-    remark = f"{_brackets(interval)}; class {clip(str(lowest['name']), 40)}, {plural(lowest['support'], 'image')}"
-    return Fact("lowest recall", percent(lowest["recall"], 2), remark)
+        return
+    yield Fact("top-1 accuracy", percent(top1, 2), f"{images}, epoch {epoch} of {run.config.get('epochs', '?')}")
+    yield Fact("top-5 accuracy", percent(top5, 2), _interval(scores, "top5"))
+    yield Fact("validation loss", number(loss), "; ".join(filter(None, (_interval(scores, "loss"), "nats"))))
+    if scores:
+        yield Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins")
+    if found:
+        facts = found.facts
+        value = f"{percent(facts['ece_before'], 2)} → {percent(facts['ece'], 2)}"
+        accuracy = "" if facts["accuracy"] is None else f", {percent(facts['accuracy'], 2)} of the others right"
+        kept = f"below {number(found.threshold)} none of these: {percent(1 - facts['coverage'], 2)} rejected{accuracy}"
+        on = f"on {plural(facts['samples'], 'image')}, {facts['split']}"
+        yield Fact("calibration error, calibrated", value, f"temperature {number(found.temperature)}; {kept}; {on}")
+    name = run.config.get("best_by", "top1")
+    if best and name not in IN_EVERY_LINE:  # by which the best epoch was chosen
+        yield Fact(SCORE_NAMES.get(name, name), percent(score_in(best)[1], 2), _interval(scores, name))
+    if classes := [one for one in scores["classes"] if one["support"]] if scores else []:
+        lowest = min(classes, key=lambda one: one["recall"])
+        interval = wilson(round(lowest["recall"] * lowest["support"]), lowest["support"])
+        remark = f"{_brackets(interval)}; class {clip(str(lowest['name']), 40)}, {plural(lowest['support'], 'image')}"
+        yield Fact("lowest recall", percent(lowest["recall"], 2), remark)
+    if test:
+        judged = f"{plural(test['samples'], 'image')}, judged once, epoch {test.get('epoch', '?')}"
+        yield Fact("test top-1 accuracy", percent(test["top1"], 2), f"{_interval(test, 'top1')}; {judged}")
 
 
 def _interval(scores: Mapping[str, Any] | None, name: str) -> str:

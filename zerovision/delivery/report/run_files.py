@@ -282,10 +282,18 @@ def read_run(folder: Path) -> RunFiles:
     Raises:
         UserError: if a file is damaged.
     """
-    config = _read_if_there(folder / CONFIG) or {}
-    environment = _read_if_there(folder / ENVIRONMENT)
-    scores = _read_if_there(folder / EVALUATION / SCORES)
-    metrics = folder / METRICS
+    config, environment, scores, test, rates, batch = (
+        read_json(folder / name) if (folder / name).exists() else None
+        for name in (
+            CONFIG,
+            ENVIRONMENT,
+            f"{EVALUATION}/{SCORES}",
+            f"{TEST_EVALUATION}/{SCORES}",
+            LEARNING_RATE,
+            BATCH_SIZE,
+        )
+    )
+    metrics, parameters = folder / METRICS, _count_parameters(folder / WEIGHTS)
     history = read_history(metrics) if metrics.is_file() else History()
     notes = []
     if environment is None:
@@ -297,12 +305,9 @@ def read_run(folder: Path) -> RunFiles:
             "evaluation/scores.json is missing: there are no scores of single classes. "
             "scripts/evaluate.py writes such files from the weights."
         )
-    rate_search, parameters = _read_if_there(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
-    search = _read_if_there(folder / BATCH_SIZE)
-    test = _read_if_there(folder / TEST_EVALUATION / SCORES)
     calibration = read_calibration(folder / WEIGHTS) if parameters is not None else None
-    found = (rate_search, parameters, notes, search, test, calibration)
-    return RunFiles(folder, config, environment or {}, history, scores, *found)
+    found = (rates, parameters, notes, batch, test, calibration)
+    return RunFiles(folder, config or {}, environment or {}, history, scores, *found)
 
 
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
@@ -312,10 +317,6 @@ def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]
     if not all(isinstance(factor, int) and factor > 0 for factor in (*factors, *shared_by)):
         return None
     return math.prod(factors) // math.prod(shared_by)
-
-
-def _read_if_there(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.exists() else None
 
 
 def _count_parameters(path: Path) -> int | None:
