@@ -15,7 +15,7 @@ import pytest
 
 from zerovision.extras import sweep as sweeps
 from zerovision.extras.settings import SweepSettings
-from zerovision.extras.sweep import Sweep, prepare
+from zerovision.extras.sweep import prepare
 from zerovision.extras.sweep_table import best_trial, rows_of, write_table
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import REPO_ROOT
@@ -59,8 +59,9 @@ def actor(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def made(folder: Path, *varied: str, name: str = "rates", **values) -> Sweep:
-    return Sweep(name, (*WORDS, f"--log-dir={folder}"), varied, **values)
+def made(folder: Path, *varied: str, name: str = "rates", **values) -> SweepSettings:
+    words = values.pop("words", (*WORDS, f"--log-dir={folder}"))
+    return SweepSettings(name=name, words=words, vary=varied, **values)
 
 
 def best_of(running: sweeps.RunningSweep) -> str:
@@ -76,14 +77,14 @@ def acted(running: sweeps.RunningSweep, scores: list[list[float]], states: list[
     for trial, top1, state in zip(running.trials, scores, states, strict=True):
         lines = [{"kind": "epoch", "epoch": n, "best_by": "top1", "score": one} for n, one in enumerate(top1, 1)]
         trial.folder.mkdir(parents=True)
-        (trial.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (trial.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         trial.epochs, trial.score = sweeps._progress(trial.folder)
         trial.state = state
     return running
 
 
 def values_of(*varied: str, **values) -> list[dict[str, str]]:
-    return list(sweeps._combinations(Sweep("x", WORDS, varied, **values)))
+    return list(sweeps._combinations(made(Path(), *varied, words=WORDS, **values)))
 
 
 def test_a_grid_is_all_combinations():
@@ -172,8 +173,8 @@ def test_each_line_of_a_trial_that_trains_is_parsed_once(tmp_path, monkeypatch):
     """Step lines name their epoch, too: of a long run there are a million."""
     parsed, loads = [], json.loads
     monkeypatch.setattr(sweeps.json, "loads", lambda line: (parsed.append(line), loads(line))[1])
-    count = sweeps._EpochCount(tmp_path / "metrics.jsonl")
-    assert count.look() == 0
+    count = sweeps.EpochLines(tmp_path)
+    assert count.look() == []
     with (tmp_path / "metrics.jsonl").open("w", buffering=1) as lines:
         for epoch in (1, 2, 3):
             for step in range(100):
@@ -182,7 +183,7 @@ def test_each_line_of_a_trial_that_trains_is_parsed_once(tmp_path, monkeypatch):
             for written, expected in ((line[:-5], epoch - 1), (line[-5:], epoch - 1), ("\n", epoch)):
                 lines.write(written)
                 lines.flush()
-                assert [count.look() for _ in range(5)] == [expected] * 5
+                assert [len(count.look()) for _ in range(5)] == [expected] * 5
     assert len(parsed) == 303
 
 
@@ -190,7 +191,7 @@ def test_a_mistake_leaves_no_file(tmp_path):
     """Others, and their lines, are in tests/references/errors.txt."""
     for varied, words in (("learning-rate=fast", "--learning-rate"), ("seed=" + "0," * 1001, "more than 1000 combin")):
         with pytest.raises(UserError, match=words):
-            prepare(Sweep("rates", (*WORDS, f"--log-dir={tmp_path}"), (varied,)))
+            prepare(made(tmp_path, varied))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,7 +202,7 @@ def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_p
     (tmp_path / "runs" / "other-1").mkdir(parents=True)
     (tmp_path / "runs" / "other-1" / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="a run 'other-1' is there already"):
-        prepare(Sweep("other", (*WORDS, f"--log-dir={tmp_path}"), ("seed=0,1",)))
+        prepare(made(tmp_path, "seed=0,1", name="other"))
 
 
 def test_a_mistake_leaves_the_name_free(tmp_path):
@@ -238,7 +239,7 @@ def test_seeds_are_a_mean_and_a_deviation(tmp_path):
 
 
 def test_folds_are_a_mean_and_a_deviation(tmp_path):
-    running = prepare(Sweep("cross", (*WORDS, f"--log-dir={tmp_path}", "--folds=2"), ("fold=1,2",)))
+    running = prepare(made(tmp_path, "fold=1,2", name="cross", words=(*WORDS, f"--log-dir={tmp_path}", "--folds=2")))
     acted(running, [[0.9], [0.8]], ["finished"] * 2)
     assert [(row.values, row.score("top1")) for row in rows_of(running)] == [({}, "85.00 ± 7.07")]
 
@@ -310,7 +311,7 @@ def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor
     path = actor / "hostfile"
     path.write_text("node-1 slots=5\nnode-2 slots=2\n")
     words = ("basic_cnn", "ddp", "2", *WORDS[3:], f"--log-dir={actor}")
-    asked = Sweep("rates", words, ("learning-rate=0.01,0.02,0.03,0.04",))
+    asked = made(actor, "learning-rate=0.01,0.02,0.03,0.04", words=words)
     assert [(place.host, place.variables["CUDA_VISIBLE_DEVICES"]) for place in sweeps._places_on(2, path)] == [
         ("node-1", "0,1"),
         ("node-1", "2,3"),
@@ -331,7 +332,7 @@ def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor
 def test_the_best_trial_is_the_run_that_its_command_trains(tmp_path):
     """A trial that was stopped at two rungs has the bytes of one that was not."""
     words = ("basic_cnn", "ddp", "2", "32", "3", f"--log-dir={tmp_path}", "--report=false", "--tensorboard=false")
-    running = prepare(Sweep("rates", words, ("learning-rate=0.001,0.01",), halving=2))
+    running = prepare(made(tmp_path, "learning-rate=0.001,0.01", words=words, halving=2))
     assert running.rungs() == [2, 3]
     list(running.run(1))
     (best,) = (trial for trial in running.trials if trial.values["learning-rate"] == best_of(running))

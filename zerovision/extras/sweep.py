@@ -7,7 +7,6 @@ itself: successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) with 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -18,13 +17,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from zerovision.extras.settings import SweepSettings
 from zerovision.launch.arguments import check_training, read_arguments, with_flags
 from zerovision.launch.hosts import read_hostfile
 from zerovision.launch.rendezvous import NO_NODES_CODE
@@ -49,29 +49,9 @@ _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?")
 LINE = "sweep.json"
+OF_LINE = ("name", "words", "vary", "trials", "halving", "seed")  # what makes it the same sweep
+KEPT = ("epochs", "score", "state", "seconds")  # of a trial, from one start to the next
 FAILED = "exit code"  # how the state of a trial that failed begins
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What is tried.
-
-    Attributes:
-        name: of the sweep; a trial's run is named after it.
-        words: of scripts/launch_distributed.sh, with the flags that all trials have.
-        varied: FLAG=VALUE,VALUE or FLAG=LOW..HIGH or FLAG=LOW..HIGH:log, as given; values that hold commas have |
-            between them.
-        trials: how many are drawn; 0 for all combinations of the values.
-        halving: the share 1 / `halving` of the trials goes on at each rung; 0 if all train to the end.
-        seed: of the draws.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    varied: tuple[str, ...]
-    trials: int = 0
-    halving: int = 0
-    seed: int = 0
 
 
 @dataclass
@@ -130,7 +110,7 @@ class RunningSweep:
         ranks: of each trial.
     """
 
-    sweep: Sweep
+    sweep: SweepSettings
     trials: list[SweepTrial]
     folder: Path
     epochs: int
@@ -242,9 +222,9 @@ class RunningSweep:
             return 0
         with output.open("ab") as log:
             process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
-        is_asked, epochs = False, _EpochCount(trial.folder / METRICS)
+        is_asked, epochs = False, EpochLines(trial.folder)
         while process.poll() is None:
-            if not is_asked and (self._is_stopped or (until < self.epochs and epochs.look() >= until)):
+            if not is_asked and (self._is_stopped or (until < self.epochs and len(epochs.look()) >= until)):
                 process.send_signal(signal.SIGTERM)  # the step after the epoch's last is kept too
                 is_asked = True
             time.sleep(POLL_SECONDS)
@@ -261,7 +241,7 @@ class RunningSweep:
         return process.returncode
 
 
-def prepare(sweep: Sweep) -> RunningSweep:
+def prepare(sweep: SweepSettings) -> RunningSweep:
     """Check a sweep's line and those of all its trials, and find what an earlier start of it has come to.
 
     Raises:
@@ -290,14 +270,13 @@ def prepare(sweep: Sweep) -> RunningSweep:
         if sweep.halving and own.epochs != config.epochs:
             raise UserError("--vary epochs=... with --halving: the rungs are epochs of one number: leave one out.")
         trials.append(trial)
-    line = json.loads(json.dumps(dataclasses.asdict(sweep)))
     try:
         if not (folder / LINE).exists():
             if taken := next((trial for trial in trials if (trial.folder / METRICS).exists()), None):
                 raise UserError(
                     f"sweep {sweep.name}: a run {shown(taken.run_name)} is there already: give another name."
                 )
-        elif json.loads((folder / LINE).read_text()) != line:
+        elif json.loads((folder / LINE).read_text()) != _line_of(sweep):
             raise UserError(
                 f"sweep {sweep.name} was begun with another line ({shown_path(folder / LINE)}): give that, or another "
                 "name."
@@ -305,71 +284,71 @@ def prepare(sweep: Sweep) -> RunningSweep:
         for trial in trials:
             if (state := _state_file(folder, trial)).exists():
                 saved = json.loads(state.read_text())
-                trial.epochs, trial.score, trial.seconds = saved["epochs"], saved["score"], saved["seconds"]
-                trial.state = saved["state"]
+                vars(trial).update({name: saved[name] for name in KEPT})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(sweep, folder, error) from None
     return RunningSweep(sweep, trials, folder, config.epochs, config.best_by, arguments.ranks_per_node)
 
 
-def _keep_line(folder: Path, sweep: Sweep) -> None:
+def _line_of(sweep: SweepSettings) -> dict[str, Any]:
+    """Return what makes it this sweep, as JSON has it."""
+    return json.loads(json.dumps({name: getattr(sweep, name) for name in OF_LINE}))
+
+
+def _keep_line(folder: Path, sweep: SweepSettings) -> None:
     """Let the sweep's name stand for this line from now on; done last, so that a mistake leaves the name free."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / LINE).exists():
             with replacing(folder / LINE) as temporary:
-                write_json(temporary, dataclasses.asdict(sweep))
+                write_json(temporary, _line_of(sweep))
     except OSError as error:
         raise _unusable(sweep, folder, error) from None
 
 
-def _unusable(sweep: Sweep, folder: Path, error: Exception) -> UserError:
+def _unusable(sweep: SweepSettings, folder: Path, error: Exception) -> UserError:
     return UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).")
 
 
-def _combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
+def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
     """Yield the values of each trial by flag."""
     varied: dict[str, Any] = {}
-    for text in sweep.varied:
+    for text in sweep.vary or ():
         found = _VARIED.fullmatch(text)
         if not found or found[1] in varied:
             raise UserError(f"--vary {shown(text)}: expected FLAG=VALUE,VALUE or FLAG=LOW..HIGH[:log], each flag once.")
         varied[found[1]] = _values(found[1], found[2])
     if not varied:
         raise UserError("--vary is needed, such as --vary learning-rate=0.001,0.003,0.01.")
-    ranges = [flag for flag, values in varied.items() if isinstance(values, tuple)]
     if not sweep.trials:
-        if ranges:
+        if ranges := [flag for flag, values in varied.items() if callable(values)]:
             raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, how many to draw.")
         grid = list(itertools.islice(itertools.product(*varied.values()), MOST_TRIALS + 1))
         if len(grid) > MOST_TRIALS:
             raise UserError(f"more than {MOST_TRIALS} combinations: give --trials, how many to draw.")
         yield from (dict(zip(varied, values, strict=True)) for values in grid)
-        return
     draws = random.Random(sweep.seed)
     for _ in range(sweep.trials):
-        yield {flag: _draw(draws, values) for flag, values in varied.items()}
+        yield {flag: values(draws) if callable(values) else draws.choice(values) for flag, values in varied.items()}
 
 
-def _values(flag: str, text: str) -> list[str] | tuple[float, float, bool, bool]:
-    """Return the values of a list; of a range its ends, whether it is logarithmic, and whether of whole numbers."""
+def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
+    """Return the values of a list; of a range what draws one."""
     found = _RANGE.fullmatch(text)
     if not found:
         return text.split("|" if "|" in text else ",")
-    low, high = float(found[1]), float(found[2])
-    if not low < high or (found[3] and low <= 0) or math.isinf(high - low):
+    low, high, is_log = float(found[1]), float(found[2]), found[3]
+    if not low < high or (is_log and low <= 0) or math.isinf(high - low):
         raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH, two numbers, above 0 with :log.")
-    return low, high, bool(found[3]), all(end.lstrip("-").isdecimal() for end in (found[1], found[2]))
+    is_whole = all(end.lstrip("-").isdecimal() for end in (found[1], found[2]))
 
+    def draw(draws: random.Random) -> str:
+        if is_whole and not is_log:
+            return str(draws.randint(int(low), int(high)))
+        value = math.exp(draws.uniform(math.log(low), math.log(high))) if is_log else draws.uniform(low, high)
+        return str(round(value)) if is_whole else f"{value:.{PLACES}g}"
 
-def _draw(draws: random.Random, values: list[str] | tuple[float, float, bool, bool]) -> str:
-    if isinstance(values, list):
-        return draws.choice(values)
-    low, high, is_log, is_whole = values
-    if is_whole and not is_log:
-        return str(draws.randint(int(low), int(high)))
-    value = math.exp(draws.uniform(math.log(low), math.log(high))) if is_log else draws.uniform(low, high)
-    return str(round(value)) if is_whole else f"{value:.{PLACES}g}"
+    return draw
 
 
 def _places(ranks: int, jobs: int) -> list[Place]:
@@ -408,34 +387,28 @@ def _on_gpus(gpus: Sequence[int | str], host: str = "") -> Place:
     return Place({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}, host)
 
 
-def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]:
-    """Return how many epochs a run has trained and evaluated, up to one of them, and the score of the best."""
-    try:
-        lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"epoch"' in line]
-    except (OSError, ValueError):  # not there yet, or being written
-        return 0, None
-    epochs = [line for line in lines if line.get("kind") == "epoch" and line["epoch"] <= until]
-    best = best_epoch(epochs)
-    return max((line["epoch"] for line in epochs), default=0), score_in(best)[1] if best else None
+class EpochLines:
+    """The epochs that a run has trained and evaluated: reads each line of its metrics.jsonl once."""
 
+    def __init__(self, run: Path) -> None:
+        self._file, self._read_bytes, self._lines = run / METRICS, 0, list[dict[str, Any]]()
 
-class _EpochCount:
-    """Counts the epochs of a run that trains: reads each line of its metrics.jsonl once."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._read_bytes, self._epochs = file, 0, 0
-
-    def look(self) -> int:
-        """Return how many epochs have been trained and evaluated so far."""
-        with contextlib.suppress(OSError), self._file.open("rb") as lines:  # not there yet
+    def look(self) -> list[dict[str, Any]]:
+        """Return the lines of all epochs so far."""
+        with contextlib.suppress(OSError, ValueError), self._file.open("rb") as lines:  # not there yet, or damaged
             lines.seek(self._read_bytes)
-            for line in lines:
-                if not line.endswith(b"\n"):  # being written
-                    break
+            for line in itertools.takewhile(lambda line: line.endswith(b"\n"), lines):  # else it is being written
                 self._read_bytes += len(line)
                 if b'"epoch"' in line and (point := json.loads(line)).get("kind") == "epoch":
-                    self._epochs = max(self._epochs, point["epoch"])
-        return self._epochs
+                    self._lines.append(point)
+        return self._lines
+
+
+def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]:
+    """Return how many epochs a run has trained and evaluated, up to one of them, and the score of the best."""
+    epochs = [line for line in EpochLines(folder).look() if line["epoch"] <= until]
+    best = best_epoch(epochs)
+    return max((line["epoch"] for line in epochs), default=0), score_in(best)[1] if best else None
 
 
 def _last_error(output: Path) -> str:
@@ -449,6 +422,5 @@ def _state_file(folder: Path, trial: SweepTrial) -> Path:
 
 
 def _save(folder: Path, trial: SweepTrial) -> None:
-    kept = ("values", "run_name", "epochs", "score", "state", "seconds")
     with replacing(_state_file(folder, trial)) as temporary:
-        write_json(temporary, {name: getattr(trial, name) for name in kept})
+        write_json(temporary, {name: getattr(trial, name) for name in ("values", "run_name", *KEPT)})

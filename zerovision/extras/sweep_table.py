@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerovision.extras.settings import SweepSettings
-from zerovision.extras.sweep import FAILED, SCRIPT, RunningSweep, Sweep, SweepTrial, prepare
+from zerovision.extras.sweep import FAILED, SCRIPT, RunningSweep, SweepTrial, prepare
 from zerovision.launch.arguments import with_flags
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.points import merit, show_score
@@ -89,8 +89,7 @@ def write_table(running: RunningSweep) -> Path:
 
 def run(given: SweepSettings) -> int:
     """Train the trials, print each as it comes to a rung, and print and write the table."""
-    asked = Sweep(given.name, given.words, tuple(given.vary or ()), given.trials, given.halving, given.seed)
-    running, received = prepare(asked), []
+    running, received = prepare(given), []
 
     def stop(number: int, _frame: object) -> None:
         received.append(number)
@@ -106,7 +105,7 @@ def run(given: SweepSettings) -> int:
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
     rows = rows_of(running)
     best = best_trial(rows)
-    command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, asked.words, best.flags)]) if best else ""
+    command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, given.words, best.flags)]) if best else ""
     table = write_table(running)
     for row in rows:
         print(
