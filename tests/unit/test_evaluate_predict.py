@@ -22,8 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.kit import ROUNDING, assert_same_but_rounding
 from zerovision.commands import run_command
-from zerovision.delivery.predict import Prediction, load_predictor
-from zerovision.delivery.prediction_output import FORMATS, write_predictions
+from zerovision.delivery.predict import FORMATS, Prediction, load_predictor, write_predictions
 from zerovision.delivery.settings import PredictSettings
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.extras.serve import make_server

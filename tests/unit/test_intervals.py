@@ -16,8 +16,7 @@ from scipy.special import xlogy
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score
 
 from zerovision.delivery.intervals import interval_of, of_classes, of_difference, wilson
-from zerovision.delivery.report.comparison import compare, mcnemar
-from zerovision.delivery.report.page import write_report
+from zerovision.delivery.report.page import compare, mcnemar, write_report
 from zerovision.delivery.report.run_facts import key_figures
 from zerovision.delivery.report.run_files import read_run
 from zerovision.training.base.errors import UserError

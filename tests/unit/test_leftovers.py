@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zerovision.launch.launch_folder import make_temporary_folder, remove_abandoned
-from zerovision.launch.process_tree import MARK
+from zerovision.launch.process_tree import MARK, make_temporary_folder, remove_abandoned
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.atomic_write import (
     SECONDS_OF_OTHERS,
@@ -209,8 +208,8 @@ def test_other_files_stay(tmp_path: Path):
 
 
 def test_the_folder_of_a_launch_stays_while_its_maker_or_a_process_of_it_lives(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("zerovision.launch.launch_folder.socket_place", lambda subfolder: str(tmp_path))
-    code = "import sys, signal; from zerovision.launch.launch_folder import make_temporary_folder as make; "
+    monkeypatch.setattr("zerovision.launch.process_tree.socket_place", lambda subfolder: str(tmp_path))
+    code = "import sys, signal; from zerovision.launch.process_tree import make_temporary_folder as make; "
     code += "print(make('of-another').path, flush=True); signal.pause()"
     maker = subprocess.Popen([sys.executable, "-c", code], cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
     member = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "of-another"})
@@ -233,7 +232,7 @@ WORKERS = """
 import os, shutil, sys, tempfile
 from multiprocessing.connection import Listener
 from multiprocessing.util import get_temp_dir
-from zerovision.launch.launch_folder import make_temporary_folder, private_variables
+from zerovision.launch.process_tree import make_temporary_folder, private_variables
 from zerovision.training.data import workers
 workers._PRELOADED_MODULES = []  # which take seconds
 if __name__ == "__main__":

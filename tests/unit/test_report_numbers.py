@@ -10,13 +10,13 @@ import pytest
 from made_runs import RESTARTED, START, end, epoch, event, make_run, step
 
 from zerovision.delivery.report.charts import Frame, Line, draw, thin
-from zerovision.delivery.report.incidents import find_incidents
 from zerovision.delivery.report.per_class import class_table, confusion, sample_images
 from zerovision.delivery.report.run_facts import (
     SILENT_SECONDS,
     command_of,
     differences,
     environment_facts,
+    find_incidents,
     find_status,
     key_figures,
     memory_breakdown,

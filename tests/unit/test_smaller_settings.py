@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from zerovision.launch import node_run
-from zerovision.launch.launch_folder import HeartbeatFolder
 from zerovision.launch.node_launcher import NodeLauncher
 from zerovision.launch.node_run import Ending
-from zerovision.launch.process_tree import Launch
+from zerovision.launch.process_tree import HeartbeatFolder, Launch
 from zerovision.launch.rank_monitor import Death
 from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from zerovision.training.base.control_groups import oom_kills

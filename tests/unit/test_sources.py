@@ -17,8 +17,7 @@ from PIL import Image
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.made_data import KINDS, SPLIT, make_photos, write_csv
 from zerovision.delivery.evaluate import evaluate
-from zerovision.delivery.predict import Prediction
-from zerovision.delivery.prediction_output import write_predictions
+from zerovision.delivery.predict import Prediction, write_predictions
 from zerovision.models.build import build_model
 from zerovision.planning.data_check import check_data
 from zerovision.training.base.errors import UserError

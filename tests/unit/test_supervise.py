@@ -22,11 +22,11 @@ from torch.utils.file_baton import FileBaton
 from tests.kit import wait_until
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
 from zerovision.launch import node_run
-from zerovision.launch.launch_folder import HeartbeatFolder
 from zerovision.launch.node_launcher import NodeLauncher
 from zerovision.launch.node_run import FINAL_CODES, NodeRun
 from zerovision.launch.process_tree import (
     MARK,
+    HeartbeatFolder,
     Launch,
     code_of_zombie,
     is_alive,

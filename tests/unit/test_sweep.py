@@ -15,8 +15,7 @@ import pytest
 
 from zerovision.extras import sweep as sweeps
 from zerovision.extras.settings import SweepSettings
-from zerovision.extras.sweep import prepare
-from zerovision.extras.sweep_table import best_trial, rows_of, write_table
+from zerovision.extras.sweep import best_trial, prepare, rows_of, write_table
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import REPO_ROOT
 

@@ -45,12 +45,12 @@ COMMANDS = {
     "export": Command(f"{USE}.settings:ExportSettings.read", f"{USE}.export.export_model:run"),
     "pack": Command(f"{USE}.settings:PackSettings.read", f"{USE}.pack:run"),
     "plan": Command("zerovision.planning.flags:read", "zerovision.planning.plan_command:plan"),
-    "predict": Command(f"{USE}.settings:PredictSettings.read", f"{USE}.prediction_output:run", writes_product=True),
+    "predict": Command(f"{USE}.settings:PredictSettings.read", f"{USE}.predict:run", writes_product=True),
     "publish": Command(f"{USE}.settings:PublishSettings.read", f"{USE}.publish:run"),
     "replay": Command(f"{BESIDE}.settings:ReplaySettings.read", f"{BESIDE}.replay:run"),
     "report": Command(f"{USE}.settings:ReportSettings.read", f"{USE}.report.page:run"),
     "serve": Command(f"{BESIDE}.settings:ServeSettings.read", f"{BESIDE}.serve:run"),
-    "sweep": Command(f"{BESIDE}.settings:SweepSettings.read", f"{BESIDE}.sweep_table:run"),
+    "sweep": Command(f"{BESIDE}.settings:SweepSettings.read", f"{BESIDE}.sweep:run"),
 }
 
 

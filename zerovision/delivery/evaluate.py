@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from zerovision.delivery.activation_map import explainer
-from zerovision.delivery.calibration import PLAIN, Views, read_calibration
+from zerovision.delivery.calibration import Views, read_calibration
 from zerovision.delivery.evaluation_data import EvaluationData, load_evaluation_data, run_data
 from zerovision.delivery.evaluation_files import write_evaluation
 from zerovision.delivery.fit_calibration import Calibrator, read_reject
@@ -83,8 +83,7 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
         try:
             evaluation = _prepare(settings, found, network, views, world)
             scores = _judge(evaluation, verbose=verbose)
-            if evaluation.folder is not None:
-                agreed(lambda: _write(evaluation, scores), world)
+            agreed(lambda: _write(evaluation, scores), world)
         finally:
             stop_world()
     if world.is_main and settings.reject and found.run is not None and (found.run / CARD).exists():
@@ -111,7 +110,7 @@ class Evaluation:
         metadata: of its weights.
         data: the images and the model's number of each of their classes.
         world: the ranks, which share the images.
-        batch_size: images of one forward pass of one rank.
+        settings: what is asked for.
         precision: of the forward passes.
         views: what to average of each image, too.
         keeps_probabilities: as `SampleRecorder`.
@@ -123,12 +122,12 @@ class Evaluation:
     metadata: dict[str, Any]
     data: EvaluationData
     world: World
-    batch_size: int
+    settings: EvaluateSettings
     precision: str
-    views: Views = PLAIN
-    keeps_probabilities: bool = False
-    calibrator: Calibrator | None = None
-    folder: Path | None = None
+    views: Views
+    keeps_probabilities: bool
+    calibrator: Calibrator | None
+    folder: Path | None
 
 
 def _prepare(
@@ -157,8 +156,7 @@ def _prepare(
     best_by, images = config.best_by if config else "top1", len(data.datasets.val)
     keeps = keeps_probabilities(best_by, images, len(metadata["class_names"]), settings.batch_size, world.size)
     module.to(world.device).to(memory_format=torch.channels_last)  # as the images are
-    asked = (settings.batch_size, precision, views, keeps, calibrator, folder)
-    return Evaluation(module, metadata, data, world, *asked)
+    return Evaluation(module, metadata, data, world, settings, precision, views, keeps, calibrator, folder)
 
 
 def _judge(evaluation: Evaluation, *, verbose: bool) -> dict[str, Any]:
@@ -204,7 +202,7 @@ def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
     """
     data, world, views = evaluation.data, evaluation.world, evaluation.views
     dataset, device = data.datasets.val, world.device
-    plan = EvaluationPlan(len(dataset), evaluation.batch_size, world.size)
+    plan = EvaluationPlan(len(dataset), evaluation.settings.batch_size, world.size)
     workers = automatic_workers(dataset, plan.batches_per_rank, world)
     loader = Loader(dataset, plan, world.rank, workers=workers, device=device)
     loader.watch(is_on=data.trained_images is not None)

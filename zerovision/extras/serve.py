@@ -71,7 +71,7 @@ class Server(ThreadedWSGIServer):
             family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
             everywhere = where[0] == "::"  # with the addresses of IPv4
             with socket.create_server(where[:2], family=family, dualstack_ipv6=everywhere) as listening:
-                super().__init__(str(where[0]), port, self._respond, Handler, fd=listening.fileno())
+                super().__init__(str(where[0]), port, Request.application(self._respond), Handler, fd=listening.fileno())
         except (OSError, OverflowError, ValueError) as error:
             raise UserError(f"cannot listen on {self.typed}:{port} ({error}): give another --host or --port.") from None
         ip, machine = ipaddress.ip_address(str(where[0])), socket.gethostname()
@@ -106,7 +106,6 @@ class Server(ThreadedWSGIServer):
             return name in self._names or (not self.is_local and bool(ipaddress.ip_address(name)))
         return False
 
-    @Request.application
     def _respond(self, request: Request) -> Response:
         if not self.is_named(request.headers.get("Host", "")):
             return _json(HTTPStatus.FORBIDDEN, {"error": "this server has another name: start it with --host NAME"})

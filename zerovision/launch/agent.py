@@ -33,11 +33,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from zerovision.launch.launch_folder import HeartbeatFolder, launch_environment, launch_folder
 from zerovision.launch.node_launcher import NodeLauncher, malloc_variables
 from zerovision.launch.node_run import NodeRun, receive_signals
 from zerovision.launch.nodes import BEAT_SECONDS, LOST_SECONDS, Channel, Message
-from zerovision.launch.process_tree import Launch, remove_stale_build_locks
+from zerovision.launch.process_tree import (
+    HeartbeatFolder,
+    Launch,
+    launch_environment,
+    launch_folder,
+    remove_stale_build_locks,
+)
 from zerovision.training.base.atomic_write import leave_mark, sees_mark
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import UserError

@@ -8,9 +8,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from zerovision.launch.launch_folder import HeartbeatFolder
 from zerovision.launch.node_launcher import NodeLauncher
-from zerovision.launch.process_tree import POLL_SECONDS, Launch, shell_exit_code
+from zerovision.launch.process_tree import POLL_SECONDS, HeartbeatFolder, Launch, shell_exit_code
 from zerovision.launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
 from zerovision.training.base.control_groups import oom_kills
 from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE

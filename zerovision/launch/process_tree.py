@@ -1,23 +1,45 @@
-"""The processes of one launch: finds them by a mark in their environment, signals and ends them."""
+"""The processes of one launch, found by a mark in their environment, and their one temporary folder.
+
+Nothing of that folder is left behind, not even by kill -9. It holds the ranks' heartbeats and is their TMPDIR. The
+process that made it locks a file in it; if that lock is free and no process of the launch lives, the next launch on
+this machine removes the folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.heartbeat import (
+    CHECKPOINT,
+    FOLDER_VARIABLE,
+    RUN_NAME,
+    SUCCESS,
+    Heartbeat,
+    beat_of,
+    stack_path,
+)
 from zerovision.training.base.heartbeat import LAUNCH_VARIABLE as MARK
-from zerovision.training.base.helper_processes import process_space
+from zerovision.training.base.helper_processes import is_as_asked, process_space, socket_place
 
 POLL_SECONDS = 0.1
 LONGEST_BUILD_SECONDS = 3600.0
 KILL_SECONDS = 30.0  # do not wait for ever for a process that the kernel does not end
+PREFIX = "zerovision-"
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+OWNER = "owner"  # the mark of the launch, locked by the process that made the folder
 
 
 class Launch:
@@ -101,3 +123,121 @@ def remove_stale_build_locks(folder: Path) -> None:
                     f"note: {lock} may be held by another machine or user: remove it if nothing compiles there",
                     file=sys.stderr,
                 )
+
+
+class HeartbeatFolder:
+    """The folder of one launch on one machine, with what its ranks have written (`base.heartbeat`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def beats(self) -> dict[int, Heartbeat]:
+        """Return each rank's last beat by rank, without those being written at this moment."""
+        found = {}
+        for path in self.path.glob("rank-*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                if beat := beat_of(path.read_bytes()):
+                    found[beat.rank] = beat
+        return found
+
+    def stack(self, rank: int) -> str | None:
+        """Return the stacks that a rank has written so far; None if it has not called `watch_stacks`."""
+        try:
+            return stack_path(self.path, rank).read_text(errors="replace")
+        except OSError:
+            return None
+
+    def run_name(self) -> str:
+        """Return the run's name, '' if rank 0 has not written it."""
+        return self._read(RUN_NAME)
+
+    def checkpoint_position(self) -> int:
+        """Return the newest checkpoint's position, -1 if none was saved since `clear`."""
+        return int(self._read(CHECKPOINT) or -1)
+
+    def has_succeeded(self) -> bool:
+        """Return whether rank 0 has reported that training is done."""
+        return (self.path / SUCCESS).exists()
+
+    def clear(self) -> None:
+        """Remove everything, before the ranks are started again."""
+        self.path.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the folder for temporary files
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != OWNER:
+                path.unlink(missing_ok=True)
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text()
+        except OSError:
+            return ""
+
+
+@contextlib.contextmanager
+def launch_folder(launch: Launch) -> Iterator[HeartbeatFolder]:
+    """Make the temporary folder of a launch, and remove it at the end.
+
+    Raises:
+        UserError: if no folder can be made.
+    """
+    try:
+        folder = make_temporary_folder(launch.mark)
+    except OSError as error:
+        raise UserError(f"no temporary folder: {error}. Set TMPDIR to a folder that can be written.") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def make_temporary_folder(mark: str) -> HeartbeatFolder:
+    """Make the folder of the launch with this mark, and remove those of launches that are gone.
+
+    Raises:
+        OSError, UserError: if there is no place for it.
+    """
+    place = socket_place(f"/{PREFIX}12345678")
+    if not is_as_asked(place):
+        wrong = "it cannot be written, or its name is too long for sockets in it"
+        print(f"note: {place} is used instead of TMPDIR: {wrong}", file=sys.stderr, flush=True)
+    remove_abandoned(Path(place))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as this process lives
+    with contextlib.suppress(OSError):  # without locks or room the folder is never taken for abandoned
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, mark.encode())
+    return HeartbeatFolder(folder)
+
+
+def remove_abandoned(place: Path) -> None:
+    """Remove the folders in `place` of which neither the maker nor a process of its launch lives."""
+    for owner in place.glob(f"{PREFIX}*/{OWNER}"):
+        with contextlib.suppress(OSError):
+            facts = owner.parent.lstat()
+            if facts.st_uid != os.getuid() or owner.parent.is_symlink():
+                continue
+            with owner.open("rb+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mark = file.read().decode(errors="replace")
+            if mark and not Launch(mark).processes():
+                shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+def launch_environment(launch: Launch, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a launch's processes: those given, the launch's mark, and where temporary files go."""
+    environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
+    environment |= private_variables(folder.path, environment)
+    return environment | {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path)}
+
+
+def private_variables(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that put all temporary files of a launch's processes into its folder.
+
+    Args:
+        folder: the launch's folder.
+        given: their variables so far.
+    """
+    extensions = given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()
+    return {"TORCH_EXTENSIONS_DIR": extensions, "TMPDIR": str(folder)}

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from zerovision.launch.launch_folder import HeartbeatFolder
 from zerovision.launch.node_launcher import NodeLauncher
-from zerovision.launch.process_tree import POLL_SECONDS, code_of_zombie, is_alive, send
+from zerovision.launch.process_tree import POLL_SECONDS, HeartbeatFolder, code_of_zombie, is_alive, send
 from zerovision.training.base.errors import (
     CANNOT_SAVE_EXIT_CODE,
     DIVERGED_EXIT_CODE,

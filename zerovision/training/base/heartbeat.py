@@ -1,4 +1,4 @@
-"""The ranks' side of the heartbeats: small files in a temporary folder, which zerovision/launch/launch_folder.py reads.
+"""The ranks' side of the heartbeats: small files in a temporary folder, which zerovision/launch/process_tree.py reads.
 
 The launcher makes the folder and passes its path in `FOLDER_VARIABLE`. It contains:
 
