@@ -71,7 +71,8 @@ class Server(ThreadedWSGIServer):
             family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
             everywhere = where[0] == "::"  # with the addresses of IPv4
             with socket.create_server(where[:2], family=family, dualstack_ipv6=everywhere) as listening:
-                super().__init__(str(where[0]), port, Request.application(self._respond), Handler, fd=listening.fileno())
+                respond = Request.application(self._respond)
+                super().__init__(str(where[0]), port, respond, Handler, fd=listening.fileno())
         except (OSError, OverflowError, ValueError) as error:
             raise UserError(f"cannot listen on {self.typed}:{port} ({error}): give another --host or --port.") from None
         ip, machine = ipaddress.ip_address(str(where[0])), socket.gethostname()
