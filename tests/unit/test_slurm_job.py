@@ -119,9 +119,9 @@ def follow(*starts: tuple[int, str, int], state: JobState = JobState.RUNNING) ->
     """Whether a job is requeued after each of its starts: (exit code, reason, newest checkpoint of the start)."""
     record, requeued = JobRecord(), []
     for code, reason, position in starts:
-        decision = what_follows(JobRecord(code, reason, position), record, state)
-        requeued.append(decision.requeue)
-        record = decision.record
+        _, kept = what_follows(JobRecord(code, reason, position), record, state)
+        requeued.append(kept is not None)
+        record = kept or record
     return requeued
 
 
@@ -187,4 +187,4 @@ def test_an_exception_of_the_launch_is_a_failure_like_any_other(monkeypatch, cap
     record = slurm._train(mock.Mock(shell="srun"), [])
     assert record == JobRecord(1, "the launch failed with ZeroDivisionError")
     assert "a bug" in capsys.readouterr().err
-    assert what_follows(record, JobRecord(), JobState.RUNNING).requeue
+    assert what_follows(record, JobRecord(), JobState.RUNNING)[1]

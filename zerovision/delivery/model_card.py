@@ -82,41 +82,31 @@ def write_model_card(run: Path) -> Path | None:
     description: Description = metadata["description"]
     if description.embedding:
         return None
-    preprocessing = metadata["preprocessing"]
-    files = read_run(run)
-    environment, scores, test_scores = files.environment, files.scores or {}, files.test_scores or {}
-    ranks = environment["ranks"]
-    epochs = [line for _, line in sorted(files.history.epochs.items())]
+    files, preprocessing = read_run(run), metadata["preprocessing"]
+    environment, epochs = files.environment, [line for _, line in sorted(files.history.epochs.items())]
+    ranks, per_machine = environment["ranks"], environment.get("ranks_per_machine", environment["ranks"])
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
     jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval, "name": name_alone, "percent": percent}
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,
-        front_matter=_front_matter(run.name, config, description, [scores, test_scores]),
+        front_matter=_front_matter(run.name, config, description, [files.scores, files.test_scores]),
         config=config,
         chosen_for=SCORE_NAMES[config.best_by],
-        best_by=config.best_by,
-        environment=environment,
-        calibration=files.calibration and files.calibration.facts,
+        run=files,
         thresholds=task_of(metadata).thresholds,
-        scores=scores,
-        test_scores=test_scores,
-        description=description.to_dict(),
-        class_names=metadata["class_names"],
+        metadata=metadata,
         classes_shown=CLASSES_SHOWN,
         preprocessing=json.dumps(preprocessing.to_dict()),
         image="image.npy" if preprocessing.takes_numbers else "photo.jpg",
         divisor=0 if preprocessing.values == BYTES else DIVISORS[preprocessing.values],
-        values=preprocessing.values,
         fixed_size=timm_size(description.timm_name, description.image_size),
         weights=WEIGHTS,
-        epoch=metadata["extra"].get("epoch"),
         last_epoch=epochs[-1] if epochs else {},
         other_run=([{}] + [line for line in epochs if line.get("epochs", config.epochs) != config.epochs])[-1],
-        end=files.history.processes[-1].end or {},
         global_batch=count_global_batch(vars(config), environment),
         recipe={name: show_value(value) for name in recipe_names(config) if (value := getattr(config, name)) != ""},
-        command=shlex.join(launch_command(config, ranks, environment.get("ranks_per_machine", ranks), OF_ONE_RUN)),
+        command=shlex.join(launch_command(config, ranks, per_machine, OF_ONE_RUN)),
     )
     with replacing(card) as temporary:
         temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may contain bytes of no text
@@ -133,31 +123,25 @@ def recipe_names(config: TrainConfig) -> list[str]:
 
 
 def _front_matter(
-    name: str, config: TrainConfig, description: Description, all_scores: Sequence[Mapping[str, Any]]
+    name: str, config: TrainConfig, description: Description, all_scores: Sequence[Mapping[str, Any] | None]
 ) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
-    values = []
+    results = []
     for scores in filter(None, all_scores):
-        values += [
-            (scores["split"], "accuracy", "top-1", scores["top1"]),
-            (scores["split"], "accuracy", "top-5", scores["top5"]),
-            (scores["split"], "f1", "macro F1", scores["macro"]["f1"]),
-        ]
+        values = {
+            "top-1": ("accuracy", scores["top1"]),
+            "top-5": ("accuracy", scores["top5"]),
+            "macro F1": ("f1", scores["macro"]["f1"]),
+        }
         if "map" in scores:
-            values.append((scores["split"], "mean_average_precision", "mAP", scores["map"]))
-    results = [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=Path(config.data).name,
-            dataset_name=Path(config.data).name,
-            dataset_split=split,
-            metric_type=metric_type,
-            metric_name=metric_name,
-            metric_value=value,
-        )
-        for split, metric_type, metric_name, value in values
-    ]
+            values["mAP"] = ("mean_average_precision", scores["map"])
+        of = {"dataset_type": Path(config.data).name, "dataset_name": Path(config.data).name}
+        of |= {"task_type": "image-classification", "dataset_split": scores["split"]}
+        results += [
+            EvalResult(**of, metric_type=kind, metric_name=name, metric_value=value)
+            for name, (kind, value) in values.items()
+        ]
     data = ModelCardData(
         license="other",
         license_name=TO_FILL,

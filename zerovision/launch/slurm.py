@@ -207,17 +207,8 @@ class JobRecord:
             temporary.write_text(json.dumps(dataclasses.asdict(self)))
 
 
-@dataclass(frozen=True)
-class RequeueDecision:
-    """Whether the job is requeued, the line that gives the reason, and the record for the next start."""
-
-    requeue: bool
-    line: str
-    record: JobRecord
-
-
-def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> RequeueDecision:
-    """Decide whether a job is requeued after a start of it has ended.
+def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> tuple[str, JobRecord | None]:
+    """Return what is to be said of a start that has ended, and the record with which the job is requeued, if it is.
 
     Args:
         last: of the start that has ended.
@@ -225,21 +216,21 @@ def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> Requeu
         state: what Slurm does with the job.
     """
     if last.code == 0 or state is JobState.ENDING:
-        return RequeueDecision(False, "", last)
+        return "", None
     if last.position > earlier.position:
         earlier = JobRecord(position=last.position)
     if state is JobState.PREEMPTED:
-        return RequeueDecision(True, "preempted: requeued", earlier)
+        return "preempted: requeued", earlier
     is_limit = last.code == WARNED_CODE
     if last.code in FINAL_CODES and not is_limit:
-        return RequeueDecision(False, "", last)
+        return "", None
     reason = TIME_LIMIT if is_limit else last.reason or f"exit code {last.code}"
     # "no sign of life for 11 s" and "... 12 s" are the same failure; so are those of two nodes.
     failure = re.sub(r"\d+", "N", reason)
-    record = JobRecord(last.code, reason, earlier.position, (*earlier.failures, failure))
     if failure in earlier.failures:
-        return RequeueDecision(False, f"{reason}: as before, and no newer checkpoint since: not requeued", record)
-    return RequeueDecision(True, f"{reason}: requeued, goes on from its newest checkpoint", record)
+        return f"{reason}: as before, and no newer checkpoint since: not requeued", None
+    record = JobRecord(last.code, reason, earlier.position, (*earlier.failures, failure))
+    return f"{reason}: requeued, goes on from its newest checkpoint", record
 
 
 def main(words: list[str]) -> int:
@@ -302,11 +293,11 @@ def _finish(job: Job, config: TrainConfig, record: JobRecord, received: list[int
     shown = scontrol("show", "job", "-o", job.slurm_id)
     if shown is None:
         _print(job, "scontrol show job has failed: not requeued")
-    decision = what_follows(record, earlier, JobState.of(shown or "", was_terminated=was_terminated))
-    _print(job, decision.line)
-    if decision.requeue:
+    line, kept = what_follows(record, earlier, JobState.of(shown or "", was_terminated=was_terminated))
+    _print(job, line)
+    if kept is not None:
         try:
-            decision.record.write(path)
+            kept.write(path)
         except OSError as error:  # without the record it could be requeued for ever
             _print(job, f"{path}: {error.strerror}: not requeued")
             return record.code

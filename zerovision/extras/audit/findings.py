@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from zerovision.extras.audit.catalogue import Catalogue
 from zerovision.extras.audit.copies import Copy
@@ -94,21 +96,12 @@ def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]
 
 def groups_of(copies: Iterable[Copy]) -> list[list[int]]:
     """Return the images that are copies of one another, directly or by others, each group in order."""
-    leader: dict[int, int] = {}
-
-    def find(number: int) -> int:
-        while leader.setdefault(number, number) != number:
-            leader[number] = leader[leader[number]]
-            number = leader[number]
-        return number
-
-    for copy in copies:
-        one, other = find(copy.one), find(copy.other)
-        leader[max(one, other)] = min(one, other)
-    groups = defaultdict(list)
-    for number in sorted(leader):
-        groups[find(number)].append(number)
-    return list(groups.values())
+    pairs = np.array([copy[:2] for copy in copies], dtype=np.int64).reshape(-1, 2)
+    numbers, places = np.unique(pairs, return_inverse=True)
+    edges = coo_array((np.ones(len(pairs)), places.reshape(-1, 2).T), shape=(len(numbers), len(numbers)))
+    _, group = connected_components(edges, directed=False)
+    order = np.argsort(group, kind="stable")
+    return [part.tolist() for part in np.split(numbers[order], np.flatnonzero(np.diff(group[order])) + 1) if len(part)]
 
 
 def _surest(copies: Iterable[Copy]) -> dict[int, float]:
