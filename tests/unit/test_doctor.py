@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from zerovision.launch.doctor import Request, data_fields, parse, request_of
+from zerovision.launch.doctor import DoctorSettings, Request, data_fields, request_of
 from zerovision.launch.hosts import HERE
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def request(*arguments: str) -> Request:
-    return request_of(parse(list(arguments)))
+    return request_of(DoctorSettings.read(arguments))
 
 
 def test_the_training_s_words_and_the_doctors_flags_become_one_request(

@@ -40,7 +40,7 @@ USE, BESIDE = "zerovision.delivery", "zerovision.extras"
 COMMANDS = {
     "audit_data": Command(f"{BESIDE}.settings:AuditSettings.read", f"{BESIDE}.audit.audit:run"),
     "bisect_runs": Command(f"{BESIDE}.settings:BisectSettings.read", f"{BESIDE}.bisect_runs:run"),
-    "doctor": Command("zerovision.launch.doctor:parse", "zerovision.launch.doctor:run"),
+    "doctor": Command("zerovision.launch.doctor:DoctorSettings.read", "zerovision.launch.doctor:run"),
     "evaluate": Command(f"{USE}.settings:EvaluateSettings.read", f"{USE}.evaluate:run", may_have_ranks=True),
     "export": Command(f"{USE}.settings:ExportSettings.read", f"{USE}.export.export_model:run"),
     "pack": Command(f"{USE}.settings:PackSettings.read", f"{USE}.pack:run"),

@@ -1,18 +1,7 @@
-"""Finds out what is wrong before a run starts.
-
-python scripts/doctor.py                                            # this machine
-python scripts/doctor.py --data ~/photos                            # and whether this data set loads
-python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # all of its machines, and the network between them
-python scripts/doctor.py --hosts node01,node02 --json
-python scripts/doctor.py --check-data ~/photos                      # every image of a data set
-
-Inside a Slurm job it examines the job's machines. Arguments after -- are the training's own (train_distributed.py
---help). Exit code: 0 nothing is wrong, 1 something is, 2 a mistake in the arguments.
-"""
+"""Finds out what is wrong before a run starts: asks an agent on each machine, and prints a table of what it finds."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -25,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -51,7 +40,8 @@ from zerovision.training.base.places import REPO_ROOT, log_folder
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES
 from zerovision.training.base.units import format_duration
 from zerovision.training.config import TrainConfig
-from zerovision.training.config.command_line import OneLineParser, parse_args
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.config.command_settings import CommandSettings, number, switch, text, words_behind
 from zerovision.training.config.values import changed_flags
 from zerovision.training.data import DATASETS, data_options, find_dataset
 from zerovision.training.data.settings import DATA_ROOT
@@ -59,16 +49,54 @@ from zerovision.training.observe.environment import software
 from zerovision.training.world.network_interfaces import interface_of
 
 SOMETHING_WRONG_EXIT_CODE = 1
-# Flags of the training that the doctor has too; the training's parser checks their values.
-TRAINING_FLAGS = {
-    "--data": "examine whether this data set is there, and the same on all machines",
-    "--log-dir": "folder of all logs (default: logs/ beside scripts/)",
-}
+DATA_HELP = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values()).replace("%", "%%")
 REACH_SECONDS = 60.0  # for a connection
 # Time limits of the answers.
 FACTS_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 300.0, 30.0, 60.0, 60.0  # a data set may be long to list
 COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 WIDTH_IN_FILES = 180  # characters: rows stay whole in a log file
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(CommandSettings):
+    """Finds out what is wrong before a run starts.
+
+    python scripts/doctor.py                                            # this machine
+    python scripts/doctor.py --data ~/photos                            # and whether this data set loads
+    python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # its machines, and the network between them
+    python scripts/doctor.py --hosts node01,node02 --json
+    python scripts/doctor.py --check-data ~/photos                      # every image of a data set
+
+    Inside a Slurm job it examines the job's machines. Arguments after -- are the training's own (train_distributed.py
+    --help). Exit code: 0 nothing is wrong, 1 something is, 2 a mistake in the arguments.
+    """
+
+    NAME: ClassVar = "doctor"
+
+    check_data: str | None = text(
+        f"only decode every image of a data set and count its classes ({DATA_HELP})", None, metavar="DATA"
+    )
+    hostfile: str = text("examine these machines: lines of 'name slots=N'")
+    hosts: str = text("examine these machines", metavar="A,B")
+    here: bool = switch("examine this machine alone, also inside a Slurm job")
+    nodes: int = number(0, 1, MOST_NODES, "machines to take, from the top (default: all)")
+    gpus_per_node: int = number(0, 1, MOST_GPUS_PER_NODE, "GPUs (or CPU ranks) to take on each")
+    data: str | None = text("examine whether this data set is there, and the same on all machines", None)
+    log_dir: str | None = text("folder of all logs (default: logs/ beside scripts/)", None)
+    json: bool = switch("print the rows as JSON")
+    training_words: tuple[str, ...] = words_behind()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sum(map(bool, (self.hostfile, self.hosts, self.here))) > 1:
+            raise UserError("--hostfile, --hosts and --here each say which machines: give one of them.")
+
+    def config(self) -> TrainConfig:
+        """Return the training's configuration, with the doctor's own flags of it."""
+        own = {"--data": self.check_data or self.data, "--log-dir": self.log_dir}
+        return parse_args(
+            [*self.training_words, *(f"{flag}={value}" for flag, value in own.items() if value is not None)]
+        )[0]
 
 
 @dataclass(frozen=True)
@@ -100,49 +128,19 @@ class Request:
         return str(Path(self.config.log_dir).expanduser().absolute() if self.config.log_dir else log_folder())
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line; `training_arguments` are those after `--`, then the doctor's own `TRAINING_FLAGS`.
-
-    Raises:
-        UserError: for a mistake.
-        SystemExit: after `--help`.
-    """
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    datasets = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values()).replace("%", "%%")
-    parser = OneLineParser("doctor", __doc__)
-    only = f"only decode every image of a data set and count its classes ({datasets})"
-    parser.add_argument("--check-data", metavar="DATA", help=only)
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("--hostfile", type=Path, help="examine these machines: lines of 'name slots=N'")
-    hosts.add_argument("--hosts", metavar="A,B", help="examine these machines")
-    hosts.add_argument("--here", action="store_true", help="examine this machine alone, also inside a Slurm job")
-    parser.add_number("--nodes", 1, MOST_NODES, metavar="N", help="machines to take, from the top (default: all)")
-    parser.add_number("--gpus-per-node", 1, MOST_GPUS_PER_NODE, metavar="G", help="GPUs (or CPU ranks) to take on each")
-    for flag, meaning in TRAINING_FLAGS.items():
-        parser.add_argument(flag, help=meaning)
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    given = parser.parse(arguments[:end])
-    own = {flag: getattr(given, flag[2:].replace("-", "_")) for flag in TRAINING_FLAGS}
-    given.has_training = end + 1 < len(arguments)
-    given.training_arguments = arguments[end + 1 :]
-    given.training_arguments += [f"{flag}={value}" for flag, value in own.items() if value is not None]
-    return given
-
-
-def run(given: argparse.Namespace) -> int:
+def run(given: DoctorSettings) -> int:
     """Run the check that the command line asks for and return the exit code.
 
     Raises:
         UserError: for a mistake in the arguments.
     """
-    if given.check_data is not None:
-        from zerovision.planning.data_check import check_data, print_report  # imports torch
+    if given.check_data is None:
+        return print_examination(request_of(given), as_json=given.json)
+    from zerovision.planning.data_check import check_data, print_report  # imports torch
 
-        config, _ = parse_args([*given.training_arguments, f"--data={given.check_data}"])
-        report = check_data(data_options(config))
-        print_report(given.check_data, report)
-        return SOMETHING_WRONG_EXIT_CODE if report.unreadable else 0
-    return print_examination(request_of(given), as_json=given.json)
+    report = check_data(data_options(given.config()))
+    print_report(given.check_data, report)
+    return SOMETHING_WRONG_EXIT_CODE if report.unreadable else 0
 
 
 def print_examination(request: Request, *, as_json: bool = False) -> int:
@@ -158,17 +156,16 @@ def print_examination(request: Request, *, as_json: bool = False) -> int:
     return SOMETHING_WRONG_EXIT_CODE if any(row.verdict == "wrong" for row in rows) else 0
 
 
-def request_of(given: argparse.Namespace) -> Request:
+def request_of(given: DoctorSettings) -> Request:
     """Return what is to be examined.
 
     Raises:
         UserError: for a mistake in the training's arguments or the names of the machines.
     """
-    config, _ = parse_args(given.training_arguments)
     node_list = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")
     slots, shell = {HERE: 0}, "local"
     if given.hostfile:
-        slots, shell = read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1), "ssh"
+        slots, shell = read_hostfile(Path(given.hostfile), given.nodes or 1, given.gpus_per_node or 1), "ssh"
     elif given.hosts:
         slots, shell = dict.fromkeys(split_hosts(given.hosts, given.nodes or 1), 0), "ssh"
     elif node_list:
@@ -176,10 +173,11 @@ def request_of(given: argparse.Namespace) -> Request:
             slots, shell = dict.fromkeys(host_names(node_list), 0), "srun"
         except UserError as error:
             raise UserError(f"{error} Name the machines with --hosts.") from None
-    elif given.nodes and given.nodes > 1:
+    elif given.nodes > 1:
         raise UserError(f"--nodes {given.nodes}: name the machines with --hostfile or --hosts.")
-    slots = {host: given.gpus_per_node or promised for host, promised in list(slots.items())[: given.nodes]}
-    return Request(slots, shell, config, given.has_training or given.data is not None, given.has_training)
+    slots = {host: given.gpus_per_node or promised for host, promised in [*slots.items()][: given.nodes or None]}
+    has_training = bool(given.training_words)
+    return Request(slots, shell, given.config(), has_training or given.data is not None, has_training)
 
 
 def data_fields(config: TrainConfig) -> dict[str, Any]:
