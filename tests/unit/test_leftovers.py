@@ -232,12 +232,12 @@ WORKERS = """
 import os, shutil, sys, tempfile
 from multiprocessing.connection import Listener
 from multiprocessing.util import get_temp_dir
-from zerovision.launch.process_tree import make_temporary_folder, private_variables
+from zerovision.launch.process_tree import Launch, launch_environment, make_temporary_folder
 from zerovision.training.data import workers
 workers._PRELOADED_MODULES = []  # which take seconds
 if __name__ == "__main__":
     if "launched" in sys.argv:
-        os.environ |= private_variables(make_temporary_folder("m").path, os.environ)
+        os.environ |= launch_environment(Launch("m"), make_temporary_folder("m"), os.environ)
         tempfile.tempdir = None  # as in a process that is started with these
     worker = workers.worker_context().Process(target=print, args=("from a worker",))
     worker.start()

@@ -121,7 +121,9 @@ def load_evaluation_data(
     notes = []
     if is_changed:
         notes.append(f"'{data}' has changed since the training: {describe_change(known.images, divided())}")
-    name = trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if _is_path(data) else data
+    name = (
+        trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if find_dataset(data).is_path else data
+    )
     wanted, found = (each.values for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
@@ -135,10 +137,6 @@ def load_evaluation_data(
     return EvaluationData(judged, name, split, label_map, task, is_own, trained, tuple(notes))
 
 
-def _is_path(data: str) -> bool:
-    return find_dataset(data).is_path
-
-
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
     """Return why the data of the run is not known, or not the one that is here."""
     if not os.path.exists(os.path.expanduser(data)):
@@ -150,7 +148,7 @@ def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> s
 
 def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], DatasetPair]) -> bool:
     """Return whether data is the run's, by its name; a folder by its path, or by its files if that is relative."""
-    if not trained_on or not _is_path(data):
+    if not trained_on or not find_dataset(data).is_path:
         return data == trained_on
     path, own = (Path(os.path.expanduser(name)) for name in (data, known.folder or trained_on))
     if path.resolve() == own.resolve() and (own.is_absolute() or not known.fingerprint) and path.is_dir():

@@ -67,7 +67,8 @@ def publish(settings: PublishSettings) -> Iterator[str]:
     if TO_FILL in card.read_text(encoding="utf-8", errors="replace"):
         yield f"note: the licence in {CARD} is still {TO_FILL}"
     for name, file in files.items():
-        yield f"{'would send' if dry_run else 'sends'} {name}, {format_bytes(_size(file))}"
+        size = len(file) if isinstance(file, bytes) else file.stat().st_size
+        yield f"{'would send' if dry_run else 'sends'} {name}, {format_bytes(size)}"
     if dry_run:
         yield f"nothing was sent to {repository} (--dry-run)"
         return
@@ -144,7 +145,3 @@ def _kept_share(preprocessing: Preprocessing) -> float | None:
     share = min(part / whole for part, whole in zip(kept, resized, strict=True))
     near = (share, math.nextafter(share, 0))
     return next((one for one in near if tuple(math.floor(side / one) for side in kept) == resized), None)
-
-
-def _size(file: Path | bytes) -> int:
-    return len(file) if isinstance(file, bytes) else file.stat().st_size

@@ -38,9 +38,7 @@ class TrainedModel:
         Raises:
             UserError: if config.json is damaged.
         """
-        if self.run is None:
-            return None
-        return read_run_config(self.run)
+        return None if self.run is None else read_run_config(self.run)
 
 
 def find_model(given: str | Path) -> TrainedModel:

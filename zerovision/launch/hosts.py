@@ -46,11 +46,6 @@ SCONTROL_SECONDS = 60
 Command = tuple[list[str], dict[str, str] | None]
 
 
-def local_command(host: str, command: list[str]) -> Command:
-    """Return the command that runs `command` on this machine."""
-    return command, None
-
-
 def ssh_command(host: str, command: list[str]) -> Command:
     """Return the command that runs `command` on `host`, never asks for a password, and ends if the host is silent.
 
@@ -78,7 +73,7 @@ def srun_command(host: str, command: list[str]) -> Command:
 
 
 SHELLS: dict[str, Callable[[str, list[str]], Command]] = {
-    "local": local_command,
+    "local": lambda host, command: (command, None),
     "ssh": ssh_command,
     "srun": srun_command,
 }

@@ -90,19 +90,14 @@ class Channel:
                     waiting = begin + rest
                     break
                 waiting = after
-                message = _message_of(line)
-                if message is None:
-                    pass_by(begin + line + end)
-                else:
+                try:
+                    message = json.loads(line)
+                except ValueError:
+                    message = None
+                if isinstance(message, dict):
                     yield message
-
-
-def _message_of(line: bytes) -> Message | None:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
+                else:
+                    pass_by(begin + line + end)
 
 
 @dataclass

@@ -226,18 +226,8 @@ def remove_abandoned(place: Path) -> None:
 
 
 def launch_environment(launch: Launch, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a launch's processes: those given, the launch's mark, and where temporary files go."""
+    """Return the variables of a launch's processes: those given, the launch's mark, and its folder for temporary files."""
     environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
-    environment |= private_variables(folder.path, environment)
-    return environment | {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path)}
-
-
-def private_variables(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that put all temporary files of a launch's processes into its folder.
-
-    Args:
-        folder: the launch's folder.
-        given: their variables so far.
-    """
+    own = {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path), "TMPDIR": str(folder.path)}
     extensions = given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()
-    return {"TORCH_EXTENSIONS_DIR": extensions, "TMPDIR": str(folder)}
+    return environment | own | {"TORCH_EXTENSIONS_DIR": extensions}
