@@ -26,10 +26,10 @@ ROOMS = {  # limit and end
     "zerovision/training/tasks": (542, 400),
     "zerovision/training/observe": (1133, 1050),
     "zerovision/training": (2348, 1400),
-    "zerovision/launch": (2563, 1800),
+    "zerovision/launch": (2550, 1800),
     "zerovision/planning": (944, 1000),
-    "zerovision/delivery": (3216, 2400),
-    "zerovision/extras": (1562, 1300),
+    "zerovision/delivery": (3175, 2400),
+    "zerovision/extras": (1484, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts
 

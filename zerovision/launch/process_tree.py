@@ -226,7 +226,7 @@ def remove_abandoned(place: Path) -> None:
 
 
 def launch_environment(launch: Launch, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a launch's processes: those given, the launch's mark, and its folder for temporary files."""
+    """Return the variables of a launch's processes: those given, its mark, and its folder for temporary files."""
     environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
     own = {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path), "TMPDIR": str(folder.path)}
     extensions = given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()
