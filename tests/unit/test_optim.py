@@ -209,7 +209,7 @@ def test_the_backbone_is_frozen_in_the_head_epochs():
 
 def test_the_head_learns_first_whatever_its_own_rate_and_rule():
     module = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 2))
-    config = dataclasses.replace(CONFIG, optimizer="muon", fallback_learning_rate_scale=10.0)  # 10 x 0.1 for vectors
+    config = dataclasses.replace(CONFIG, optimizer="muon", fallback_optimizer="adamw:10")  # 10 x 0.1 for vectors
     optimizer = build_optimizer(module, config, {"2.weight", "2.bias"}, discriminative=True)
     build_schedule(config, 5, 32, head_epochs=1).set_learning_rates(optimizer.param_groups, step=0)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}

@@ -142,7 +142,7 @@ def test_a_rule_is_timms_by_that_name(name):
 @pytest.mark.parametrize("name", MATRIX_RULES)
 @pytest.mark.parametrize("fallback", ["adamw", "sgd"])
 def test_matrices_and_convolutions_are_timms_muons_and_the_rest_another_rules(name, fallback):
-    changes = {"fallback_optimizer": fallback, "fallback_learning_rate_scale": 0.5}
+    changes = {"fallback_optimizer": f"{fallback}:0.5"}
     module, rule = make(name, **changes)
     assert [type(one).__name__ for one in rules_of(rule)] == ["Muon", {"adamw": "AdamW", "sgd": "SGD"}[fallback]]
     assert [group["rate_scale"] for group in rule.param_groups] == [1.0, 0.5]
@@ -244,8 +244,8 @@ def test_what_is_sound_is_allowed():
         check_config(dataclasses.replace(CONFIG, optimizer=name, engine="torch"), FLAG_OF)
     finetuned = dataclasses.replace(CONFIG, model_type="mobilenet_finetuned", optimizer="madgrad", head_epochs=0)
     check_config(finetuned, FLAG_OF)
-    muon = dataclasses.replace(CONFIG, optimizer="muon", fallback_optimizer="sgd")
-    check_config(dataclasses.replace(muon, fallback_options="momentum=0"), FLAG_OF)
+    muon = dataclasses.replace(CONFIG, optimizer="muon", fallback_optimizer="sgd::momentum=0")
+    check_config(muon, FLAG_OF)
     check_config(dataclasses.replace(muon, optimizer_options="momentum=0.9", momentum=0.0), FLAG_OF)
 
 
@@ -257,8 +257,7 @@ def test_options_reach_the_rule_that_they_are_for():
     _, rule = make(
         "muon",
         optimizer_options="momentum=0.6,nesterov=true,ns_steps=3",
-        fallback_optimizer="sgd",
-        fallback_options="momentum=0.85",
+        fallback_optimizer="sgd::momentum=0.85",
     )
     matrices, vectors = rule.param_groups
     assert (matrices["momentum"], matrices["nesterov"], matrices["ns_steps"]) == (0.6, True, 3)

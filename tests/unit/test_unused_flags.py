@@ -17,8 +17,6 @@ CASES = {  # a value, and what gives it an effect
     "final_learning_rate_scale": (0.1, {"schedule": "wsd:1:linear"}),
     "cooldown_epochs": (2.0, {"schedule": "linear"}),
     "fallback_optimizer": ("lion", MUON),
-    "fallback_options": ("eps=0.1", MUON),
-    "fallback_learning_rate_scale": (0.2, MUON),
     "head_epochs": (1, {"model_type": "mobilenet_finetuned"}),
     "backbone_learning_rate_scale": (0.2, {"model_type": "mobilenet_finetuned"}),
     "ensemble_members": ("vgg,mobilenet", {"model_type": "ensemble"}),

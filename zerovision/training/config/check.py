@@ -25,10 +25,10 @@ from zerovision.training.observe.loggers import LOGGERS
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.rules import (
-    ELEMENT_WISE,
     MATRIX_RULES,
     SHIFTED_RATE,
     check_optimizer,
+    read_fallback,
     read_options,
 )
 from zerovision.training.recipe.schedule import (
@@ -242,16 +242,13 @@ def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allo
 
 def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield values that the update rules do not go with."""
-    if config.fallback_optimizer not in ELEMENT_WISE:
-        raise unknown_name("fallback optimizer", config.fallback_optimizer, ELEMENT_WISE)
-    options = {
-        name: read_options(of[name], getattr(config, name)) for name in ("optimizer_options", "fallback_options")
-    }
+    fallback = read_fallback(config.fallback_optimizer)
+    options = read_options(of["optimizer_options"], config.optimizer_options)
     has_fallback = config.optimizer in MATRIX_RULES
-    if has_fallback and options["optimizer_options"].get("momentum", config.momentum) == 0:
+    if has_fallback and options.get("momentum", config.momentum) == 0:
         yield f"{of['optimizer']} {config.optimizer} needs a {of['momentum']} above 0, such as 0.95."
-    for name in ("optimizer", "fallback_optimizer")[: 1 + has_fallback]:
-        rule = getattr(config, name)
+    rules = {"optimizer": config.optimizer} | ({"fallback_optimizer": fallback.name} if has_fallback else {})
+    for name, rule in rules.items():
         if rule in SHIFTED_RATE and head_epochs_of(config):
             yield (
                 f"{of[name]} {rule} moves weights at a learning rate of 0, which the backbone has in the epochs of the "
@@ -308,7 +305,8 @@ def _has_momentum(config: TrainConfig) -> bool:
 
     rules = {config.optimizer: config.optimizer_options}
     if config.optimizer in MATRIX_RULES:
-        rules[config.fallback_optimizer] = config.fallback_options
+        fallback = read_fallback(config.fallback_optimizer)
+        rules[fallback.name] = fallback.options
     return any(
         get_optimizer_info(rule).has_momentum and "momentum" not in read_options("", options)
         for rule, options in rules.items()
@@ -328,10 +326,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
         ("final_learning_rate_scale", "cooldown_epochs"),
         lambda config: config.schedule.partition(":")[0] not in ("step", "constant"),
     ),
-    **dict.fromkeys(
-        ("fallback_optimizer", "fallback_options", "fallback_learning_rate_scale"),
-        lambda config: config.optimizer in MATRIX_RULES,
-    ),
+    "fallback_optimizer": lambda config: config.optimizer in MATRIX_RULES,
     **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), has_slow_backbone),
     "ensemble_members": lambda config: model_spec(config.model_type).takes_members,
     **dict.fromkeys(("mixup", "cutmix", "mixup_probability", "mixup_off_epochs"), _mixes),

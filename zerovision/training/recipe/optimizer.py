@@ -12,7 +12,7 @@ from torch import nn
 from zerovision.models.ensemble import Ensemble
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.recipe.composite import Composite, rules_of
-from zerovision.training.recipe.rules import MATRIX_RULES, OPTION_READERS, WHOLE_PARAMETER, read_options
+from zerovision.training.recipe.rules import MATRIX_RULES, OPTION_READERS, WHOLE_PARAMETER, read_fallback, read_options
 from zerovision.training.recipe.settings import RecipeSettings
 
 # Options of timm's rules, beside the rate, the decay and the momentum.
@@ -89,7 +89,7 @@ def build_optimizer(
         UserError: if the rule refuses a value or would update nothing, or as `parameter_settings`.
     """
     assert config.learning_rate != "auto"  # chosen before
-    settings = parameter_settings(module, config)
+    settings, fallback = parameter_settings(module, config), read_fallback(config.fallback_optimizer)
     groups: dict[tuple[float, float, bool, str], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
@@ -98,7 +98,7 @@ def build_optimizer(
         is_backbone, rule = discriminative and name not in head_parameter_names, config.optimizer
         scale = settings[name].rate_scale * (config.backbone_learning_rate_scale if is_backbone else 1.0)
         if rule in MATRIX_RULES and (name in head_parameter_names or not _is_matrix(parameter)):
-            scale, rule = scale * config.fallback_learning_rate_scale, config.fallback_optimizer
+            scale, rule = scale * fallback.rate_scale, fallback.name
         groups.setdefault((decay, scale, is_backbone, rule), []).append(parameter)
     by_rule: dict[str, list[dict[str, Any]]] = {}
     for (decay, scale, is_backbone, rule), parameters in groups.items():
@@ -109,7 +109,7 @@ def build_optimizer(
     if config.optimizer not in by_rule:
         raise UserError(
             f"--optimizer {config.optimizer}: nothing that is trained is a matrix or convolution that it updates (at "
-            f"least 4 by 4, one side at most 128 times the other): use --optimizer {config.fallback_optimizer}."
+            f"least 4 by 4, one side at most 128 times the other): use --optimizer {fallback.name}."
         )
     rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
     return rules[0] if len(rules) == 1 else Composite(rules)
@@ -129,7 +129,7 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: RecipeSet
     assert config.learning_rate != "auto"  # chosen before
     is_fallback = name != config.optimizer
     # The groups have their own rates; corrected decays refer to this one, the peak.
-    peak = config.learning_rate * (config.fallback_learning_rate_scale if is_fallback else 1)
+    peak = config.learning_rate * (read_fallback(config.fallback_optimizer).rate_scale if is_fallback else 1)
     options = {"lr": peak, "weight_decay": config.weight_decay, **given}
     momentum = given.get("momentum", config.momentum)
     if name in MATRIX_RULES:
@@ -160,7 +160,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
 
     flag, text = "--optimizer-options", config.optimizer_options
     if name != config.optimizer:
-        flag, text = "--fallback-options", config.fallback_options
+        flag, text = "--fallback-optimizer", read_fallback(config.fallback_optimizer).options
     options = read_options(flag, text)
     known = {*inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters}
     if name in MATRIX_RULES:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerovision.training.base.errors import UserError, shown, unknown_name
 
@@ -21,6 +21,7 @@ SHIFTED_RATE = ("madgrad",)
 MATRIX_RULES = ("muon",)
 # A parameter's norm or its matrix is part of the update: each rank must have whole parameters.
 WHOLE_PARAMETER = [*MATRIX_RULES, "lars", "lamb"]
+MOST_TIMES = 1000.0  # the learning rate that a fallback may have
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
@@ -68,6 +69,34 @@ def read_options(flag: str, text: str) -> dict[str, Any]:
         except (KeyError, ValueError):
             raise UserError(f"{flag} {shown(word)}: expected {expected}.") from None
     return options
+
+
+class Fallback(NamedTuple):
+    """The rule of what a matrix rule does not update, the factor on its learning rate, and its options as text."""
+
+    name: str
+    rate_scale: float
+    options: str
+
+
+def read_fallback(text: str) -> Fallback:
+    """Return what `--fallback-optimizer` says.
+
+    Raises:
+        UserError: for what cannot be read.
+    """
+    name, scale, options = (*text.split(":", 2), "", "")[:3]
+    if name not in ELEMENT_WISE:
+        raise unknown_name("fallback optimizer", name, ELEMENT_WISE)
+    try:
+        rate_scale = _number(sys.float_info.min, MOST_TIMES)(scale or "1")
+    except ValueError:
+        raise UserError(
+            f"--fallback-optimizer {shown(text)}: expected NAME:SCALE:OPTIONS with a SCALE above 0 and below "
+            f"{MOST_TIMES:g}, such as adamw:0.3:betas=0.85/0.95."
+        ) from None
+    read_options("--fallback-optimizer", options)
+    return Fallback(name, rate_scale, options)
 
 
 def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_parameters: bool) -> None:

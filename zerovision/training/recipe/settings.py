@@ -21,15 +21,13 @@ class RecipeSettings(RunSettings):
         f"{', '.join(ELEMENT_WISE)}. Under ddp alone: {', '.join(WHOLE_PARAMETER)}.",
     )
     fallback_optimizer: str = option(
-        "adamw", f"{', '.join(MATRIX_RULES)}: rule of the head, and of all that is no matrix and no convolution."
-    )
-    fallback_learning_rate_scale: float = option(
-        1.0, "Learning rate of --fallback-optimizer, as a share of --learning-rate.", above=0, high=1000
+        "adamw",
+        f"{', '.join(MATRIX_RULES)}: rule of the head, and of all that is no matrix and no convolution; "
+        "NAME:SCALE:OPTIONS, such as adamw:0.3:betas=0.85/0.95, scales --learning-rate for it and sets its options.",
     )
     optimizer_options: str = option(
         "", f"More of the rule, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}."
     )
-    fallback_options: str = option("", "The same of --fallback-optimizer, such as momentum=0.85.")
     weight_decay: float = option(0.05, "Decay of weights (decoupled in adamw); see --no-weight-decay.", low=0, high=10)
     no_weight_decay: Literal["vectors", "model"] = option(
         "vectors", "What has no weight decay: vectors (biases, norms); model: also what a timm model names."
