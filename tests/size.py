@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (346, 350),
     "models": (1347, 900),
-    "zerovision/training/config": (831, 500),
-    "zerovision/training/base": (1144, 550),
+    "zerovision/training/config": (828, 500),
+    "zerovision/training/base": (1147, 550),
     "zerovision/training/world": (623, 450),
     "zerovision/training/data": (4293, 2900),
     "zerovision/training/recipe": (601, 650),

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,12 @@ def _import(name: str, path: Path, content: bytes, given: str) -> None:
         frame = error.__traceback__.tb_next if error.__traceback__ else None
         line = f", line {frame.tb_lineno}" if frame else ""
         raise UserError(f"{FLAG} {given}{line}: {type(error).__name__}: {one_line(error).rstrip('.')}.") from error
+
+
+def files_in(words: Sequence[str]) -> str:
+    """Return what a command line gives as `--plugin`, before it can be parsed."""
+    pairs = ((*word.partition("="), after) for word, after in zip(words, [*words[1:], ""], strict=False))
+    return ",".join(value if equals else after for flag, equals, value, after in pairs if flag == FLAG)
 
 
 def names_of(files: str) -> list[str]:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
-from zerovision.training.base.plugins import USAGE, load_plugins
+from zerovision.training.base.plugins import USAGE, files_in, load_plugins
 from zerovision.training.config.command_line import JoinedAction, OneLineParser
 
 END_OF_FLAGS = "--"  # what follows is for another command
@@ -95,10 +95,7 @@ class CommandSettings:
         """
         behind = [field.name for field in dataclasses.fields(cls) if not field.metadata]
         end = words.index(END_OF_FLAGS) if behind and END_OF_FLAGS in words else len(words)
-        of_plugins = OneLineParser(cls.NAME, None)
-        of_plugins.add_value("--plugin", str, "a file", action=JoinedAction, default="")
-        others = [word for word in words[:end] if word not in ("-h", "--help")]
-        load_plugins(of_plugins.parse_known(others)[0].plugin)  # first: the names that flags take may be theirs
+        load_plugins(files_in(words[:end]))  # first: the names that flags take may be theirs
         given = cls.parser().parse(words[:end])
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(cls) if field.metadata}
         return cls(**values | dict.fromkeys(behind, tuple(words[end + 1 :])))
