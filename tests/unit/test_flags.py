@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from argparse import Action
+from argparse import Action, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -34,7 +34,11 @@ def parser_of(script: str) -> OneLineParser:
     if script == "train_distributed":
         return training_parser()
 
-    def parse(parser: OneLineParser, _words: list[str]) -> None:
+    parse_known = OneLineParser.parse_known
+
+    def parse(parser: OneLineParser, words: list[str]) -> tuple[Namespace, list[str]]:
+        if [*parser.flags, *parser._words()] == ["--help", "--plugin"]:  # read before there is a parser of the rest
+            return parse_known(parser, words)
         raise _Built(parser)
 
     with mock.patch.object(OneLineParser, "parse_known", parse), mock.patch.object(sys, "argv", [script]):
