@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from timm.data.readers.class_map import load_class_map
 
 from tests.kit import ROUNDING, assert_same_but_rounding
-from zerovision.delivery.export import ExportRefused, formats, onnx_format
+from zerovision.delivery.export import ExportRefused, export_job, onnx_format
 from zerovision.delivery.export.comparison import check_agreement, compare
 from zerovision.delivery.export.export_job import CheckImages, tracing
 from zerovision.models.build import build_model
@@ -323,13 +323,13 @@ def test_a_loss_of_exactly_what_is_allowed_passes():
 
 def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeypatch, capsys, tmp_path):
     words = (run_folder, "--format", "safetensors", "--output", tmp_path / "new" / "folder")
-    open_exported = formats.open_safetensors
+    open_exported = export_job.open_safetensors
 
     def open_noise(path, threads):
         run = open_exported(path, threads)
         return lambda images: run(images) + 0.01
 
-    monkeypatch.setattr(formats, "open_safetensors", open_noise)
+    monkeypatch.setattr(export_job, "open_safetensors", open_noise)
     assert run_export(monkeypatch, *words) == 1
     assert os.listdir(tmp_path) == []
     error = capsys.readouterr().err
@@ -338,7 +338,7 @@ def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeyp
     monkeypatch.undo()
     assert run_export(monkeypatch, *words) == 0
     before = (tmp_path / "new" / "folder" / "basic_cnn-fp32.safetensors").read_bytes()
-    monkeypatch.setattr(formats, "open_safetensors", open_noise)
+    monkeypatch.setattr(export_job, "open_safetensors", open_noise)
     assert run_export(monkeypatch, *words) == 1
     assert (tmp_path / "new" / "folder" / "basic_cnn-fp32.safetensors").read_bytes() == before
 

@@ -50,13 +50,11 @@ def wilson(hits: int, samples: int) -> Interval | None:
 
 
 def _wilson(hits: float, misses: float) -> Interval:
-    return _lowest(hits, misses), 1 - _lowest(misses, hits)
-
-
-def _lowest(hits: float, misses: float) -> float:
     samples = hits + misses
     radius = REACH * math.sqrt(REACH**2 + 4 * hits * misses / samples)
-    return max((2 * hits + REACH**2 - radius) / (2 * (samples + REACH**2)), 0.0)
+    # By the smaller count on either side, so that both ends are as exact.
+    low, above = (max((2 * one + REACH**2 - radius) / (2 * (samples + REACH**2)), 0.0) for one in (hits, misses))
+    return low, 1 - above
 
 
 def of_difference(alone: int, other_alone: int, images: int) -> Interval:

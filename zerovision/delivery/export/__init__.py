@@ -33,16 +33,16 @@ class ExportFormat(NamedTuple):
 HERE = "zerovision.delivery.export"
 FORMATS = {
     "safetensors": ExportFormat(
-        f"{HERE}.formats:write_safetensors",
-        f"{HERE}.formats:open_safetensors",
+        f"{HERE}.export_job:write_safetensors",
+        f"{HERE}.export_job:open_safetensors",
         ".safetensors",
         ("fp32", "bf16"),
         "tensors and metadata, for Python with zerovision or timm",
         has_graph=False,
     ),
     "torch-export": ExportFormat(
-        f"{HERE}.formats:write_torch_export",
-        f"{HERE}.formats:open_torch_export",
+        f"{HERE}.export_job:write_torch_export",
+        f"{HERE}.export_job:open_torch_export",
         ".pt2",
         ("fp32", "bf16"),
         "graph and tensors, for PyTorch alone",
