@@ -59,7 +59,7 @@ from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.saver import GIVE_UP_SECONDS, Saver
 from zerovision.training.steps.watch import guard_of
 from zerovision.training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
-from zerovision.training.tasks.contrast import GradientCache
+from zerovision.training.tasks.contrast.comparison import GradientCache
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.collectives import barrier, broadcast_object

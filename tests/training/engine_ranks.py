@@ -44,12 +44,13 @@ from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer
 from zerovision.training.steps.accumulate import Accumulate
-from zerovision.training.steps.carrier import Run, RunModel, RunTask, Start
+from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.watch import Heartbeats, every_step, guard_of
 from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.scores import ScoreSums, sample_losses
+from zerovision.training.tasks.task import Task
 from zerovision.training.world.collectives import gather_rows, ranks_per_machine
 from zerovision.training.world.world import World
 
@@ -466,7 +467,9 @@ def evaluation_report(world: World):
     for buffer in engine.module.buffers():
         buffer.fill_(2)
     plan = BatchPlan(len(data.train), BATCH_SIZE, 1, world.size, 0)
-    run = loop_run(world, engine, plan, 32, task=RunTask(keeps_probabilities=True))
+    task = Task(configuration(batch_size=BATCH_SIZE, best_by="auroc"))
+    task.prepare(data, "fp32", world)
+    run = loop_run(world, engine, plan, 32, task=task)
     loader = Loader(data.val, EvaluationPlan(len(data.val), BATCH_SIZE, world.size), world.rank)
     scores = evaluate(engine, loader, run)
     engine.module.eval()
@@ -516,7 +519,6 @@ def loop_run(
         preprocessing=SimpleNamespace(shape=(3, image_size, image_size)),
         class_names=[f"class-{number}" for number in range(classes)],
         train=SimpleNamespace(source=SimpleNamespace(name=str)),
-        label_targets=lambda device: None,
     )
     fixed: dict[str, Any] = {"log_every_steps": 1, "epochs": 1, "label_smoothing": 0.0}
     run = Run(

@@ -32,6 +32,7 @@ from zerovision.training.loop import seed_dropout
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.tasks.labels import build_loss
+from zerovision.training.tasks.teacher.network import distilled
 from zerovision.training.world.collectives import barrier, gather_objects
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.world import World
@@ -182,10 +183,10 @@ def train(
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not (frozen and name.startswith(tuple(frozen))))
     engine = make_engine(world, module, leaves, size, pipeline=pipeline, schedule=schedule, split=split, **changes)
-    taught = configuration(label_smoothing=0.1, distill="kl:2:0.5")
+    taught = configuration(label_smoothing=0.1)
     answers = torch.randn(3 * size * size, CLASSES, generator=torch.Generator().manual_seed(5))
-    teacher = (lambda batch: batch.images.flatten(1) @ answers) if has_teacher else None
-    loss = build_loss(taught, [], [], world.device, teacher=teacher)
+    around = partial(distilled, lambda batch: batch.images.flatten(1) @ answers, 2.0, 0.5) if has_teacher else None
+    loss = build_loss(taught, [], [], world.device, around=around)
     step = Pipelined(loss) if pipeline > 1 and network != "ensemble" else Accumulate(loss)
     own, seen, norms = leaves // world.data.size, list[torch.Tensor](), list[str]()
     module.train()

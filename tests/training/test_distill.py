@@ -15,7 +15,7 @@ from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.run_folder import WEIGHTS
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
-from zerovision.training.teacher import Teacher, load_teacher
+from zerovision.training.tasks.teacher.network import Teacher, load_teacher
 from zerovision.training.world.world import World
 
 DATA = ("--data", "digits", "--image-size", "8", "--report", "false", "--tensorboard", "false", "--shift-pixels", "1")
@@ -67,7 +67,7 @@ def test_a_teacher_that_answers_once_leaves_the_same_bytes(teachers, monkeypatch
     done = train_here(*given, "kept-resumed", "--resume", str(runs / "kept" / "checkpoints" / "step-00000-0000030"))
     assert ANSWERED in done.stdout
     with monkeypatch.context() as patch:
-        patch.setattr("zerovision.training.teacher.MOST_KEPT_BYTES", 0)
+        patch.setattr("zerovision.training.tasks.teacher.network.MOST_KEPT_BYTES", 0)
         assert ANSWERED not in train_here(*given, "anew").stdout
     with monkeypatch.context() as patch:  # a place in the batch that counts
         patch.setattr(
@@ -102,10 +102,10 @@ def test_a_step_is_that_of_a_plain_loop(teachers, monkeypatch):
     part all that follows: six steps were apart by a hundred-thousandth to more than a fiftieth of their way, as the
     processor's instructions happened to be. What counts is how far each tensor went, not each of its weights.
     """
-    from zerovision.training import setup
+    from zerovision.training.tasks import labels
 
     folder, logs = teachers
-    seen, build_loss = [], setup.build_loss
+    seen, build_loss = [], labels.build_loss
 
     def spied(*arguments, **more):
         loss = build_loss(*arguments, **more)
@@ -117,7 +117,7 @@ def test_a_step_is_that_of_a_plain_loop(teachers, monkeypatch):
 
         return losses
 
-    monkeypatch.setattr(setup, "build_loss", spied)
+    monkeypatch.setattr(labels, "build_loss", spied)
     plain = ("--optimizer", "sgd", "--momentum", "0", "--weight-decay", "0", "--gradient-clipping", "0")
     plain += ("--schedule", "constant", "--warmup-epochs", "0", "--learning-rate", "0.05", "--dropout", "0")
     start = ("--weights", str(folder / "runs" / "teacher1" / WEIGHTS))
@@ -165,8 +165,8 @@ def published(monkeypatch):
     def publish(classes, names=None):
         built = build_model("timm:test_resnet", num_classes=classes, image_size=8)
         facts = {"num_classes": classes, "label_names": names, "mean": (0.5,) * 3, "std": (0.5,) * 3}
-        monkeypatch.setattr("zerovision.training.teacher.build_model", lambda *_, **__: built)
-        monkeypatch.setattr("zerovision.training.teacher.published_config", lambda _: facts)
+        monkeypatch.setattr("zerovision.training.tasks.teacher.network.build_model", lambda *_, **__: built)
+        monkeypatch.setattr("zerovision.training.tasks.teacher.network.published_config", lambda _: facts)
 
     return publish
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,9 +25,16 @@ from zerovision.training.config import FLAG_OF
 from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data.reader import Batch
+from zerovision.training.data.sample_rows import SampleRows
 from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
 from zerovision.training.engines.engine import StepInput, TimedEngine
-from zerovision.training.tasks.contrast import NEIGHBOURS, TEMPERATURE, GradientCache, Neighbours, contrast
+from zerovision.training.tasks.contrast.comparison import (
+    NEIGHBOURS,
+    TEMPERATURE,
+    GradientCache,
+    contrast,
+    log_votes,
+)
 
 CLASSES, IMAGES, CHUNK = 3, 32, 4
 LABELS = torch.tensor([0, 1, 2, 1] * (IMAGES // 4))
@@ -208,13 +216,13 @@ def test_only_the_image_that_is_not_finite_is_to_blame():
     assert blamed == [number == 5 for number in range(8)]
 
 
-def neighbours_of(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> Neighbours:
-    """Compare with these, which come in batches in another order than that of their indices."""
-    neighbours = Neighbours(None, CLASSES, ALONE)  # type: ignore[arg-type]  # of no loader
-    for part in torch.arange(len(labels)).flip(0).split(16):
-        neighbours.add(Batch(torch.empty(0), labels[part], weights[part], part), features[part])
-    neighbours.gather()
-    return neighbours
+def rows_of(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, stride: int = 1) -> SampleRows:
+    """Keep these, which come in batches in another order than that of their indices."""
+    source = SimpleNamespace(labels=labels)
+    rows = SampleRows(SimpleNamespace(dataset=SimpleNamespace(source=source)), ALONE, stride)  # type: ignore[arg-type]
+    for part in torch.arange(0, len(labels), stride).flip(0).split(16):
+        rows.add(Batch(torch.empty(0), labels[part], weights[part], part), features[part])
+    return rows
 
 
 def test_neighbours_are_scikit_learns():
@@ -227,7 +235,10 @@ def test_neighbours_are_scikit_learns():
         NEIGHBOURS, metric="cosine", algorithm="brute", weights=lambda distances: np.exp((1 - distances) / TEMPERATURE)
     )
     oracle.fit(features[weights > 0].numpy(), labels[weights > 0].numpy())
-    found = neighbours_of(features, labels, weights).log_probabilities(queries).exp()
+    rows = rows_of(features, labels, weights)
+    is_read = rows.weights > 0
+    bank = nn.functional.normalize(rows.values[is_read])
+    found = log_votes(queries, bank, rows.labels[is_read], CLASSES).exp()
     expected = (NEIGHBOURS * oracle.predict_proba(queries.numpy()) + 1 / CLASSES) / (NEIGHBOURS + 1)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
     np.testing.assert_array_equal(found.argmax(1).numpy(), oracle.predict(queries.numpy()))
@@ -242,6 +253,14 @@ def test_of_a_large_set_every_second_image_is_compared():
         6,
         8,
     ]
+
+
+def test_rows_are_of_the_images_that_are_compared():
+    features, labels = drawn(41, 6), torch.arange(41) % CLASSES
+    rows = rows_of(features, labels, torch.ones(41), stride=2)
+    assert torch.equal(rows.values, features[::2])
+    assert torch.equal(rows.labels, labels[::2])
+    assert rows.weights.tolist() == [1.0] * 21
 
 
 def test_an_epoch_has_two_views_of_half_of_the_images():

@@ -127,7 +127,7 @@ def test_the_last_lines_name_divergence(folders):
 
 def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):
     broken = lambda logits, batch: logits.float().sum(1) * math.nan  # noqa: E731
-    monkeypatch.setattr("zerovision.training.setup.build_loss", lambda *_, **__: broken)
+    monkeypatch.setattr("zerovision.training.tasks.labels.build_loss", lambda *_, **__: broken)
     given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 1}
     quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
     assert run(TrainConfig(**given, **quiet, max_bad_steps=0)) == 0

@@ -33,7 +33,7 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.run import run as train
 from zerovision.training.tasks.labels import build_loss
-from zerovision.training.tasks.multilabel import SeveralLabels, best_thresholds, several_loss
+from zerovision.training.tasks.multilabel.labels import SeveralLabels, best_thresholds, several_loss
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.network_interfaces import free_port
 

@@ -17,14 +17,12 @@ from torch import nn
 
 from zerovision.training.base.errors import AgreedError
 from zerovision.training.base.units import format_duration
-from zerovision.training.data.loader import Batch, Loader
-from zerovision.training.data.sampler import BatchKey
-from zerovision.training.data.transfer import to_device
+from zerovision.training.data.loader import Batch
+from zerovision.training.data.sample_rows import SampleRows
 from zerovision.training.engines.parameter_shards import WEIGHTS, fill_shards
 from zerovision.training.loop import forward_all, seed_dropout
 from zerovision.training.steps.carrier import Run
-from zerovision.training.world.collectives import copy_from_main, gather_rows, largest_over_ranks
-from zerovision.training.world.world import World
+from zerovision.training.world.collectives import copy_from_main, largest_over_ranks
 
 MOST_DIFFERENCE = 0.01  # as a share of the largest number: a wrong dropout makes more, another rounding less
 MOST_ITERATIONS, HISTORY = 5000, 100
@@ -57,7 +55,7 @@ def cache_features(run: Run) -> int:
     for loader, features in zip(loaders, sets, strict=True):
         with run.clock.evaluation, torch.no_grad():
             once, add = loader.each_once(), partial(_add, features, read)
-            stop_signal = forward_all(engine.outputs, once, add, run=run, is_interruptible=True)
+            stop_signal = forward_all(run, engine.outputs, once, add)
         if stop_signal:
             hook.remove()
             return stop_signal
@@ -135,52 +133,6 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
-
-
-class SampleRows:
-    """What a network makes of each image of a set, D numbers, on every rank.
-
-    Args:
-        loader: of the images.
-        world: the ranks that read different images.
-
-    Attributes:
-        values: [images, D] on the device.
-        weights: float32 [images], 0 for those that could not be read.
-        first: images and rows of this rank's first batch.
-    """
-
-    def __init__(self, loader: Loader, world: World) -> None:
-        self._source, self._world = loader.dataset.source, world
-        self.weights = torch.zeros(len(loader.dataset))
-        self.values = torch.empty(0)
-        self.first: tuple[torch.Tensor, ...] = ()
-
-    def add(self, batch: Batch, own: torch.Tensor) -> None:
-        """Keep the rows [B, D] of all ranks' batches; a collective."""
-        if not self.first:
-            self.first, self.values = (batch.images, own), own.new_zeros(len(self.weights), own.shape[1])
-        numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device), -1)
-        places = gather_rows(numbers, self._world).view(-1)
-        # as bytes: gloo knows no bf16
-        rows = gather_rows(own.contiguous().view(torch.uint8).view(-1), self._world).view(own.dtype)
-        is_read = places >= 0
-        self.values[places[is_read]] = rows.view(len(places), -1)[is_read]
-        self.weights[places[is_read].cpu()] = 1.0
-
-    def batch(self, key: BatchKey) -> Batch:
-        """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0."""
-        indices, own = torch.from_numpy(key.indices), self._source.loss_weights
-        return Batch(
-            self.values.index_select(0, to_device(indices, self.values.device)),
-            self._source.labels[indices],
-            torch.from_numpy(key.weights) * self.weights[indices],
-            indices,
-            epoch=key.epoch,
-            leaf=key.leaf,
-            is_transformed=True,
-            loss_weights=None if own is None else own[indices],
-        )
 
 
 def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:

@@ -14,7 +14,6 @@ from zerovision.training.loop import EpochResult, evaluate, train_one_epoch
 from zerovision.training.observe.best_weights import write_best
 from zerovision.training.observe.device_use import peak_memory_per_rank
 from zerovision.training.steps.carrier import Run
-from zerovision.training.tasks import read_distill
 from zerovision.training.tasks.class_scores import count_classes, score_of
 from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import error_on_any_rank
@@ -49,7 +48,7 @@ def train_and_evaluate(run: Run) -> int:
             start = time.perf_counter()
             with run.model.averages.in_use():
                 with run.clock.evaluation:
-                    scores = evaluate(state.engine, run.readers.val, run, is_interruptible=True)
+                    scores = evaluate(state.engine, run.readers.val, run)
                 if isinstance(scores, Scores):
                     write_best = _end_epoch(run, result, scores, time.perf_counter() - start)
                     is_last = state.progress.epoch == run.config.epochs
@@ -67,7 +66,8 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
     state.sums.reset()
     is_trained = train_scores.samples > 0  # by a step that was applied
     train_loss = train_scores.loss if is_trained else None
-    diverged = _divergence(run, train_loss or 0.0, scores.loss)
+    choices = max(len(names), run.plan.global_batch if run.task.compares else 0)
+    diverged = find_divergence((train_loss or 0.0) / run.task.loss_scale, scores.loss, choices)
     of_epoch = score_of(scores, best_by, len(names))
     score = merit(best_by, of_epoch)
     before = state.progress.best_score if state.progress.best_epoch else -math.inf
@@ -115,16 +115,6 @@ def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str
         return None, f"the weights hold NaN or infinity, first in {broken}"
     epoch, built = run.state.progress.epoch + 1, run.model.built
     return write_best(run.folder, weights, built, run.data, run.config.data, epoch, scores), None
-
-
-def _divergence(run: Run, train_loss: float, val_loss: float) -> str | None:
-    """Return the reason why an epoch has diverged, see `find_divergence`."""
-    # A loss that compares images guesses among those of a step.
-    classes = len(run.data.class_names)
-    choices = classes if run.task.neighbours is None else max(classes, run.plan.global_batch)
-    # A divergence at a temperature of T is of logits / T, times T squared.
-    scale = max(1.0, read_distill(run.config.distill)[0]) ** 2 if run.config.distill else 1.0
-    return find_divergence(train_loss / scale, val_loss, choices)
 
 
 def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -52,9 +53,8 @@ def judge_test(run: Run) -> None:
         return
     try:
         module, metadata = agreed(lambda: load_model(folder.weights), world)
-        task = dataclasses.replace(run.task, thresholds=task_of(metadata).thresholds)
         network = under_autocast(module.to(world.device), run.precision, world.device)
-        scores = _score(dataclasses.replace(run, task=task), network)
+        scores = _score(run, network, task_of(metadata).thresholds)
     except UserError as error:
         run.loggers.message(f"note: the test part could not be judged: {error}")
         return
@@ -90,7 +90,7 @@ def _is_due(run: Run) -> bool:
     return epoch_of(folder.weights) == best_epoch != judged
 
 
-def _score(run: Run, network: nn.Module) -> Scores | int:
+def _score(run: Run, network: nn.Module, thresholds: np.ndarray | None) -> Scores | int:
     """Return what `evaluate` returns; a collective."""
     data, world = run.data, run.world
     assert data.test is not None
@@ -98,4 +98,4 @@ def _score(run: Run, network: nn.Module) -> Scores | int:
     workers = run.readers.val.pool or 0  # which read all parts
     loader = Loader(data.test, plan, world.data.rank, workers=workers, device=world.device)
     with run.clock.evaluation:
-        return evaluate(cast(Engine, _WholeModel(network)), loader, run, is_interruptible=True)
+        return evaluate(cast(Engine, _WholeModel(network)), loader, run, thresholds)

@@ -20,7 +20,6 @@ from zerovision.training.data.loader import Batch, Loader
 from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
 from zerovision.training.observe.observer import Seen, StepDone
 from zerovision.training.steps.carrier import Run
-from zerovision.training.tasks.of_weights import task_of_labels
 from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import error_on_any_rank, gather_objects
 from zerovision.training.world.signals import FAILED, StopDecision
@@ -96,7 +95,7 @@ def _measure(run: Run, first_step: int, start: float, before: dict[str, float], 
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Loader, run: Run, *, is_interruptible: bool = False) -> Scores | int:
+def evaluate(engine: Engine, batches: Loader, run: Run, thresholds: np.ndarray | None = None) -> Scores | int:
     """Return exact scores of every validation sample, each counted once; a collective.
 
     Every rank has the same number of batches, padded with samples of weight 0.
@@ -105,7 +104,7 @@ def evaluate(engine: Engine, batches: Loader, run: Run, *, is_interruptible: boo
         engine: the model.
         batches: this rank's batches.
         run: the run.
-        is_interruptible: whether a stop signal ends the evaluation.
+        thresholds: as of `Task.recorder`.
 
     Returns:
         The scores, or the number of the stop signal that ended the evaluation, as of `StopRequest.poll`.
@@ -114,49 +113,39 @@ def evaluate(engine: Engine, batches: Loader, run: Run, *, is_interruptible: boo
         UserError: on all ranks, if an image on any rank cannot be read.
     """
     engine.module.eval()
-    task, sets = run.task, run.data.label_targets(run.world.device)
-    judge = task_of_labels(len(run.data.class_names), sets, task.thresholds)
-    recorder = judge.recorder(keeps_probabilities=task.keeps_probabilities)
-    neighbours, stop_signal = task.neighbours, 0
+    recorder = run.task.recorder(thresholds)
 
     def record(batch: Batch, outputs: torch.Tensor) -> None:
-        logits = outputs if neighbours is None else neighbours.log_probabilities(outputs)
-        recorder.add(logits, batch.labels, batch.weights, batch.indices)
+        recorder.add(logits_of(outputs), batch.labels, batch.weights, batch.indices)
 
-    forward = partial(forward_all, engine.outputs, run=run, is_interruptible=is_interruptible)
-    if neighbours is not None:
-        stop_signal = forward(neighbours.loader, neighbours.add)
-        neighbours.gather()
+    forward = partial(forward_all, run, engine.outputs)
+    stop_signal, logits_of = run.task.classifier(forward)
     stop_signal = stop_signal or forward(batches, record)
     engine.module.train()
     return stop_signal or recorder.gather(run.world)
 
 
 def forward_all(
+    run: Run,
     outputs_of: Callable[[Iterable[Batch]], Iterator[tuple[Batch, torch.Tensor]]],
     batches: Loader,
     record: Callable[[Batch, torch.Tensor], None],
-    *,
-    run: Run,
-    is_interruptible: bool,
 ) -> int:
     """Give `record` every batch with a network's outputs; return the stop signal that ended it, or 0; a collective.
 
     Args:
+        run: the run.
         outputs_of: as `Engine.outputs`.
         batches: this rank's.
         record: takes a batch and its outputs.
-        run: the run.
-        is_interruptible: whether a stop signal ends it.
     """
     waiting, stop_signal = SafeBatches(batches, len(batches), run), 0
     for batch, outputs in outputs_of(waiting):
         record(batch, outputs)
-        if is_interruptible:
-            run.start.heartbeat.beat("evaluate")
-            stop_signal = run.start.stop.poll(run.world, failure=waiting.failure).stop_signal
-            if stop_signal:
-                break
+        run.start.heartbeat.beat("evaluate")
+        stop_signal = run.start.stop.poll(run.world, failure=waiting.failure).stop_signal
+        if stop_signal:
+            break
     waiting.raise_error()
     check_bad_images(batches, run.world)
     return stop_signal

@@ -14,7 +14,7 @@ from zerovision.training.base.points import SCORE_NAMES, RunPoint, merit, show_s
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import shown_path
 from zerovision.training.base.units import plural
-from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.config import FIELDS
 from zerovision.training.config.values import launch_command
 from zerovision.training.data.augment import unnormalized, viewable
 from zerovision.training.data.bad_images import bad_image_lines
@@ -25,7 +25,6 @@ from zerovision.training.engines.precision import note_slow_bf16
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.recipe.schedule import schedule_notes
 from zerovision.training.steps.carrier import Run
-from zerovision.training.tasks.contrast import NEIGHBOURS
 from zerovision.training.world.launchers import line_to_go_on
 from zerovision.training.world.signals import can_handle_signals
 
@@ -36,12 +35,13 @@ def announce_start(run: Run) -> None:
     """Log what is trained, on what, and what the user may not expect."""
     config, world, plan, log = run.config, run.world, run.plan, run.loggers.message
     log(f"run {run.folder.name}: {config.model_type}, {config.strategy}, {run.precision}, {world.describe()}")
-    unit, units = world.units()
+    (unit, units), is_own = world.units(), config.learning_rate == config.default_rate != USUAL_RATE
+    whose = f" (the default of {config.model_type} from random weights)" if is_own else ""
     log(
         f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {units} x "
         f"{plural(config.gradient_accumulation_steps, 'accumulation step')}; "
         f"{plural(plan.steps_per_epoch, 'step')} per epoch; "
-        f"peak learning rate {run.schedule.peak:.3g}{_of_the_network(config)}"
+        f"peak learning rate {run.schedule.peak:.3g}{whose}"
     )
     data, pixels = run.data, run.data.train.preprocessing.image_size
     channels = f" of {data.preprocessing.channels} channel(s)" if data.preprocessing.channels != 3 else ""
@@ -55,11 +55,6 @@ def announce_start(run: Run) -> None:
         images = _augmented_sample(run)
         if len(images):
             run.loggers.images(images)
-
-
-def _of_the_network(config: TrainConfig) -> str:
-    is_own = config.learning_rate == config.default_rate != USUAL_RATE
-    return f" (the default of {config.model_type} from random weights)" if is_own else ""
 
 
 def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
@@ -84,13 +79,9 @@ def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
     if cache is not None and cache.is_relative_to(SHARED_MEMORY):
         log(f"memory       decoded images stay in it for the next run; to free it: rm -r {cache}")
     if stop_signal:
-        log(f"to continue  {_line_to_go_on(run)}")
-
-
-def _line_to_go_on(run: Run) -> str:
-    world = run.world
-    command = launch_command(run.config, world.size, world.local_size, FIELDS.keys() - {"log_dir"})  # all else is saved
-    return line_to_go_on(run.folder.name, command)
+        sizes = (run.world.size, run.world.local_size)
+        command = launch_command(run.config, *sizes, FIELDS.keys() - {"log_dir"})  # all else is saved
+        log(f"to continue  {line_to_go_on(run.folder.name, command)}")
 
 
 def _result(run: Run) -> list[str]:
@@ -146,13 +137,7 @@ def _warnings(run: Run) -> list[str]:
             "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
             "without a deterministic version runs all the same, and warns by its name"
         )
-    if run.task.learns_from is not None and run.task.learns_from.note:
-        warnings.append(f"--teacher {config.teacher} was trained on images {run.task.learns_from.note}")
-    if run.task.neighbours is not None:
-        warnings.append(
-            f"top-1 is by the {NEIGHBOURS} nearest training images: --loss {config.loss} trains no classifier. That "
-            f"comes after it, with --weights {shown_path(run.folder.weights)} --tune head"
-        )
+    warnings += run.task.notes(shown_path(run.folder.weights))
     warnings += schedule_notes(run.schedule)
     if config.ema:
         warnings.append(f"evaluated and saved is the moving average of the weights, --ema {config.ema}")

@@ -16,6 +16,7 @@ from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.tasks.settings import asked_task
 
 # Of errors that are no MemoryError: PyTorch's allocators on GPUs and CPUs, libraries of both, and the system's ENOMEM.
 # oneDNN cannot "create a primitive" where no memory is left for the code that it generates.
@@ -103,7 +104,7 @@ def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
     yield Rung(
         {"batch_size": half}
         | ({} if config.global_batch else {"gradient_accumulation_steps": steps})
-        | ({"gradient_cache": half} if config.gradient_cache else {}),
+        | dict.fromkeys(asked_task(config).chunks(), half),
         f"half the activations, {plural(half, 'image')} at a time; global batch and learning rate stay",
         batchnorm_images=half,
     )

@@ -52,20 +52,12 @@ def resolve(run: Run) -> Run:
 
 def identity_of(run: Run) -> dict[str, Any]:
     """Return what a checkpoint and the run that resumes from it must agree on, beside the recipe."""
-    taught = {} if run.task.learns_from is None else run.task.learns_from.identity
     places = run.plan.places
     in_shards = {"division into shards": hashlib.sha256(places).hexdigest()} if places else {}
-    return (
-        taught
-        | in_shards
-        | {
-            "model": run.model.built.description.to_dict(),
-            "class list": run.data.class_names,
-            DATA_SET: run.data.fingerprint,
-            "global batch": run.plan.global_batch,
-            "plug-in": names_of(run.config.plugin) or None,
-        }
-    )
+    facts: dict[str, Any] = {"model": run.model.built.description.to_dict(), "class list": run.data.class_names}
+    facts |= {DATA_SET: run.data.fingerprint, "global batch": run.plan.global_batch}
+    facts["plug-in"] = names_of(run.config.plugin) or None
+    return run.task.identity | in_shards | facts
 
 
 def saved_identity(run: Run) -> dict[str, Any]:
@@ -103,18 +95,6 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
     """
     if found is None:
         return config if config.batch_size == "auto" else divide_given(config, world.data.size)
-    global_batch = _saved_global_batch(config, found)
-    if config.batch_size == "auto":
-        saved = found.manifest.config.get("batch_size")
-        if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
-            raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is no whole number.")
-        share = max(1, global_batch // world.data.size)
-        config = dataclasses.replace(config, batch_size=largest_divisor(share, saved))
-    return divide(config, global_batch, world.data.size, "the checkpoint's global batch of")
-
-
-def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
-    """Return the global batch that a checkpoint was made with; raise a UserError if another one is asked for."""
     global_batch = found.manifest.identity.get("global batch")
     if type(global_batch) is not int or not 0 < global_batch < 2**63:
         raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is no whole number.")
@@ -123,7 +103,13 @@ def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
             f"--global-batch {config.global_batch}: the checkpoint's is {global_batch}. Leave it out to go on, or "
             "start a new run with --weights."
         )
-    return global_batch
+    if config.batch_size == "auto":
+        saved = found.manifest.config.get("batch_size")
+        if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
+            raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is no whole number.")
+        share = max(1, global_batch // world.data.size)
+        config = dataclasses.replace(config, batch_size=largest_divisor(share, saved))
+    return divide(config, global_batch, world.data.size, "the checkpoint's global batch of")
 
 
 def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:

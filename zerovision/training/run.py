@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from zerovision.training.auto_batch_size import choose_batch_size
 from zerovision.training.auto_learning_rate import choose_learning_rate
@@ -35,6 +36,7 @@ from zerovision.training.engines.build_engine import form_ranks
 from zerovision.training.epoch import train_and_evaluate
 from zerovision.training.final_test import judge_test
 from zerovision.training.launched_run import run_launched
+from zerovision.training.loop import forward_all
 from zerovision.training.messages import announce_end, announce_start
 from zerovision.training.observe.best_weights import bring_along, epoch_of, keep_finished
 from zerovision.training.observe.device_use import DeviceGauge, run_point
@@ -45,7 +47,6 @@ from zerovision.training.resume import saved_identity
 from zerovision.training.setup import build
 from zerovision.training.steps.carrier import Run, Start
 from zerovision.training.steps.watch import watched
-from zerovision.training.teacher import keep_answers
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world
@@ -153,7 +154,10 @@ def train(context: Run, deliver: Deliver | None = None) -> int:
     if config.features == "cached" and not stop_signal:
         with removed_if_refused(context.folder):
             stop_signal = cache_features(context)
-    stop_signal = stop_signal or keep_answers(context)
+    if not stop_signal and context.position < context.total_steps:
+        with context.clock.evaluation:
+            once = (context.readers.train, partial(forward_all, context), context.loggers.message)
+            stop_signal = context.task.before_training(*once)
     first_position = context.position
     with measured_communication(context.clock):
         while state.progress.epoch < config.epochs and not stop_signal:

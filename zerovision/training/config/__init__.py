@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from zerovision.training.base.modes import Mode
 from zerovision.training.base.places import REPO_ROOT
 from zerovision.training.engines.settings import WAYS
 from zerovision.training.observe.settings import ObserveSettings
+from zerovision.training.tasks.settings import TASKS
 
-__all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "REPO_ROOT", "TrainConfig"]
+__all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "MODES", "REPO_ROOT", "TrainConfig"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,16 +22,17 @@ class TrainConfig(ObserveSettings):
     """All settings of a run: each room's contain those of the rooms below. Field `batch_size` is `--batch-size`."""
 
 
+MODES: tuple[type[Mode], ...] = (*TASKS, *WAYS)
+
 # What a resumed run may change; everything else is part of the recipe and must match the checkpoint. Accumulation
 # follows from the global batch, the data set is identified by its fingerprint, the starting weights no longer matter.
 CHANGEABLE_ON_RESUME = frozenset(
     {
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
-        *(name for way in WAYS for name in way.resumable),
+        *(name for mode in MODES for name in mode.resumable),
         *("activation_checkpointing", "deterministic", "features"),
-        *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),
+        *("batch_size", "global_batch", "gradient_accumulation_steps"),
         *("pretrained", "weights", "early_stopping_patience", "epochs"),
-        *("teacher", "teacher_classes"),  # which the teacher's hash identifies
         *("data", "data_root", "path_column", "label_column", "label_separator", "download"),
         *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images", "max_megapixels"),
         "plugin",  # which the identity of the files decides

@@ -6,21 +6,23 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
 
 from zerovision.models import check_model_name, model_spec
 from zerovision.training.base.errors import UserError, shown, unknown_name
+from zerovision.training.base.modes import Mode, Values
 from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.units import plural
-from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config import FIELDS, FLAG_OF, MODES, TrainConfig
 from zerovision.training.config.global_batch import in_chunks
 from zerovision.training.config.values import allowed_values, is_allowed
 from zerovision.training.data import bad_image_share, find_dataset
 from zerovision.training.data.augmentations import augmentation_of
 from zerovision.training.data.image_sizes import size_ramp
-from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.engines.settings import TORCH, WAYS
 from zerovision.training.engines.strategies import STRATEGIES
-from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE, Values, Way
+from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE
 from zerovision.training.observe.loggers import LOGGERS
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.recipe import read_tune
@@ -37,8 +39,7 @@ from zerovision.training.recipe.schedule import (
     head_epochs_of,
     schedule_fields,
 )
-from zerovision.training.tasks import read_distill
-from zerovision.training.tasks.class_weights import given_weights
+from zerovision.training.tasks.settings import asked_task
 
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -54,24 +55,20 @@ def _only(value: object, *names: str) -> dict[str, tuple[object, ...]]:
     return dict.fromkeys(names, (value,))
 
 
-def _answer_of(way: type[Way], question: Callable[[Way], bool]) -> Callable[[TrainConfig], bool]:
-    return lambda config: question(way(config))
+def _answer_of(mode: type[Mode], question: Callable[[Any], bool]) -> Callable[[TrainConfig], bool]:
+    return lambda config: question(mode(config))
 
 
 # By a setting in words, with {name} for flag and value: when it restricts others, and the values that these may have
 # then, the usual one first.
 GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
-    "{loss}": (
-        lambda config: config.is_contrastive,
-        _only(0, "mixup", "cutmix")
-        | {"distill": ("",), "class_weights": ("none",), "engine": OUR_ENGINE, "compile": NOT_COMPILED},
-    ),
+    **{f"{{{mode.flag}}}": (_answer_of(mode, mode.is_asked), mode.goes_with) for mode in MODES if mode.goes_with},
     "{features}": (
         lambda config: config.features == "cached",
         {"tune": ("head",)}
         | {"augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
         | _only(0, "mixup", "cutmix", "color_jitter", "random_erasing")
-        | _only("", "progressive_size", "distill")
+        | _only("", "progressive_size")
         | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED, "pipeline_parallel": (1,)},
     ),
     "{solver}": (
@@ -80,18 +77,12 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
         | _only(0, "ema", "lookahead")
         | {"local_steps": (1,), "replicate_across": ("none",)},  # whose other replicas have no parts to fill
     ),
-    "{task}": (
-        lambda config: config.task == MULTILABEL,
-        {"loss": ("bce",), "bce_target_threshold": (0,), "class_weights": ("none",), "sampling": ("uniform",)}
-        | {"distill": ("",), "features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
-    ),
     "{audit}": (
         lambda config: config.audit > 0,
         {"strategy": ("ddp",)}  # every rank has all weights
         | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "sync_batchnorm": (False,), "features": ("computed",)}
         | {way.flag: (1,) for way in WAYS if not way.engine},
     ),
-    **{f"{{{way.flag}}}": (_answer_of(way, way.is_asked), way.goes_with) for way in WAYS if way.goes_with},
 }
 
 
@@ -103,23 +94,20 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         label_of: the name of each field in a message: its flag, or file and key.
 
     Returns:
-        The configuration, with the chunks of a gradient cache as its micro-batches, and its plug-ins loaded.
+        The configuration, with what its task has by default, and its plug-ins loaded.
 
     Raises:
         UserError: for the first value that is wrong.
     """
     config = dataclasses.replace(config, plugin=load_plugins(config.plugin))  # names below may be theirs
-    if config.task == MULTILABEL:  # what one label has by default, and several do not
-        chosen = {"loss": "bce", "best_by": "map"}
-        usual = {name: value for name, value in chosen.items() if getattr(config, name) == FIELDS[name].default}
-        config = dataclasses.replace(config, **usual)  # type: ignore[arg-type]  # two of their values
+    usual = asked_task(config).usual.items()
+    config = dataclasses.replace(config, **{n: value for n, value in usual if getattr(config, n) == FIELDS[n].default})
     for name, field in FIELDS.items():
         value = getattr(config, name)
         if not is_allowed(value, field):
             raise UserError(f"{label_of[name]} {shown(value)}: expected {allowed_values(field)}.")
-    for mistakes in (_wrong_words, _contradictions):
-        for mistake in mistakes(config, label_of):
-            raise UserError(mistake)
+    for mistake in chain(_wrong_words(config, label_of), _contradictions(config, label_of)):
+        raise UserError(mistake)
     if read_tune(config.tune)[0] != "full" and (
         config.resume == "never" or (config.resume == "auto" and not run_folder(config).has_checkpoint)
     ):
@@ -162,7 +150,6 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     if "://" in config.log_dir:
         yield f"{of['log_dir']} is a URL: give a folder, and copy the run afterwards."
     bad_image_share(config.bad_images)
-    given_weights(config.class_weights)
     size_ramp(config.progressive_size)
     if config.compile == "on" and (config.progressive_size or config.eval_image_size):
         yield (
@@ -171,15 +158,11 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
         )
     if config.compile == "on" and config.activation_checkpointing:
         yield f"{of['compile']} on and {of['activation_checkpointing']} exclude each other: give one."
-    if config.class_weights != "none" and config.sampling == "balanced":
-        yield f"{of['class_weights']} and {of['sampling']} balanced both make up for rare classes: give one of them."
     if config.order == "shards" and config.sampling == "balanced":
         yield (
             f"{of['sampling']} balanced takes its images from everywhere, {of['order']} shards from a few shards at a "
             f"time: give one of them, or {of['class_weights']} balanced."
         )
-    if config.bce_target_threshold and config.loss != "bce":
-        yield f"{of['bce_target_threshold']} is of {of['loss']} bce only: give both, or none."
     if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
         yield f"{of['workers']} {config.workers!r}: expected a whole number from 0 to 999, or auto."
     if config.run_name and not RUN_NAME_PATTERN.fullmatch(config.run_name):
@@ -203,26 +186,14 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
 
 def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield what does not go together."""
-    yield from _wrong_contrast(config, of)
     given = {name: f"{of[name]} {getattr(config, name)}" for name in FIELDS}
     for words, (is_chosen, allowed) in GOES_WITH.items():
         if is_chosen(config):
             yield from _wrong_values(config, of, words.format_map(given), allowed)
-    has_members = model_spec(config.model_type).takes_members
-    if config.is_contrastive and has_members:
-        yield (
-            f"{of['loss']} {config.loss}: the members of an ensemble have no features in common: train each by itself."
-        )
-    if config.distill:
-        read_distill(config.distill)
-    if bool(config.distill) != bool(config.teacher):
-        yield f"{of['distill']} learns from {of['teacher']}: give both, or none."
     if config.solver == "lbfgs" and not config.weight_decay:
         yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: else there may be no minimum."
-    if config.task == MULTILABEL and has_members:
-        yield f"{of['task']} {MULTILABEL}: the members of an ensemble choose one class: give another."
-    for way in WAYS:
-        yield from way(config).mistakes(of)
+    for mode in MODES:
+        yield from mode(config).mistakes(of)
     if config.learning_rate == "auto" and config.base_batch_size:
         yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto tries those of this batch."
     if config.mixup_off_epochs > config.epochs:
@@ -254,20 +225,6 @@ def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
                 f"{of[name]} {rule} moves weights at a learning rate of 0, which the backbone has in the epochs of the "
                 f"head: give {of['head_epochs']} 0, or another rule such as adamw."
             )
-
-
-def _wrong_contrast(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
-    """Yield what belongs to a loss that compares images, or does not go with it."""
-    cache, loss = (f"{of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
-    if config.gradient_cache and not config.is_contrastive:
-        yield (
-            f"{cache}: with {loss} each image has a loss of its own, and {of['gradient_accumulation_steps']} N gives "
-            "the same gradient in the same memory: use that."
-        )
-    if config.gradient_cache and config.batch_size == "auto":
-        yield f"{cache} is what goes through the network at a time: give {of['batch_size']} a number."
-    if config.is_contrastive and config.learning_rate == "auto":
-        yield f"{loss} does not go with {of['learning_rate']} auto, which knows other losses: give one."
 
 
 def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
@@ -315,7 +272,6 @@ def _has_momentum(config: TrainConfig) -> bool:
 
 # When each flag has an effect.
 USED: dict[str, Callable[[TrainConfig], bool]] = {
-    "label_separator": lambda config: config.task == MULTILABEL,
     "fold": lambda config: config.folds > 0,
     "shuffle_window": lambda config: config.order == "shards",
     "val_fraction": lambda config: not config.folds,
@@ -333,10 +289,8 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
     "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
-    **{name: _answer_of(way, way.uses_own) for way in WAYS for name in way.own},
+    **{name: _answer_of(mode, mode.uses_own) for mode in MODES for name in mode.own},
     **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
-    "temperature": lambda config: config.is_contrastive,
-    "teacher_classes": lambda config: bool(config.teacher),
 }
 
 

@@ -9,7 +9,8 @@ import dataclasses
 
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.settings import FEWEST_IMAGES
-from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.tasks.settings import asked_task
 from zerovision.training.world.mesh_sizes import data_ranks
 
 # The global batch of `--batch-size auto` without `--global-batch`: the same on any hardware, so that a learning rate
@@ -92,22 +93,22 @@ def divided(config: TrainConfig, batch_size: int, global_batch: int, ranks: int)
 
 
 def in_chunks(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the chunks of `--gradient-cache` as micro-batches, if there are any.
+    """Return the configuration with the chunks of its task as micro-batches, if there are any.
 
     Raises:
         UserError: if they do not divide the images of a rank.
     """
-    chunk, images = config.gradient_cache, config.micro_batch * config.gradient_accumulation_steps
-    if not chunk:
-        return config
-    if config.global_batch:  # which gives the number of them
-        return dataclasses.replace(config, batch_size=chunk, gradient_accumulation_steps=1)
-    if images % chunk:
-        raise UserError(
-            f"--gradient-cache {chunk} does not divide the {images} images of a rank: use "
-            f"{_divisors(images, FIELDS['gradient_cache'].metadata['high'])}."
-        )
-    return divided(config, chunk, images, 1)
+    images = config.micro_batch * config.gradient_accumulation_steps
+    for name, chunk in asked_task(config).chunks().items():
+        if config.global_batch:  # which gives the number of them
+            return dataclasses.replace(config, batch_size=chunk, gradient_accumulation_steps=1)
+        if images % chunk:
+            raise UserError(
+                f"{FLAG_OF[name]} {chunk} does not divide the {images} images of a rank: use "
+                f"{_divisors(images, FIELDS[name].metadata['high'])}."
+            )
+        return divided(config, chunk, images, 1)
+    return config
 
 
 def check_division(config: TrainConfig, ranks: int) -> None:

@@ -1,13 +1,14 @@
 """What a way to share the work of a training among ranks may do; each way has a folder of its own here.
 
-`settings.WAYS` is the table of ways. Nothing else outside its folder names one, and a new one is a folder and a line
-there. This module and the `__init__.py` of every way import no torch: launchers check the flags, too.
+`settings.WAYS` is the table of ways; a new one is a folder and a line there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from zerovision.training.base.modes import Mode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,48 +19,23 @@ if TYPE_CHECKING:
     from zerovision.training.engines.strategies import ParallelPlan
     from zerovision.training.world.world import World
 
-Values = Mapping[str, Sequence[object]]
 OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto"), ("off", "auto"), ("cross_entropy", "bce")
 
 
-class Way:
-    """A way to share the work of a training among ranks; what it leaves as it is here is done as without it.
+class Way(Mode):
+    """A way to share the work of a training among ranks.
 
     Attributes:
-        flag: the setting that asks for it.
-        goes_with: by other settings, the values that they may have beside it, the usual one first.
-        own: settings that have no effect without it.
-        resumable: those of its settings that a resumed run may change.
         shares_replica: whether its ranks have one copy of the model together, as many as `flag` says.
         divides_layers: whether each of its ranks has a part of every layer.
         engine: the value of `--engine` that asks for it; '' for a way of PyTorch's engine.
-        config: the settings of a run.
     """
 
-    flag: ClassVar[str]
-    goes_with: ClassVar[Values] = {}
-    own: ClassVar[tuple[str, ...]] = ()
-    resumable: ClassVar[tuple[str, ...]] = ()
     shares_replica: ClassVar[bool] = False
     divides_layers: ClassVar[bool] = False
     engine: ClassVar[str] = ""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
     # Of settings.
-
-    def is_asked(self) -> bool:
-        """Return whether the settings ask for it."""
-        return getattr(self.config, self.flag) > 1
-
-    def uses_own(self) -> bool:
-        """Return whether the settings `own` have an effect."""
-        return self.is_asked()
-
-    def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
-        """Yield what is wrong about its settings, or raise the UserError of what reads them."""
-        yield from ()
 
     def check_files(self) -> None:
         """Raise a UserError for a file that its settings name and that it cannot use."""

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from zerovision.models.build import BuiltModel
 from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.run_folder import RunFolder
@@ -28,7 +26,7 @@ from zerovision.training.engines.precision import resolve_precision
 from zerovision.training.observe.observer import Observers
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer
-from zerovision.training.tasks.contrast import Neighbours
+from zerovision.training.tasks.task import Task
 from zerovision.training.world.signals import StopRequest
 from zerovision.training.world.world import World
 
@@ -62,23 +60,6 @@ class Start:
     groups: int = 1
     notes: tuple[str, ...] = ()
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RunTask:
-    """What is learned.
-
-    Attributes:
-        learns_from: another network, whose answers the run learns; None without.
-        neighbours: tells classes in an evaluation; None if the model does.
-        keeps_probabilities: whether an evaluation does, as `SampleRecorder`.
-        thresholds: as of `SampleRecorder`.
-    """
-
-    learns_from: Any = None
-    neighbours: Neighbours | None = None
-    keeps_probabilities: bool = False
-    thresholds: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +122,7 @@ class Run:
     folder: RunFolder = LATER
     data: DatasetPair = LATER
     plan: BatchPlan = LATER
-    task: RunTask = RunTask()
+    task: Task = LATER
     readers: Readers = LATER
     model: RunModel = LATER
     state: TrainState = LATER

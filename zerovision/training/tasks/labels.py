@@ -16,7 +16,6 @@ from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.settings import TaskName
 from zerovision.training.engines.engine import Loss
-from zerovision.training.tasks import read_distill
 from zerovision.training.tasks.class_weights import class_weights
 from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, sample_losses
 from zerovision.training.tasks.settings import TaskSettings
@@ -41,7 +40,6 @@ class OneLabel:
     name: TaskName = "multiclass"
     output = "softmax over the classes"
     thresholds: np.ndarray | None = None
-    losses: Callable[[TaskSettings, torch.Tensor | None], Loss] | None = None  # other than those of `--loss`
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
@@ -107,7 +105,7 @@ def build_loss(
     device: torch.device,
     *,
     build: Callable[[TaskSettings, torch.Tensor | None], Loss] | None = None,
-    teacher: Callable[[Batch], torch.Tensor] | None = None,
+    around: Callable[[Loss], Loss] | None = None,
 ) -> Loss:
     """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
 
@@ -117,7 +115,7 @@ def build_loss(
         counts: training samples of each class.
         device: device of the logits.
         build: as one of `LOSSES`; None for that of `config.loss`.
-        teacher: from a batch to the logits that `config.distill` trains on, float32 [B, C].
+        around: from the loss of logits [B, C] to that of an ensemble's, [B, C, members], too; None for the mean.
 
     Raises:
         UserError: for class weights that do not fit the data, and a threshold that all targets are above or below.
@@ -129,7 +127,7 @@ def build_loss(
     def of_members(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         return mean_over_members(lambda member: loss(member, batch), logits)
 
-    whole = of_members if teacher is None else _distilled(loss, teacher, *read_distill(config.distill))
+    whole = of_members if around is None else around(loss)
 
     def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         own = whole(logits, batch)
@@ -186,27 +184,6 @@ def _binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) ->
         return losses if weights is None else losses * _sample_weights(batch, weights)
 
     return loss
-
-
-def _distilled(loss: Loss, teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float) -> Loss:
-    """Build the divergence from a teacher's softened answers, mixed with a loss of the labels.
-
-    Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): times the temperature squared, so that the gradient's size
-    does not depend on it. The teacher sees the student's very images, augmented and mixed (Beyer et al. 2022,
-    https://arxiv.org/abs/2106.05237), and is asked once for all members of an ensemble.
-    """
-
-    def distilled(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        told = F.log_softmax(teacher(batch) / temperature, dim=1)
-
-        def of_member(member: torch.Tensor) -> torch.Tensor:
-            own = F.log_softmax(member.float() / temperature, dim=1)
-            divergence = temperature**2 * F.kl_div(own, told, reduction="none", log_target=True).sum(1)
-            return divergence if share == 1 else share * divergence + (1 - share) * loss(member, batch)
-
-        return mean_over_members(of_member, logits)
-
-    return distilled
 
 
 def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from zerovision.training.tasks.labels import OneLabel
-from zerovision.training.tasks.multilabel import SeveralLabels
+from zerovision.training.tasks.multilabel.labels import SeveralLabels
 
 THRESHOLDS = "thresholds"  # of the classes, in the metadata of weights that tell several labels
 
@@ -24,8 +23,3 @@ def task_of(metadata: Mapping[str, Any]) -> OneLabel:
     if thresholds is None:
         return OneLabel(num_classes)
     return SeveralLabels(num_classes, np.array(thresholds, dtype=np.float64))
-
-
-def task_of_labels(num_classes: int, sets: torch.Tensor | None, thresholds: np.ndarray | None) -> OneLabel:
-    """Return the task of judging images by labels, or by sets of them, see `SeveralLabels`."""
-    return OneLabel(num_classes) if sets is None else SeveralLabels(num_classes, thresholds, sets)

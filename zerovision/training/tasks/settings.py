@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option
 from zerovision.training.tasks.class_weights import USAGE as CLASS_WEIGHTS_USAGE
+from zerovision.training.tasks.contrast import Contrastive
+from zerovision.training.tasks.multilabel import Multilabel
+from zerovision.training.tasks.task import Task
+from zerovision.training.tasks.teacher import Distillation
+
+TASKS: tuple[type[Task], ...] = (Contrastive, Multilabel, Distillation, Task)  # the first that is asked for
 
 EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
 
@@ -48,11 +54,11 @@ class TaskSettings(RunSettings):
     )
 
     @property
-    def is_contrastive(self) -> bool:
-        """Whether the loss compares all images of a step, in place of one that each image has by itself."""
-        return self.loss == "supcon"
-
-    @property
     def embedding(self) -> int:
         """Numbers that the network gives for an image in place of one for each class; 0 if it does not."""
-        return EMBEDDING_SIZE if self.is_contrastive else 0
+        return EMBEDDING_SIZE if self.loss == "supcon" else 0
+
+
+def asked_task(config: Any) -> Task:
+    """Return what the settings of a run ask to learn."""
+    return next(task for task in (kind(config) for kind in TASKS) if task.is_asked())

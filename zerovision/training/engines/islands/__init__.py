@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from zerovision.training.base.errors import AgreedError
+from zerovision.training.base.modes import Values
 from zerovision.training.base.settings import option
 from zerovision.training.base.units import plural
-from zerovision.training.engines.ways import OF_CLASSES, OUR_ENGINE, Values, Way
+from zerovision.training.engines.ways import OF_CLASSES, OUR_ENGINE, Way
 
 if TYPE_CHECKING:
     from zerovision.training.base.run_logger import Loggers

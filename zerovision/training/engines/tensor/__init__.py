@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.modes import Values
 from zerovision.training.base.settings import option
-from zerovision.training.engines.ways import NOT_COMPILED, OUR_ENGINE, Values, Way
+from zerovision.training.engines.ways import NOT_COMPILED, OUR_ENGINE, Way
 from zerovision.training.recipe.rules import ELEMENT_WISE
 
 if TYPE_CHECKING:

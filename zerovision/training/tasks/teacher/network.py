@@ -8,38 +8,43 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from zerovision.models.build import build_model
 from zerovision.models.class_order import Names, order_of, published_classes
 from zerovision.models.dry_run import forward_failure
+from zerovision.models.ensemble import mean_over_members
 from zerovision.models.preparation import Preparation, differences
 from zerovision.models.timm_models import published_config
-from zerovision.training.base.errors import UserError, one_line, shown
+from zerovision.training.base.errors import AgreedError, UserError, one_line, shown
 from zerovision.training.base.places import log_folder
 from zerovision.training.base.run_folder import WEIGHTS
 from zerovision.training.base.small_files import read_small_text
 from zerovision.training.base.units import format_duration, plural
-from zerovision.training.cached_features import SampleRows
 from zerovision.training.checkpoint.weights import load_model
-from zerovision.training.config import TrainConfig
 from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.loader import Loader
 from zerovision.training.data.reader import Batch
+from zerovision.training.data.sample_rows import SampleRows
 from zerovision.training.data.transfer import to_device
+from zerovision.training.engines.engine import Loss
 from zerovision.training.engines.precision import under_autocast
-from zerovision.training.loop import forward_all
-from zerovision.training.observe.new_run import run_folder
-from zerovision.training.steps.carrier import Run
-from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
+from zerovision.training.tasks.task import Forward
+from zerovision.training.world.collectives import agreed, gather_objects
 from zerovision.training.world.world import World
 
+if TYPE_CHECKING:
+    from zerovision.training.config import TrainConfig
+
 TIMM = "timm:"
+Outputs = tuple[int, Sequence[Names]]
 MOST_KEPT_BYTES = 2 * 10**9  # of answers, on each rank
 
 
@@ -80,21 +85,35 @@ class Teacher:
         factors = torch.stack([given[1] / own[1], (given[0] - own[0]) / own[1]])[:, :, None, None]
         self._normalization = None if torch.equal(own, given) else factors.float().to(device)
 
-    @property
-    def identity(self) -> dict[str, str]:
-        """What a checkpoint and the run that resumes from it must agree on."""
-        return {"teacher": self.digest}
-
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Answer to a batch of training images."""
         if self.kept is None:
             return self.answer(batch.images)
         return self.kept.index_select(0, to_device(batch.indices, self.kept.device))
 
-    def answers(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield each batch with new answers, as `Engine.outputs`."""
-        for batch in batches:
-            yield batch, self.answer(batch.images)
+    def keep_answers(self, train: Loader, world: World, forward: Forward, say: Callable[[str], None]) -> int:
+        """Answer to each training image once, if it is the same in every epoch; as `Task.before_training`.
+
+        That has the bits of an answer in each epoch where they do not depend on an image's place in the batch.
+        """
+        begin, images = time.perf_counter(), len(train.dataset)
+        if not train.dataset.is_constant or 4 * len(self._order) * images > MOST_KEPT_BYTES:
+            return 0
+        rows = SampleRows(train, world)
+        answers_to = lambda batches: ((batch, self.answer(batch.images)) for batch in batches)  # noqa: E731
+        if stop_signal := forward(answers_to, train.each_once(), rows.add):
+            return stop_signal
+        first, answers = (part.flip(0) for part in rows.first)
+        if all(gather_objects(torch.equal(self.answer(first), answers), world)):
+            self.kept = rows.values
+            seconds = format_duration(time.perf_counter() - begin)
+            say(f"teacher      answered to {images} images in {seconds}, for all epochs")
+        else:
+            say(
+                "note: here the last bits of a teacher's answer depend on an image's place in the batch: it answers in "
+                "every epoch"
+            )
+        return 0
 
     @torch.no_grad()
     def answer(self, images: torch.Tensor) -> torch.Tensor:
@@ -105,17 +124,15 @@ class Teacher:
         return self._network(images).float().index_select(1, self._order)
 
 
-def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: World) -> Teacher | None:
-    """Load the teacher that a configuration names, None without; a collective.
+def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: World) -> Teacher:
+    """Load the teacher that a configuration names; a collective.
 
     Raises:
         UserError: on all ranks, if there is none, it does not fit the data, or ranks have different ones.
     """
-    if not config.distill:
-        return None
 
     def load() -> Teacher:
-        module, classes, made = _load_timm(config, data) if is_timm else _load_file(config)
+        module, outputs, made = _load_timm(config, data) if config.teacher.startswith(TIMM) else _load_file(config)
         here = Preparation.of_run(data.preprocessing)
         own, given = (torch.tensor(each[:2], dtype=torch.float64) for each in (made, here))
         if own.shape != given.shape:
@@ -123,88 +140,69 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
                 f"--teacher {config.teacher} takes images of {own.shape[1]} channel(s), these have {given.shape[1]}."
             )
         for size in data.train.sizes:
-            failure = forward_failure(module, size, config.micro_batch, data.preprocessing.channels)
-            if failure:
+            if failure := forward_failure(module, size, config.micro_batch, data.preprocessing.channels):
                 raise UserError(f"--teacher {config.teacher} takes no images of {size} pixels: {one_line(failure)}.")
-        order = torch.tensor(_order(config, data, classes))
+        order = torch.tensor(_order(config, data, *outputs))
         teacher = Teacher(module, order, own, given, precision, world.device)
         if config.teacher_classes:  # of another order it is another teacher
             teacher.digest = hashlib.sha256(f"{teacher.digest} {order.tolist()}".encode()).hexdigest()
         teacher.note = differences(made, here, of_arrays=data.train.source.in_memory)
         return teacher
 
-    is_timm = config.teacher.startswith(TIMM)
     # One rank per machine goes first and downloads; the others then find the weights in the cache.
     first = agreed(lambda: load() if world.local_rank == 0 else None, world)
     teacher = agreed(lambda: first or load(), world)
-    digest = broadcast_object(teacher.digest, world)
-
-    def check() -> None:
-        if teacher.digest != digest:
-            raise UserError(
-                f"--teacher {config.teacher} is another on rank {world.rank} than on rank 0: copy one to all."
-            )
-
-    agreed(check, world)
+    digests = gather_objects(teacher.digest, world)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise AgreedError(f"--teacher {config.teacher} is another on rank {rank} than on rank 0: copy one to all.")
     return teacher
 
 
-def keep_answers(run: Run) -> int:
-    """Let the teacher answer to each training image once, if it is the same in every epoch; a collective.
+def distilled(teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float, loss: Loss) -> Loss:
+    """Build the divergence from a teacher's softened answers, mixed with a loss of the labels.
 
-    That has the bits of an answer in each epoch where they do not depend on an image's place in the batch.
-
-    Returns:
-        The number of the signal that ended it, 0 for none.
+    Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): times the temperature squared, so that the gradient's size
+    does not depend on it. The teacher sees the student's very images, augmented and mixed (Beyer et al. 2022,
+    https://arxiv.org/abs/2106.05237), and is asked once for all members of an ensemble.
     """
-    teacher, loader, world, begin = run.task.learns_from, run.readers.train, run.world.data, time.perf_counter()
-    classes, is_left = len(run.data.class_names), run.total_steps > run.position
-    fits = 4 * classes * len(loader.dataset) <= MOST_KEPT_BYTES
-    if teacher is None or not (loader.dataset.is_constant and is_left and fits):
-        return 0
-    rows = SampleRows(loader, world)
-    with run.clock.evaluation:
-        once, add = loader.each_once(), rows.add
-        if stop_signal := forward_all(teacher.answers, once, add, run=run, is_interruptible=True):
-            return stop_signal
-    images, answers = (part.flip(0) for part in rows.first)
-    is_same = torch.equal(teacher.answer(images), answers)
-    if not all(gather_objects(is_same, world)):
-        run.loggers.message(
-            "note: here the last bits of a teacher's answer depend on an image's place in the batch: it answers in "
-            "every epoch"
-        )
-        return 0
-    teacher.kept = rows.values
-    seconds = format_duration(time.perf_counter() - begin)
-    run.loggers.message(f"teacher      answered to {len(loader.dataset)} images in {seconds}, for all epochs")
-    return 0
+
+    def both(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        told = F.log_softmax(teacher(batch) / temperature, dim=1)
+
+        def of_member(member: torch.Tensor) -> torch.Tensor:
+            own = F.log_softmax(member.float() / temperature, dim=1)
+            divergence = temperature**2 * F.kl_div(own, told, reduction="none", log_target=True).sum(1)
+            return divergence if share == 1 else share * divergence + (1 - share) * loss(member, batch)
+
+        return mean_over_members(of_member, logits)
+
+    return both
 
 
-class _Outputs(NamedTuple):
-    """How many outputs a teacher has, and lists of their names, of which it may have several or none."""
-
-    number: int
-    known: Sequence[Names]
-
-
-def _order(config: TrainConfig, data: DatasetPair, outputs: _Outputs) -> list[int]:
+def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[Names]) -> list[int]:
     """Return which output of the teacher is which class of the data.
+
+    Args:
+        config: with its name, and perhaps those of its classes.
+        data: the images.
+        number: of its outputs.
+        known: lists of their names, of which it may have several or none.
 
     Raises:
         UserError: if it is not known of each of them.
     """
-    known, states = outputs.known, "--teacher-classes FILE, the data's name of each of its outputs, one a line"
+    states = "--teacher-classes FILE, the data's name of each of its outputs, one a line"
     if config.teacher_classes:
         known = [_stated_classes(config.teacher_classes)]
-        if len(known[0]) != outputs.number:
+        if len(known[0]) != number:
             raise UserError(
                 f"--teacher-classes {config.teacher_classes} has {plural(len(known[0]), 'line')}, --teacher "
-                f"{config.teacher} {outputs.number} outputs: give a line for each."
+                f"{config.teacher} {number} outputs: give a line for each."
             )
     if not known:
         raise UserError(
-            f"--teacher {config.teacher} has no names for its {outputs.number} classes, and an equal number is no "
+            f"--teacher {config.teacher} has no names for its {number} classes, and an equal number is no "
             f"equal order: give {states}."
         )
     order, missing = order_of(data.class_names, known)
@@ -230,10 +228,10 @@ def _stated_classes(path: str) -> Names:
     return read_class_names(text.encode(), path)
 
 
-def _load_file(config: TrainConfig) -> tuple[nn.Module, _Outputs, Preparation]:
+def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
     """Return the network of a run or a file, its classes, and how its images were prepared."""
     given = Path(os.path.expanduser(config.teacher))
-    logs = (run_folder(config).path.parent, log_folder() / "runs")
+    logs = [Path(folder).expanduser().resolve() / "runs" for folder in (config.log_dir or log_folder(), log_folder())]
     places = [given, *(folder / WEIGHTS for folder in (given, *(log / config.teacher for log in logs)))]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
@@ -243,10 +241,10 @@ def _load_file(config: TrainConfig) -> tuple[nn.Module, _Outputs, Preparation]:
         )
     module, metadata = load_model(path)
     names = metadata["class_names"]
-    return module, _Outputs(len(names), [names]), Preparation.of_run(metadata["preprocessing"])
+    return module, (len(names), [names]), Preparation.of_run(metadata["preprocessing"])
 
 
-def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, _Outputs, Preparation]:
+def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, Outputs, Preparation]:
     """Return a network with its published weights, what its classes are called, and how its images were prepared."""
     try:
         published = published_config(config.teacher.removeprefix(TIMM))
@@ -265,7 +263,7 @@ def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, _Outp
     made = Preparation.of_timm(published)
     if data.preprocessing.channels != 3:
         made = made._replace(mean=data.preprocessing.mean, std=data.preprocessing.std)
-    return built.module, _Outputs(published["num_classes"], published_classes(published)), made
+    return built.module, (published["num_classes"], published_classes(published)), made
 
 
 def _digest_of(module: nn.Module) -> str:

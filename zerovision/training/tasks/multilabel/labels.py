@@ -46,7 +46,6 @@ class SeveralLabels(OneLabel):
 
     name = MULTILABEL
     output = "sigmoid of each class"
-    losses = staticmethod(several_loss)
 
     def __init__(self, classes: int, thresholds: np.ndarray | None = None, sets: torch.Tensor | None = None) -> None:
         super().__init__(classes)

@@ -15,9 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from zerovision.training.base.leaves import Leaves
-from zerovision.training.data.loader import Loader
-from zerovision.training.data.reader import Batch
-from zerovision.training.data.transfer import to_device
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.world.collectives import gather_rows
 from zerovision.training.world.world import World
@@ -25,7 +22,6 @@ from zerovision.training.world.world import World
 if TYPE_CHECKING:
     from zerovision.training.engines.engine import StepInput, TimedEngine
 
-VIEWS = 2  # of each image of a step: what an image has in common with itself, augmented otherwise
 # Wu et al. 2018 (https://arxiv.org/abs/1805.01978, section 3.4), with the number of neighbours that DINO found best
 # (Caron et al. 2021, https://arxiv.org/abs/2104.14294, appendix E).
 NEIGHBOURS, TEMPERATURE = 20, 0.07
@@ -135,48 +131,13 @@ def contrast(
     return Contrast(torch.cat(losses), torch.cat(shares), leaves.grad)
 
 
-class Neighbours:
-    """Training images as a network without augmentation sees them, and the classes of others by these.
+def log_votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """Return the logarithm of `votes`, float32 [B, classes], for features of any length and type.
 
-    Args:
-        loader: of the training images to compare with.
-        num_classes: of the data set.
-        world: the ranks.
-
-    Attributes:
-        loader: as given.
+    One further vote is for all classes alike, so that no probability is 0.
     """
-
-    def __init__(self, loader: Loader, num_classes: int, world: World) -> None:
-        self.loader, self._num_classes, self._world = loader, num_classes, world
-        self._features: list[torch.Tensor] = []
-        self._facts: list[torch.Tensor] = []
-        self._labels = self._bank = torch.empty(0)
-
-    def add(self, batch: Batch, features: torch.Tensor) -> None:
-        """Keep features [B, F] of a batch of the loader until `gather`."""
-        self._features.append(F.normalize(features.float()))
-        facts = (to_device(batch.indices, features.device), batch.labels, batch.weights.long())
-        self._facts.append(torch.stack(facts, dim=1))
-
-    def gather(self) -> None:
-        """Share the features of all ranks, in the order of their images on any number of them; a collective."""
-        features, facts = (
-            gather_rows(own.reshape(-1), self._world).view(-1, own.shape[1])
-            for own in (torch.cat(self._features), torch.cat(self._facts))
-        )
-        self._features, self._facts = [], []
-        order = facts[:, 0].argsort(stable=True)
-        order = order[facts[order, 2] > 0]
-        self._bank, self._labels = features[order], facts[order, 1]
-
-    def log_probabilities(self, features: torch.Tensor) -> torch.Tensor:
-        """Return float32 [B, classes] for features [B, F]: the logarithm of `votes`.
-
-        One further vote is for all classes alike, so that no probability is 0.
-        """
-        shares = votes(F.normalize(features.float()), self._bank, self._labels, self._num_classes)
-        return ((NEIGHBOURS * shares + 1 / self._num_classes) / (NEIGHBOURS + 1)).log()
+    shares = votes(F.normalize(features.float()), bank, labels, classes)
+    return ((NEIGHBOURS * shares + 1 / classes) / (NEIGHBOURS + 1)).log()
 
 
 def votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:

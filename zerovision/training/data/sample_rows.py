@@ -1,0 +1,61 @@
+"""What a network makes of the images of a set, kept for all epochs."""
+
+from __future__ import annotations
+
+import torch
+
+from zerovision.training.data.loader import Loader
+from zerovision.training.data.reader import Batch
+from zerovision.training.data.sampler import BatchKey
+from zerovision.training.data.transfer import to_device
+from zerovision.training.world.collectives import gather_rows
+from zerovision.training.world.world import World
+
+
+class SampleRows:
+    """What a network makes of each image of a set, D numbers, on every rank.
+
+    Args:
+        loader: of the images.
+        world: the ranks that read different images.
+        stride: from an image that is read to the next, in positions of the set; rows are of those that are read.
+
+    Attributes:
+        labels: int64 [images].
+        values: [images, D] on the device.
+        weights: float32 [images], 0 for those that could not be read.
+        first: images and rows of this rank's first batch.
+    """
+
+    def __init__(self, loader: Loader, world: World, stride: int = 1) -> None:
+        self._source, self._world, self._stride = loader.dataset.source, world, stride
+        self.labels = self._source.labels[::stride]
+        self.weights = torch.zeros(len(self.labels))
+        self.values = torch.empty(0)
+        self.first: tuple[torch.Tensor, ...] = ()
+
+    def add(self, batch: Batch, own: torch.Tensor) -> None:
+        """Keep the rows [B, D] of all ranks' batches; a collective."""
+        if not self.first:
+            self.first, self.values = (batch.images, own), own.new_zeros(len(self.weights), own.shape[1])
+        numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device), -1)
+        places = gather_rows(numbers, self._world).view(-1) // self._stride
+        # as bytes: gloo knows no bf16
+        rows = gather_rows(own.contiguous().view(torch.uint8).view(-1), self._world).view(own.dtype)
+        is_read = places >= 0
+        self.values[places[is_read]] = rows.view(len(places), -1)[is_read]
+        self.weights[places[is_read].cpu()] = 1.0
+
+    def batch(self, key: BatchKey) -> Batch:
+        """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0."""
+        indices, own = torch.from_numpy(key.indices), self._source.loss_weights
+        return Batch(
+            self.values.index_select(0, to_device(indices, self.values.device)),
+            self.labels[indices],
+            torch.from_numpy(key.weights) * self.weights[indices],
+            indices,
+            epoch=key.epoch,
+            leaf=key.leaf,
+            is_transformed=True,
+            loss_weights=None if own is None else own[indices],
+        )

@@ -1,0 +1,93 @@
+"""Features by comparison: the views of an image, and images of one class, get alike ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from zerovision.models import model_spec
+from zerovision.training.base.modes import Values
+from zerovision.training.engines.ways import NOT_COMPILED, OUR_ENGINE
+from zerovision.training.tasks.task import Forward, Task
+
+if TYPE_CHECKING:
+    import torch
+
+    from zerovision.training.base.leaves import Leaves
+    from zerovision.training.data.loader import Loader
+    from zerovision.training.engines.engine import Loss, Step
+
+
+class Contrastive(Task):
+    """Features by which images of one class are alike, to train a head on; no classifier."""
+
+    goes_with: ClassVar[Values] = {
+        **{"mixup": (0,), "cutmix": (0,), "distill": ("",), "class_weights": ("none",)},
+        **{"engine": OUR_ENGINE, "compile": NOT_COMPILED},
+    }
+    own = ("temperature",)
+    resumable = ("gradient_cache",)
+    views = 2  # what an image has in common with itself, augmented otherwise
+    compares = True
+    tells_one_class = False
+
+    def is_asked(self) -> bool:
+        return self.config.loss == "supcon"
+
+    def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
+        config, of = self.config, label_of
+        cache, loss = (f"{of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
+        if config.gradient_cache and not self.is_asked():
+            yield (
+                f"{cache}: with {loss} each image has a loss of its own, and {of['gradient_accumulation_steps']} N "
+                "gives the same gradient in the same memory: use that."
+            )
+        if config.gradient_cache and config.batch_size == "auto":
+            yield f"{cache} is what goes through the network at a time: give {of['batch_size']} a number."
+        if self.is_asked() and config.learning_rate == "auto":
+            yield f"{loss} does not go with {of['learning_rate']} auto, which knows other losses: give one."
+        if self.is_asked() and model_spec(config.model_type).takes_members:
+            yield f"{loss}: the members of an ensemble have no features in common: train each by itself."
+
+    def chunks(self) -> dict[str, int]:
+        return {"gradient_cache": self.config.gradient_cache} if self.config.gradient_cache else {}
+
+    def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
+        from zerovision.training.tasks.contrast.comparison import GradientCache
+
+        return GradientCache(self.world.data, leaves, self.config.temperature, len(self.data.class_names))
+
+    def readers(self, build: Callable[..., tuple[Loader, Loader]]) -> tuple[Loader, Loader]:
+        """See `Task`: beside these, of the training images without augmentation, which tell the classes."""
+        from zerovision.training.data.datasets import ImageDataset
+        from zerovision.training.data.loader import Loader
+        from zerovision.training.data.sampler import EvaluationPlan
+        from zerovision.training.tasks.contrast.comparison import MOST_COMPARED
+
+        images = ImageDataset(self.data.train.source, self.data.preprocessing, most_bad=self.data.train.most_bad)
+        train, val = build([images])
+        self._stride, world = -(-len(images) // MOST_COMPARED), self.world
+        plan = EvaluationPlan(-(-len(images) // self._stride), self.config.micro_batch, world.data.size, self._stride)
+        self._compared = Loader(images, plan, world.data.rank, workers=train.pool or 0, device=world.device)
+        return train, val
+
+    def classifier(self, forward: Forward) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
+        import torch.nn.functional as F
+
+        from zerovision.training.data.sample_rows import SampleRows
+        from zerovision.training.tasks.contrast.comparison import log_votes
+
+        rows = SampleRows(self._compared, self.world.data, self._stride)
+        signal = forward(self._compared, rows.add)
+        is_read = rows.weights > 0
+        bank = F.normalize(rows.values[is_read.to(rows.values.device)].float())
+        classes, labels = len(self.data.class_names), rows.labels[is_read].to(bank.device)
+        return signal, lambda outputs: log_votes(outputs, bank, labels, classes)
+
+    def notes(self, weights: str) -> list[str]:
+        from zerovision.training.tasks.contrast.comparison import NEIGHBOURS
+
+        return [
+            f"top-1 is by the {NEIGHBOURS} nearest training images: --loss {self.config.loss} trains no classifier. "
+            f"That comes after it, with --weights {weights} --tune head"
+        ]

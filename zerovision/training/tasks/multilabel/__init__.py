@@ -1,0 +1,49 @@
+"""Several labels of each image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from zerovision.models import model_spec
+from zerovision.training.base.modes import Values
+from zerovision.training.data.settings import MULTILABEL
+from zerovision.training.tasks.task import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from zerovision.training.base.leaves import Leaves
+    from zerovision.training.engines.engine import Loss, Step
+    from zerovision.training.tasks.scores import SampleRecorder
+
+
+class Multilabel(Task):
+    """The classes of each image, any number of them."""
+
+    flag = "task"
+    goes_with: ClassVar[Values] = {
+        **{"loss": ("bce",), "bce_target_threshold": (0,), "class_weights": ("none",), "sampling": ("uniform",)},
+        **{"distill": ("",), "features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
+    }
+    own = ("label_separator",)
+    usual: ClassVar[dict[str, Any]] = {"loss": "bce", "best_by": "map"}
+    tells_one_class = False
+
+    def is_asked(self) -> bool:
+        return self.config.task == MULTILABEL
+
+    def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
+        if self.is_asked() and model_spec(self.config.model_type).takes_members:
+            yield f"{label_of['task']} {MULTILABEL}: the members of an ensemble choose one class: give another."
+
+    def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
+        from zerovision.training.tasks.multilabel.labels import several_loss
+
+        return of_losses(self._build_loss(build=several_loss))
+
+    def recorder(self, thresholds: np.ndarray | None = None) -> SampleRecorder:
+        from zerovision.training.tasks.multilabel.labels import SeveralLabels
+
+        targets = self.data.label_targets(self.world.device)
+        return SeveralLabels(len(self.data.class_names), thresholds, targets).recorder()

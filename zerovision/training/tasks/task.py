@@ -1,0 +1,131 @@
+"""What a training learns; each task but the usual one has a folder of its own here.
+
+`settings.TASKS` is the table of tasks; a new one is a folder and a line there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.modes import Mode
+from zerovision.training.tasks.class_weights import given_weights
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from zerovision.training.base.leaves import Leaves
+    from zerovision.training.data.datasets import DatasetPair
+    from zerovision.training.data.loader import Loader
+    from zerovision.training.engines.engine import Loss, Step
+    from zerovision.training.tasks.scores import SampleRecorder
+    from zerovision.training.world.world import World
+
+Forward = Callable[..., int]
+"""`zerovision.training.loop.forward_all` without what it is the same for: a collective, which a signal may end."""
+
+
+class Task(Mode):
+    """What a training learns: here the one class of each image; what another task leaves as it is here is done alike.
+
+    Attributes:
+        views: how often each image of a step is in it at least.
+        compares: whether the loss is one over all images of a step, which then go through the network twice.
+        tells_one_class: whether the network's outputs are a number for each class, of which an image has one.
+        usual: settings that have another default with it.
+        loss_scale: the size of the training loss, beside that of cross-entropy.
+        identity: what a checkpoint and the run that resumes from it must agree on, beside the recipe.
+        data: of the run.
+        world: of the run.
+        keeps_probabilities: whether an evaluation does, as `SampleRecorder`.
+    """
+
+    flag = "loss"
+    views: ClassVar[int] = 1
+    compares: ClassVar[bool] = False
+    tells_one_class: ClassVar[bool] = True
+    usual: ClassVar[dict[str, Any]] = {}
+    loss_scale = 1.0
+
+    # Of settings.
+
+    def is_asked(self) -> bool:
+        return True
+
+    def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
+        config, of = self.config, label_of
+        given_weights(config.class_weights)
+        if config.class_weights != "none" and config.sampling == "balanced":
+            both = f"{of['class_weights']} and {of['sampling']} balanced"
+            yield f"{both} both make up for rare classes: give one of them."
+        if config.bce_target_threshold and config.loss != "bce":
+            yield f"{of['bce_target_threshold']} is of {of['loss']} bce only: give both, or none."
+
+    def chunks(self) -> dict[str, int]:
+        """Return how many images go through the network at a time, by its setting, if a step is divided by that."""
+        return {}
+
+    # Of a run.
+
+    def prepare(self, data: DatasetPair, precision: str, world: World) -> None:
+        """Take the data of a run; a collective.
+
+        Raises:
+            UserError: on all ranks, if it cannot be learned of these.
+        """
+        from zerovision.training.tasks.class_scores import check_best_by
+        from zerovision.training.world.collectives import agreed
+
+        self.data, self.world, config = data, world, self.config
+        self.identity: dict[str, str] = {}
+
+        def check() -> bool:
+            if data.train.source.loss_weights is not None and (self.compares or config.mixup or config.cutmix):
+                cause = f"--loss {config.loss}" if self.compares else "--mixup and --cutmix"
+                raise UserError(
+                    f"--data {config.data}: {cause} cannot weight single images: leave out the column weight."
+                )
+            return check_best_by(config.best_by, data, config.micro_batch, world.data.size)
+
+        self.keeps_probabilities = agreed(check, world)
+
+    def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
+        """Return how a step trains.
+
+        Args:
+            leaves: of the step.
+            of_losses: from a loss of each image to the step that trains on it.
+
+        Raises:
+            UserError: if the settings do not fit the data.
+        """
+        return of_losses(self._build_loss())
+
+    def _build_loss(self, **parts: Any) -> Loss:
+        from zerovision.training.tasks.labels import build_loss
+
+        return build_loss(self.config, self.data.class_names, self.data.train_counts, self.world.device, **parts)
+
+    def readers(self, build: Callable[..., tuple[Loader, Loader]]) -> tuple[Loader, Loader]:
+        """Return the loaders of training and validation batches; `build` takes sets that are read beside these."""
+        return build()
+
+    def notes(self, weights: str) -> list[str]:
+        """Return what the user may not expect of a run that writes these weights."""
+        return []
+
+    def before_training(self, train: Loader, forward: Forward, say: Callable[[str], None]) -> int:
+        """Do what is done once, if steps are left; return the signal that ended it, 0 for none; a collective."""
+        return 0
+
+    def classifier(self, forward: Forward) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
+        """Return a signal as `before_training`, and from the outputs for images to logits [B, C]; a collective."""
+        return 0, lambda outputs: outputs
+
+    def recorder(self, thresholds: np.ndarray | None = None) -> SampleRecorder:
+        """Return what keeps the scores of an evaluation; for the thresholds see `OneLabel`."""
+        from zerovision.training.tasks.labels import OneLabel
+
+        return OneLabel(len(self.data.class_names)).recorder(keeps_probabilities=self.keeps_probabilities)

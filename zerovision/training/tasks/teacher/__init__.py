@@ -1,0 +1,78 @@
+"""Distillation: a network learns what a trained one answers to the same images."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.modes import Values
+from zerovision.training.tasks.task import Forward, Task
+
+if TYPE_CHECKING:
+    from zerovision.training.base.leaves import Leaves
+    from zerovision.training.data.datasets import DatasetPair
+    from zerovision.training.data.loader import Loader
+    from zerovision.training.engines.engine import Loss, Step
+    from zerovision.training.world.world import World
+
+MOST_TEMPERATURE = 100
+
+
+class Distillation(Task):
+    """A teacher's answers, beside the one class of each image."""
+
+    flag = "distill"
+    goes_with: ClassVar[Values] = {"features": ("computed",)}
+    own = ("teacher_classes",)
+    resumable = ("teacher", "teacher_classes")  # whom its hash identifies
+
+    def is_asked(self) -> bool:
+        return bool(self.config.distill)
+
+    def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
+        if self.is_asked():
+            read_distill(self.config.distill)
+        if self.is_asked() != bool(self.config.teacher):
+            yield f"{label_of['distill']} learns from {label_of['teacher']}: give both, or none."
+
+    def prepare(self, data: DatasetPair, precision: str, world: World) -> None:
+        from zerovision.training.tasks.teacher.network import load_teacher
+
+        super().prepare(data, precision, world)
+        self._teacher = load_teacher(self.config, data, precision, world)
+        self.identity = {"teacher": self._teacher.digest}
+        # A divergence at a temperature of T is of logits / T, times T squared.
+        self.loss_scale = max(1.0, read_distill(self.config.distill)[0]) ** 2
+
+    def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
+        from zerovision.training.tasks.teacher.network import distilled
+
+        around = partial(distilled, self._teacher, *read_distill(self.config.distill))
+        return of_losses(self._build_loss(around=around))
+
+    def notes(self, weights: str) -> list[str]:
+        note = self._teacher.note
+        return [f"--teacher {self.config.teacher} was trained on images {note}"] if note else []
+
+    def before_training(self, train: Loader, forward: Forward, say: Callable[[str], None]) -> int:
+        return self._teacher.keep_answers(train, self.world.data, forward, say)
+
+
+def read_distill(word: str) -> tuple[float, float]:
+    """Return the temperature of `--distill kl:T[:ALPHA]`, and the share of the teacher's answers in the loss.
+
+    Raises:
+        UserError: for any other word.
+    """
+    kind, *numbers = word.split(":")
+    if kind == "kl" and 1 <= len(numbers) <= 2 and all(re.fullmatch(r"\d{1,3}(\.\d{1,6})?", one) for one in numbers):
+        temperature, share = float(numbers[0]), float((*numbers, "1")[1])
+        if 0 < temperature <= MOST_TEMPERATURE and 0 < share <= 1:
+            return temperature, share
+    raise UserError(
+        f"--distill {shown(word)}: expected kl:T, or kl:T:ALPHA with a share of the teacher, such as kl:4 or kl:4:0.9; "
+        f"T is up to {MOST_TEMPERATURE}, ALPHA up to 1, both above 0."
+    )
