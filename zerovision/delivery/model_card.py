@@ -136,7 +136,7 @@ def _front_matter(
         }
         if "map" in scores:
             values["mAP"] = ("mean_average_precision", scores["map"])
-        of = {"dataset_type": Path(config.data).name, "dataset_name": Path(config.data).name}
+        of: dict[str, Any] = {"dataset_type": Path(config.data).name, "dataset_name": Path(config.data).name}
         of |= {"task_type": "image-classification", "dataset_split": scores["split"]}
         results += [
             EvalResult(**of, metric_type=kind, metric_name=name, metric_value=value)
