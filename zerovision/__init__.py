@@ -24,11 +24,12 @@ _PLACES = {  # of what `import zerovision` offers, imported when it is used
     "TrainConfig": "training.config",
     "UserError": "training.base.errors",
     "WHOLE_PARAMETER": "training.recipe.rules",
-    "evaluate": "delivery.evaluate",
+    "evaluate": "delivery.from_python",
     "load_model": "training.checkpoint.weights",
     "load_plugins": "training.base.plugins",
-    "predict": "delivery.predict",
+    "predict": "delivery.from_python",
     "preprocess": "training.checkpoint.weights",
+    "train": "delivery.from_python",
 }
 __all__ = [*_PLACES]  # noqa: PLE0604
 
@@ -37,3 +38,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'zerovision' has no attribute {name!r}")
     return pkgutil.resolve_name(f"zerovision.{_PLACES[name]}:{name}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

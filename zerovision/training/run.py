@@ -56,7 +56,12 @@ Deliver = Callable[..., list[str]]
 
 
 def run(
-    config: TrainConfig, start: Start | None = None, deliver: Deliver | None = None, *, gpus: int | None = None
+    config: TrainConfig,
+    start: Start | None = None,
+    deliver: Deliver | None = None,
+    *,
+    gpus: int | None = None,
+    raises: bool = False,
 ) -> int:
     """Train as the configuration says; every rank calls this.
 
@@ -66,19 +71,28 @@ def run(
         deliver: writes the files about a finished run on rank 0; None for the weights and logs alone.
         gpus: ranks to start on this machine, which leave the files that scripts/launch_distributed.sh does, whatever
             `start` and `deliver` are; None to train in this process, which may be a rank that a launcher has started.
+        raises: whether a user's mistake that is found in this process is raised, not printed.
 
     Returns:
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
         user's mistake; 65, 71, 74, 75 and 78 as in `zerovision.training.base.errors`; 1 for anything else.
 
     Raises:
-        UserError: for a value that a flag would refuse.
+        UserError: for a value that a flag would refuse; with `raises` for every mistake.
     """
-    return _run_here(config, start or Start(), deliver) if gpus is None else run_launched(config, gpus)
+    if gpus is not None:
+        return run_launched(config, gpus)
+    mistakes: list[UserError] = []
+    code = _run_here(config, start or Start(), deliver, mistakes.append if raises else None)
+    for mistake in mistakes:
+        raise mistake
+    return code
 
 
 @preserved_process()
-def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None) -> int:
+def _run_here(
+    config: TrainConfig, start: Start, deliver: Deliver | None, refuse: Callable[[UserError], object] | None
+) -> int:
     config = check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     start.stop.install()
@@ -92,7 +106,9 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None) -> int
         context = set_up(config, world, start)
         exit_code = train(context, deliver)
     except (UserError, RunEnded) as error:
-        if world.is_main or not isinstance(error, (AgreedError, RunEnded)):
+        if refuse and isinstance(error, UserError):
+            refuse(error)
+        elif world.is_main or not isinstance(error, (AgreedError, RunEnded)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             # A launcher ends all ranks as soon as one has failed: rank 0 prints its line first.

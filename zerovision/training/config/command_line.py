@@ -275,7 +275,20 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
             values, labels = read_config_file(file), labels_of(f"--config {file}")
             label_of = FLAG_OF | {name: labels[name] for name in values.keys() - flags}
         preset = read_preset(flags.get("preset") or values.get("preset", ""))
-    values |= flags
+    return settled(values | flags, preset, label_of), given["check_config"]
+
+
+def settled(values: dict[str, Any], preset: Mapping[str, Any], label_of: Mapping[str, str]) -> TrainConfig:
+    """Return the checked configuration of what is given, of the run that goes on, and of a preset.
+
+    Args:
+        values: what is given, by field.
+        preset: of `read_preset`.
+        label_of: as of `check_config`.
+
+    Raises:
+        UserError: for the first value that is wrong.
+    """
     if values.get("plugin"):
         values["plugin"] = load_plugins(values["plugin"])
     settings = saved_and_given(values, preset)
@@ -286,7 +299,7 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
         raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None
     if "learning_rate" not in settings:
         config = replace(config, learning_rate=config.default_rate)
-    return config, given["check_config"]
+    return config
 
 
 def _named(values: Mapping[str, Any]) -> TrainConfig:
