@@ -28,11 +28,6 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:200])
 
 
-def test_a_mistake_of_the_command_line():
-    """Others, and their whole lines, are in tests/references/errors.txt."""
-    assert_user_error(train_alone("--check-config", "--model-type", "mobilnet"), "Did you mean 'mobilenet'")
-
-
 def test_missing_data_folder_over_two_ranks(tmp_path):
     result = launch("basic_cnn", "ddp", "2", "8", "1", "--data", "/no/such/folder", "--log-dir", str(tmp_path))
     assert_user_error(result, "/no/such/folder")

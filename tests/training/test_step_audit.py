@@ -12,18 +12,19 @@ from zerovision.extras.replay import differences, replay
 from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE
 
 RANKS = "tests.training.step_audit_ranks"
-FLIPS = 100
 
 
-@pytest.mark.parametrize(("accumulation", "over_collectives"), [(1, False), (1, True), (2, False)])
-def test_each_of_100_flipped_bits_is_found_and_leaves_no_trace(accumulation, over_collectives, run_on_ranks):
-    case = {"steps": FLIPS, "accumulation": accumulation, "over_collectives": over_collectives}
+@pytest.mark.parametrize(
+    ("flips", "accumulation", "over_collectives"), [(100, 1, False), (25, 1, True), (25, 2, False)]
+)
+def test_each_flipped_bit_is_found_and_leaves_no_trace(flips, accumulation, over_collectives, run_on_ranks):
+    case = {"steps": flips, "accumulation": accumulation, "over_collectives": over_collectives}
     cases = [case | {"wrong": wrong} for wrong in ("owner", "checker")] + [case | {"wrong": "", "audit": False}]
     for *disturbed, plain in run_on_ranks(f"{RANKS}:audited_steps", 2, cases):
         for run in disturbed:
             found = run["events"]["wrong_gradient"]
             assert [one["ranks"] for one in found] == [[culprit] for culprit in run["culprits"]]
-            assert [one["step"] for one in found] == [*range(1, FLIPS + 1)]
+            assert [one["step"] for one in found] == [*range(1, flips + 1)]
             assert {*map(len, (one["parameters"] for one in found))} == {1}
             assert run["weights"] == plain["weights"]
             assert f"step 1: rank {run['culprits'][0]} on {socket.gethostname()} computed wrong" in run["messages"][0]

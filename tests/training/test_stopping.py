@@ -14,7 +14,7 @@ import time
 
 import psutil
 import pytest
-from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_here
+from commands import ROOT, environment, launch, read_metrics, train_here
 
 from zerovision.launch.local_ranks import RANK_NAME
 from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
@@ -192,16 +192,3 @@ def test_a_run_that_gives_up_says_why_in_its_report(tmp_path):
     assert f"Gave up at step {step} (" in page
     assert why.removeprefix("error: ") in page
     assert "the loss was not finite (2 in a row, among image " in page
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    flags = ["--data", "fake", "--run-name", "first", "--log-dir", str(tmp_path)]
-    flags += ["--epochs", "1", "--batch-size", "100", "--image-size", "8", "--report", "false"]
-    assert train_here(*flags, "--model-type", "basic_cnn").returncode == 0
-    other = train_here(*flags, "--model-type", "mobilenet", "--resume", "auto")
-    assert_user_error(other, "was made with --model-type 'basic_cnn', this run has 'mobilenet'")
-
-
-def test_resume_must_needs_a_checkpoint(tmp_path):
-    result = train_here("--data", "fake", "--model-type", "basic_cnn", "--resume", "must", "--log-dir", str(tmp_path))
-    assert_user_error(result, "--resume must: no checkpoint in")

@@ -41,6 +41,7 @@ try:
 except SystemExit as end:
     print(end.code)
 """
+# Each after those above it, which import less, in one process that has torch and one that has not.
 LOAD = "from zerovision.training.checkpoint.weights import load_model; load_model(sys.argv[1])"
 NOT_IMPORTED = {
     "import zerovision.models": ("torch", "timm", "numpy"),

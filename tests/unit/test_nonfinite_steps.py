@@ -99,15 +99,6 @@ def test_a_skipped_step_leaves_no_trace_in_batchnorm():
     assert run.counts[0] == 4
 
 
-def test_an_applied_step_keeps_its_statistics():
-    run, plain = Run(), small_model()
-    assert run.step(APPLIED, batch_of([1, 2]), batch_of([3, 4], seed=1))
-    for seed, indices in enumerate(([1, 2], [3, 4])):
-        plain(batch_of(indices, seed).images)
-    assert_equal(run.buffers(), dict(plain.named_buffers()))
-    assert run.log.messages == run.log.events == []
-
-
 def test_a_micro_step_without_an_update_counts_as_good():
     run = Run(consecutive=3, skipped=3)
     assert run.step(None)
@@ -271,15 +262,6 @@ def test_a_batchnorm_works_on_as_before_and_is_set_back(norm):
         buffers.restore(kept)
         assert_equal(dict(module.named_buffers()), dict(plain.named_buffers()))
     assert torch.equal(module.eval()(images_of(9)), plain.eval()(images_of(9)))
-
-
-def test_a_copy_does_not_follow_the_model():
-    module = nn.BatchNorm2d(3).train()
-    buffers = ModelBuffers(module)
-    kept = buffers.copy()
-    before = [tensor.clone() for tensor in kept]
-    module(images_of(0))
-    assert all(torch.equal(tensor, old) for tensor, old in zip(kept, before, strict=True))
 
 
 def test_loading_weights_reaches_the_copy():
