@@ -128,7 +128,7 @@ MESHES += [(SHARDED, STAGES_OF_GROUPS), (STAGES_OF_GROUPS, OTHER), (OTHER, SHARD
 
 @pytest.mark.parametrize("pairs", [MESHES[1:3], pytest.param(MESHES, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_a_mesh_goes_on_on_any_other(run_on_ranks, tmp_path, pairs):
-    case = {"log_dir": str(tmp_path), "model_type": "timm:test_vit", "image_size": 32, "epochs": 2, "batch_size": 50}
+    case = {"log_dir": str(tmp_path), "model_type": "timm:test_vit", "image_size": 32, "epochs": 1, "batch_size": 50}
     case |= {
         "ema": 0.9,
         "keep_last": 9,

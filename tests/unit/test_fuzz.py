@@ -1,4 +1,4 @@
-"""Nothing in an argument, a variable, a hostfile or metadata is run: random cases here, more in tests/cluster."""
+"""Nothing in a hostfile or metadata is run: random cases; those of arguments and variables are in tests/cluster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings, hostfile_text, value
-from tests.unit.launching import WORDS
+from tests.unit.launcher_fuzz import CANARY, fuzz_settings, hostfile_text, value
 from zerovision.launch.hosts import read_hostfile, ssh_command
 from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
@@ -21,13 +20,6 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-
-
-@pytest.mark.parametrize("script", WORDS)
-@settings(fuzz_settings, max_examples=3)
-@given(data=st.data())
-def test_launchers_run_nothing_of_what_they_are_given(script: str, data: st.DataObject) -> None:
-    check_dry_run(script, data.draw(cases(script)))
 
 
 @settings(fuzz_settings, max_examples=250)

@@ -296,6 +296,41 @@ def test_a_varied_flag_that_is_a_word_changes_the_word() -> None:
     read_arguments("launch_distributed.sh", found, {})
 
 
+@pytest.mark.parametrize("script", WORDS)
+def test_nothing_in_any_word_is_run(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hostfile.txt").write_text(HOSTFILE)
+    canary = tmp_path / "ran"
+    touch = f"touch {canary}"
+    tab = touch.replace(" ", "${IFS}")
+    payloads = [
+        f"$({touch})",
+        f"`{touch}`",
+        f"; {touch}",
+        f"a;{tab}",
+        f"a[$({tab})]",
+        f"x\n{touch}",
+        f"--launcher_args={tab}",
+        "-oProxyCommand=x",
+        "a b",
+    ]
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.chdir(tmp_path)
+    for place in range(len(WORDS[script])):
+        for payload in payloads:
+            words = list(WORDS[script])
+            words[place] = payload
+            with pytest.raises(UserError):
+                MAINS[script]([script, *words])
+    for payload in payloads:
+        monkeypatch.setenv("MASTER_PORT", payload)
+        with pytest.raises(UserError):
+            MAINS[script]([script, *WORDS[script]])
+    # bash hands over all words alike, and looks at no variable
+    assert_refused(launch(script, payloads, cwd=tmp_path, MASTER_PORT=payloads[0]))
+    assert_refused(launch(script, [*WORDS[script], *payloads], cwd=tmp_path))
+    assert not canary.exists()
+
+
 def test_more_gpus_than_present_names_both_numbers(tmp_path: Path) -> None:
     words = ["mobilenet", "ddp", "8", "16", "3"]
     path = pretend_gpus(tmp_path, 4)
