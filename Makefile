@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-processors test-cases test-cluster chaos pictures bench record check-memory lint size check clean
+.PHONY: help setup setup-dev train test test-slow test-processors test-cases test-cluster chaos pictures bench record check-memory lint size docs check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -69,6 +69,10 @@ lint: setup-dev ## Run ruff, mypy, shellcheck, shfmt, and count who names a way 
 	$(BIN)/python -m tests.fences
 	$(BIN)/shellcheck -x $(SHELL_FILES)
 	$(BIN)/shfmt -i 4 -d $(SHELL_FILES)
+
+docs: setup-dev ## Write the pages that the code determines, build the site strictly, into site/
+	$(BIN)/python -m tests.pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 size: ## Print the lines of code per room; fails where a room grew (tests/size.py)
 	@$(PYTHON) -m tests.size

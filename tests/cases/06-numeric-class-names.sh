@@ -9,5 +9,5 @@ import json,struct
 f=open('logs/runs/r/model.safetensors','rb');h=json.loads(f.read(struct.unpack('<Q',f.read(8))[0]))['__metadata__'];print({k:v for k,v in h.items() if '"11"' in v or "'11'" in v or '11' in v})
 E
 if ls logs/runs/r | grep -qi 'class_map\|classes.txt\|labels'; then ok "$(ls logs/runs/r | grep -i class)"; fi
-grep -qi 'natural\|numeric\|class.map' "$P/docs/export.md" && ok "docs/export.md tells: $(grep -i 'natural\|class.map' "$P/docs/export.md" | head -1)"
-bad "no class map beside the weights and no word about timm's order in docs/export.md"
+grep -rqi 'natural\|numeric\|class.map' "$P/docs/guides" "$P/docs/reference" && ok "the pages tell: $(grep -rhi 'natural\|class.map' "$P/docs/guides" "$P/docs/reference" | head -1)"
+bad "no class map beside the weights and no word about timm's order in the guides"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# vision#5510, sd-scripts#1269: the Python lines of docs/export.md give predict's pixels for a transparent PNG (white behind) and a turned photograph (upright)
+# vision#5510, sd-scripts#1269: the Python lines of the guides give predict's pixels for a transparent PNG (white behind) and a turned photograph (upright)
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 "$PY" - <<'E'
 from lib import *
-import re, types
+import glob, re, types
 import numpy as np
 from PIL import ImageOps
-blocks = re.findall(r"```python\n(.*?)```", open(os.environ["P"] + "/docs/export.md", encoding="utf-8").read(), re.S); bad, tried = [], 0
+blocks = re.findall(r"```python\n(.*?)```", "\n".join(open(f, encoding="utf-8").read() for f in glob.glob(os.environ["P"] + "/docs/**/*.md", recursive=True)), re.S); bad, tried = [], 0
 clear = Image.new("RGBA", (64, 64), (200, 30, 30, 0)); clear.paste((20, 180, 40, 255), (0, 0, 64, 20)); clear.save("clear.png")
 turned = Image.new("RGB", (64, 64), (0, 0, 255)); turned.paste((255, 0, 0), (0, 0, 20, 64)); e = Image.Exif(); e[0x112] = 6; turned.save("turned.jpg", exif=e, quality=95)
 class Stop(Exception): pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def lines_of(words: str) -> str:
+    """Return the only Python block of the pages that contains all of these words."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (found,) = [block for block in blocks if all(word in block for word in words.split())]
+    return found
 
 
 def run_export(monkeypatch, *words) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -16,10 +17,12 @@ from small_checkpoints import ALONE, IDENTITY
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint.manifest import Manifest, ShardFacts
+from zerovision.training.checkpoint.settings import CheckpointSettings
 from zerovision.training.checkpoint.store import FoundCheckpoint
 from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.global_batch import largest_divisor
 from zerovision.training.config.values import field_types
+from zerovision.training.observe.settings import ObserveSettings
 from zerovision.training.resume import (
     check_fit,
     keep_global_batch,
@@ -126,6 +129,8 @@ def test_the_promises_of_the_manual_are_free():
         "progress",
         "log_dir",
     } <= CHANGEABLE_ON_RESUME
+    assert inspect.get_annotations(ObserveSettings).keys() <= CHANGEABLE_ON_RESUME, "output alone"
+    assert inspect.get_annotations(CheckpointSettings).keys() <= CHANGEABLE_ON_RESUME
     assert not {"seed", "model_type", "optimizer", "learning_rate", "schedule", "augmentation"} & CHANGEABLE_ON_RESUME
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
-from exports import IMAGE_SIZE, ROOT, run_export, save_run
+from exports import IMAGE_SIZE, lines_of, run_export, save_run
 from PIL import Image
 from torch import nn
 
@@ -153,10 +152,9 @@ def test_a_file_answers_as_predict_by_the_lines_of_the_guide(format_name, photos
     file = next(path for path in tmp_path.iterdir() if path.stem.endswith("-with-preprocessing"))
     with pytest.raises(UserError, match="is an export"):
         predict(file, paths)
-    block = re.search(
-        r"```python\n(((?!```)[\s\S])*with-preprocessing[\s\S]*?)```", (ROOT / "docs/export.md").read_text()
+    code = lines_of("with-preprocessing.onnx").replace(
+        "logs/runs/digits/export/mobilenet-fp32-with-preprocessing.onnx", str(file)
     )
-    code = block[1].replace("logs/runs/digits/export/mobilenet-fp32-with-preprocessing.onnx", str(file))
     for path, prediction in zip(paths, ours, strict=True):
         names = {"__name__": "guide"}
         lines = code.replace("photo.jpg", path)

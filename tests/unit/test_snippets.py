@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exports import IMAGE_SIZE, ROOT, run_export, save_run
+from exports import IMAGE_SIZE, lines_of, run_export, save_run
 from PIL import Image
 
 from tests.kit import assert_same_but_rounding
@@ -99,13 +99,6 @@ def run(request, tmp_path_factory) -> Path:
     return make_run(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
 
 
-def lines_of(page: str, words: str) -> str:
-    """Return the only Python block of a page that contains all of these words."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    (found,) = [block for block in blocks if all(word in block for word in words.split())]
-    return found
-
-
 def run_lines(code: str, picture: str, **files: Path) -> dict:
     """Run lines on a picture, with our files in place of those that they name."""
     code = re.sub(r'"photo\.\w+"', repr(picture), code)
@@ -128,7 +121,7 @@ def wanted_from(run: Path, pictures: list[str]) -> list[tuple[str, np.ndarray]]:
 
 
 def test_the_lines_of_the_readme(run, pictures):
-    code = lines_of("README.md", "load_model Image.open")
+    code = lines_of("load_model Image.open")
     for picture, (label, probabilities) in zip(pictures, wanted_from(run, pictures), strict=True):
         names = run_lines(code, picture, safetensors=run / "model.safetensors")
         found = names["logits"].detach().softmax(1)[0]
@@ -138,7 +131,7 @@ def test_the_lines_of_the_readme(run, pictures):
 
 def test_the_lines_for_onnxruntime_alone(run, pictures, monkeypatch, tmp_path, capsys):
     assert run_export(monkeypatch, run, "--format", "onnx", "--output", tmp_path) == 0, capsys.readouterr().err
-    (file,), code = tmp_path.glob("*.onnx"), lines_of("docs/export.md", "preprocessing.json onnxruntime")
+    (file,), code = tmp_path.glob("*.onnx"), lines_of("preprocessing.json onnxruntime")
     reader = ModelInput(read_metadata(run / "model.safetensors")["preprocessing"])
     levels = 255 * torch.tensor(reader.preprocessing.std)[:, None, None]
     for picture, (label, probabilities) in zip(pictures, wanted_from(run, pictures), strict=True):
@@ -155,7 +148,7 @@ def test_the_lines_for_onnxruntime_alone(run, pictures, monkeypatch, tmp_path, c
 def test_the_lines_for_a_file_that_prepares_pictures(run, pictures, monkeypatch, tmp_path, capsys):
     words = ("--format", "onnx", "--with-preprocessing", "--output", tmp_path)
     assert run_export(monkeypatch, run, *words) == 0, capsys.readouterr().err
-    (file,), code = tmp_path.glob("*.onnx"), lines_of("docs/export.md", "with-preprocessing.onnx")
+    (file,), code = tmp_path.glob("*.onnx"), lines_of("with-preprocessing.onnx")
     for picture, (label, probabilities) in zip(pictures, wanted_from(run, pictures), strict=True):
         names = run_lines(code, picture, onnx=file)
         found = names["probabilities"][0]
