@@ -3,7 +3,7 @@
     python benchmarks/record.py digits --what first --seeds 10
     python benchmarks/record.py fashion-mnist --what first --data fashion-mnist.npz --timm pytorch-image-models/train.py
     python benchmarks/record.py digits --what more-seeds --first-seed 10 --seeds 5            # seeds 10 to 14
-    python benchmarks/record.py --table            # docs/records.md, from all records
+    python benchmarks/record.py --table            # docs/dev/records.md, from all records
 
 Each round trains one seed with ours, and then with timm's script, so that both see the same machine. Time is counted
 from the first training image to the end of the last epoch, without evaluation: for ours what the run itself reports,
@@ -118,7 +118,7 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
 
 def _commit() -> str:
     """Return the commit, and whether there are changes, except those to what a record itself writes."""
-    written = [f":!{path}" for path in ("records", "docs/records.md")]
+    written = [f":!{path}" for path in ("records", "docs/dev/records.md")]
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *written)
     known = git("rev-parse", "HEAD") if changes is not None else None
     return f"{known or 'unknown'}{' with changes' if changes else ''}"
@@ -316,7 +316,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_number("--first-seed", 0, LARGEST_SEED, default=0, help="the others follow it, one by one (default: 0)")
     parser.add_value("--timm", existing_file, "the path of timm's train.py", help="the script to train beside ours")
     parser.add_number("--timm-seeds", 0, MOST_SEEDS, help="fewer seeds of timm's side (default: as many)")
-    parser.add_argument("--table", action="store_true", help="only write docs/records.md again")
+    parser.add_argument("--table", action="store_true", help="only write docs/dev/records.md again")
     given = parser.parse(words)
     if given.task and given.timm and not TASKS[given.task].timm:
         parser.error(f"--timm: {given.task} is not compared with timm's script; leave it out")

@@ -1,4 +1,4 @@
-"""The table of all records, made from records/*/*/record.json, between two comments of docs/records.md."""
+"""The table of all records, made from records/*/*/record.json, between two comments of docs/dev/records.md."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ COLUMNS = (
 
 
 def write_table(root: Path) -> None:
-    """Replace the table of all records in docs/records.md."""
-    replace_between(root / "docs" / "records.md", BEGIN, END, table(root / "records"))
+    """Replace the table of all records in docs/dev/records.md."""
+    replace_between(root / "docs" / "dev" / "records.md", BEGIN, END, table(root / "records"))
 
 
 def replace_between(page: Path, begin: str, end: str, text: str) -> None:
@@ -40,7 +40,7 @@ def table(records: Path) -> str:
     rows, before = [COLUMNS, ("---",) * len(COLUMNS)], {}
     for folder, record in _read(records):
         name = folder.relative_to(records)
-        rows.append((f"[{name}](../records/{name})", *_cells(record, before.get(record["task"]))))
+        rows.append((f"`records/{name}`", *_cells(record, before.get(record["task"]))))
         before[record["task"]] = record
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

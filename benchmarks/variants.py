@@ -108,8 +108,8 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "ablation": Study(ablation, "fashion-mnist", ablation_table, "docs/records.md"),
-    "zoo": Study(zoo, "", zoo_table, "docs/models.md"),
+    "ablation": Study(ablation, "fashion-mnist", ablation_table, "docs/dev/records.md"),
+    "zoo": Study(zoo, "", zoo_table, "docs/dev/models.md"),
 }
 
 

@@ -33,7 +33,7 @@ class ModelSpec:
     always_pretrained: bool = False
     """Whether the model is refused without pretrained weights, from the hub or from `--weights FILE`."""
     learning_rate: float = USUAL_RATE
-    """Peak of AdamW from random weights if none is given, see docs/models.md."""
+    """Peak of AdamW from random weights if none is given, see docs/dev/models.md."""
     takes_members: bool = False
     """Whether the network is made of other models of this table."""
     whitens_stem: bool = False

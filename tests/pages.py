@@ -120,8 +120,9 @@ def sections(docstring: str) -> Iterator[str]:
 
 def members(thing: type) -> Iterator[str]:
     """Yield what a class of ours offers: its fields and public methods, a line each."""
-    for name, annotation in inspect.get_annotations(thing).items():
-        yield f"- `{name}: {annotation}`"
+    if "Attributes:" not in (thing.__doc__ or ""):
+        for name, annotation in inspect.get_annotations(thing).items():
+            yield f"- `{name}: {annotation}`"
     for name, member in vars(thing).items():
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             summary = (inspect.getdoc(member) or "").splitlines()[:1]
@@ -131,14 +132,18 @@ def members(thing: type) -> Iterator[str]:
 def python_page() -> str:
     """Return the page of what `import zerovision` offers."""
     lines = ["# Python", "", WRITTEN, ""]
-    for name in sorted(zerovision.__all__):
-        thing = getattr(zerovision, name)
+    offered = {name: getattr(zerovision, name) for name in sorted(zerovision.__all__)}
+    for name, thing in offered.items():
+        if not callable(thing):
+            continue
         # Annotations are strings, which a signature quotes.
         shown = "" if inspect.isclass(thing) else re.sub(r"(: |-> )'([^']+)'", r"\1\2", str(inspect.signature(thing)))
         lines += [f"## {name}", "", "```text", f"zerovision.{name}{shown}", "```", ""]
         lines += [*sections(thing.__doc__ or ""), ""]
         if inspect.isclass(thing) and thing is not TrainConfig:
             lines += [*members(thing), ""]
+    lines += ["## Tables", "", "A file for `--plugin` adds entries to these tables.", ""]
+    lines += [f"- `zerovision.{name}`" for name, thing in offered.items() if not callable(thing)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 

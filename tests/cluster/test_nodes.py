@@ -424,7 +424,7 @@ def test_restarts_used_up_end_with_the_reason(hosts: Hosts, shared: Path) -> Non
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
 def test_other_launchers_by_hand_on_each_node(hosts: Hosts, shared: Path, uninterrupted: Path, launcher: str) -> None:
-    """Without any launcher of ours, as in docs/cluster.md, where names resolve to 127.0.1.1."""
+    """Without any launcher of ours, as in docs/guides/several-machines.md, where names resolve to 127.0.1.1."""
     hostfile = shared / "hosts.txt"
     hostfile.write_text("node01 slots=1\nnode02 slots=1\n")
     master = ["--master_addr=node01", "--master_port=29511"]

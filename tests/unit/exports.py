@@ -16,7 +16,7 @@ from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 
 
 def lines_of(words: str) -> str:

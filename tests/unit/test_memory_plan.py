@@ -89,7 +89,7 @@ def test_more_ranks_and_higher_stages_need_no_more():
 
 @pytest.mark.parametrize(("steps", "buffers"), [(1, 1), (2, 1), (4, 2), (8, 3), (16, 4)])
 def test_accumulation_parks_sums(steps, buffers):
-    """log2(A) - 1 buffers beside the first of a power of two from 4 on, as docs/strategies.md says."""
+    """log2(A) - 1 buffers beside the first of a power of two from 4 on, as docs/concepts/memory.md says."""
     found = plan(1, 2, "torch", accumulation_steps=steps)
     assert found.gradients == 4 * PARAMETERS * (buffers + 1 / 2)  # and its part of the ranks' sum
 

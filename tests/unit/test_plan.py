@@ -100,7 +100,7 @@ def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
 
 
 def test_the_picture_in_the_documentation_is_the_ladder():
-    text = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/dev/strategies.md").read_text(encoding="utf-8")
     drawn = re.findall(r'no --> \w+\["(.*?)"\]', text)
     configs = ladder()
     expected = []

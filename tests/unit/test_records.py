@@ -49,7 +49,7 @@ def test_a_record_follows_from_its_logs(file):
 
 
 def test_the_page_shows_the_records():
-    page = (ROOT / "docs/records.md").read_text()
+    page = (ROOT / "docs/dev/records.md").read_text()
     assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == table(RECORDS)
 
 
@@ -58,7 +58,7 @@ def test_a_ratio_stands_beside_what_each_side_did(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(record([0.9], [10], [40])))
     assert table(tmp_path / "records").splitlines()[2] == (
-        "| [digits/2026-01-01-a](../records/digits/2026-01-01-a) | 90.00 % (1 seed) | 10.0 | 90.00 % (1 seed) | 40.0 "
+        "| `records/digits/2026-01-01-a` | 90.00 % (1 seed) | 10.0 | 90.00 % (1 seed) | 40.0 "
         "| 0.25 | 7 on 2: 6 on 1 | the first |"
     )
 

@@ -120,8 +120,8 @@ def wanted_from(run: Path, pictures: list[str]) -> list[tuple[str, np.ndarray]]:
     ]
 
 
-def test_the_lines_of_the_readme(run, pictures):
-    code = lines_of("load_model Image.open")
+def test_the_lines_of_the_python_guide(run, pictures):
+    code = lines_of("zerovision.load_model Image.open")
     for picture, (label, probabilities) in zip(pictures, wanted_from(run, pictures), strict=True):
         names = run_lines(code, picture, safetensors=run / "model.safetensors")
         found = names["logits"].detach().softmax(1)[0]

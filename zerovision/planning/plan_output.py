@@ -18,7 +18,7 @@ from zerovision.training.config.values import changed_flags, launch_command
 from zerovision.training.out_of_memory import Rung
 
 WIDTH = 160  # of a table, if it is not printed to a wide terminal
-ERROR = "memory was within 6 % on CPU ranks and is not compared on GPUs"  # docs/memory.md
+ERROR = "memory was within 6 % on CPU ranks and is not compared on GPUs"  # docs/dev/memory.md
 # Columns of the plan's table: what they add up.
 PARTS = {
     "parameters": ("weights", "buffers"),

@@ -2,7 +2,7 @@
 
 On each rung it is the default engine, or the first other one with which it fits. The rungs are those of
 `out_of_memory.next_rung`, the fastest settings first, which a run that is out of memory goes down too.
-docs/strategies.md draws them. After stage 3, before what costs more, the smallest tensor group or pipeline is tried.
+docs/dev/strategies.md draws them. After stage 3, before costlier ones, the smallest tensor group or pipeline is tried.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from zerovision.training.engines.settings import EngineSettings
 from zerovision.training.world.collectives import barrier, error_on_any_rank
 from zerovision.training.world.world import World
 
-# `auto` compiles the models that were measured to be faster on CPU ranks (docs/performance.md), in runs that train on
+# `auto` compiles the models that were measured faster on CPU ranks (docs/dev/performance.md), in runs that train on
 # so many pixels in all (images x epochs x side x side): several times what pays for the compilation.
 FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
 PIXELS_THAT_PAY = 20 * 10**9

@@ -123,8 +123,8 @@ def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
     said = ", ".join(f"{name}={environment[name]}" for name in names)
     raise UserError(
         f"{said}, but no LOCAL_RANK: this is one of several pods, and each would train alone. Type torchrun "
-        "scripts/train_distributed.py ... in each, with the flags that docs/cluster.md, Kubernetes, gives it; to train "
-        f"in this one alone, unset {' '.join(names)}."
+        "scripts/train_distributed.py ... in each, with the flags of docs/guides/several-machines.md, Kubernetes; "
+        f"to train in this one alone, unset {' '.join(names)}."
     )
 
 

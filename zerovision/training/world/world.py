@@ -217,7 +217,7 @@ def _configure_libraries(*, deterministic: bool) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     use_exact_fp32()
     # cuDNN's own choice of kernels. Timing all of them takes up to half a minute of a start, and gained nothing: see
-    # docs/performance.md.
+    # docs/dev/performance.md.
     torch.backends.cudnn.benchmark = False
     if deterministic:  # as in https://docs.pytorch.org/docs/stable/notes/randomness.html
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
