@@ -26,7 +26,7 @@ ROOMS = {  # limit and end
     "zerovision/training/tasks": (802, 400),
     "zerovision/training/observe": (1133, 1050),
     "zerovision/training": (2115, 1400),
-    "zerovision/launch": (2550, 1800),
+    "zerovision/launch": (2549, 1800),
     "zerovision/planning": (944, 1000),
     "zerovision/delivery": (3258, 2400),
     "zerovision/extras": (1484, 1300),

@@ -50,6 +50,13 @@ def test_dry_run_prints_one_command_from_any_folder(folder: Path) -> None:
     assert result.stderr == ""
 
 
+def test_a_check_of_the_configuration_starts_no_rank() -> None:
+    words = [*WORDS["launch_distributed.sh"], "--check-config"]
+    result = launch("launch_distributed.sh", words, DRY_RUN="0")
+    assert (result.returncode, words_of(result.stdout)[-1], result.stderr) == (0, "--check-config", ""), result
+    assert_refused(launch("launch_distributed.sh", [*words, "--seed", "x"], DRY_RUN="0"), "--seed")
+
+
 @pytest.mark.parametrize("flag", [["--max-restarts", "0"], ["--max-restarts=1000"], ["--max_restarts", "5"]])
 def test_the_ranks_do_not_see_the_launchers_own_flags(flag: list[str]) -> None:
     words = [*WORDS["launch_distributed.sh"], "--seed", "7", *flag, "--master-port=29555", "--data", "a_b"]

@@ -35,7 +35,7 @@ from zerovision.training.base.atomic_write import replacing, write_json
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
 from zerovision.training.base.heartbeat import CALLER_VARIABLE
-from zerovision.training.base.places import LAUNCH
+from zerovision.training.base.places import LAUNCH, as_typed
 from zerovision.training.base.points import best_epoch, merit, score_in, show_score
 from zerovision.training.base.run_folder import METRICS, shown_path
 from zerovision.training.base.small_files import write_csv
@@ -521,7 +521,7 @@ def run(given: SweepSettings) -> int:
         print(
             f"{row.score(running.best_by):>14}  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}"
         )
-    print(f"best         {command}\ntable        {shown_path(table)}")
+    print(f"best         {as_typed(command)}\ntable        {shown_path(table)}")
     if received:
         return 128 + received[0]
     return int(any(trial.state.startswith(FAILED) for trial in running.trials))

@@ -193,7 +193,8 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     ]
     given, flags = _setting_parser(launcher).parse_known([*of_variables, *map(_with_dashes, arguments[len(names) :])])
     _check_words(positional, flags)
-    found = LaunchArguments(script, positional, flags, environment.get("DRY_RUN") == "1", **vars(given))
+    is_dry = environment.get("DRY_RUN") == "1" or "--check-config" in flags
+    found = LaunchArguments(script, positional, flags, is_dry, **vars(given))
     if found.min_nodes > found.nodes:
         raise UserError(f"--min-nodes {found.min_nodes}: expected a whole number from 1 to {found.nodes}.")
     threads = environment.get("OMP_NUM_THREADS", "")
@@ -202,9 +203,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     if not re.fullmatch(r"[A-Za-z0-9_,]*", found.forward_env):
         raise UserError(f"FORWARD_ENV {shown(found.forward_env)}: expected names with commas.")
     if found.hostfile and environment.get("HOSTFILE") not in (None, "", found.hostfile):
-        raise UserError(
-            f"--hostfile {shown(found.hostfile)}, but HOSTFILE {shown(environment['HOSTFILE'])}: two files, give one."
-        )
+        raise UserError(f"--hostfile {shown(found.hostfile)}, HOSTFILE {shown(environment['HOSTFILE'])}: give one.")
     return found
 
 
