@@ -46,8 +46,9 @@ def dark(image, generator):
 AUGMENTATIONS["dark"] = Augmentation(function=dark)
 
 def load(options):
-    from zerovision.training.data.fake import load
-    return load(options)
+    from dataclasses import replace
+    from zerovision.training.data.arrays import load
+    return load(replace(options, data="fake"))
 
 class Words(torch.utils.data.Dataset):
     def __len__(self):
