@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from tests.kit import Recorder
-from zerovision.training.base.errors import UserError
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint.restore import TrainState
@@ -37,13 +35,9 @@ from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.world import World
 
 
-def neighbours(world: World, tensor: int, pipeline: int, per_machine: int = 0) -> dict[str, Any]:
-    """Return the rank's group along each dimension by what every collective of it says; or the error of the mesh."""
-    try:
-        config = TrainConfig(pipeline_parallel=pipeline, tensor_parallel=tensor)
-        mesh = form_ranks(config, dataclasses.replace(world, local_size=per_machine or world.local_size))
-    except UserError as error:
-        return {"error": str(error)}
+def neighbours(world: World, tensor: int, pipeline: int) -> dict[str, Any]:
+    """Return the rank's group along each dimension by what every collective of it says."""
+    mesh = form_ranks(TrainConfig(pipeline_parallel=pipeline, tensor_parallel=tensor), world)
     found: dict[str, Any] = {"text": mesh.describe()}
     groups = {name: mesh.dimension(f"{name}_parallel") for name in ("pipeline", "tensor")}
     for name, group in {"data": mesh.data, "replica": mesh.replica, **groups}.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]  # tensor, pipeline
 
 
@@ -39,30 +37,6 @@ def test_tensors_are_copied_a_bounded_part_at_a_time(run_on_ranks):
             assert sum(report["sent"]) == total
             assert max(report["sent"]) < case["most_bytes"] + largest
     assert [len(report["sent"]) for report in reports[0]] == [5, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "per_machine", "message"),
-    [
-        (3, 1, 4, "--tensor-parallel 3: 4 rank(s) cannot be divided into groups of 3, start 3 or 6 ranks."),
-        (
-            4,
-            2,
-            4,
-            "--tensor-parallel 4 x --pipeline-parallel 2: 4 rank(s) cannot be divided into groups of 8, start 8 ",
-        ),
-        (
-            4,
-            1,
-            2,
-            "--tensor-parallel 4: its ranks exchange activations in every layer and must be on one machine, where 2",
-        ),
-    ],
-)
-def test_ranks_that_cannot_be_divided_are_refused_in_one_line(tensor, pipeline, per_machine, message, run_on_ranks):
-    case = {"tensor": tensor, "pipeline": pipeline, "per_machine": per_machine}
-    for (report,) in run_on_ranks("tests.training.mesh_ranks:neighbours", 4, [case]):
-        assert report["error"].startswith(message)
 
 
 def test_what_is_not_finite_is_named_by_the_first_rank_that_reads_it(run_on_ranks):

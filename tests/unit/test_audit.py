@@ -220,14 +220,6 @@ def test_groups_stay_and_scenes_get_one_if_wanted(photos, tmp_path, capsys):
     assert after["03.png"] == after["07.png"] == ("train", "hill")  # the whole group moves
 
 
-def test_a_folder_of_something_else_is_not_replaced(photos, tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").touch()
-    with pytest.raises(UserError, match="holds no audit"):
-        audit(AuditSettings(data=str(photos), output=str(tmp_path / "full")))
-    assert (tmp_path / "full" / "thesis.tex").exists()
-
-
 class Numbered:
     """The part of a catalogue that fixes need."""
 

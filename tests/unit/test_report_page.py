@@ -200,13 +200,6 @@ def test_the_script_writes_where_it_says(tmp_path):
     assert "2 runs compared" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_run_that_is_not_there_is_one_line(tmp_path):
-    """Other mistakes are in tests/references/errors.txt."""
-    result = report(str(tmp_path / "nothing"))
-    assert result.returncode == 2
-    assert re.fullmatch(r"report: .*is neither.*\n", result.stderr), result.stderr
-
-
 def test_a_full_disk_leaves_the_page_as_it_was(tmp_path, small_disk):
     run = make_run(tmp_path / "run")
     output = small_disk / "page.html"
