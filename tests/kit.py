@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from PIL import Image
 
+from zerovision.models.build import BuiltModel
 from zerovision.training.base.points import StepPoint
 from zerovision.training.base.run_logger import RunLogger
+from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.world.world import World
 
@@ -59,6 +61,11 @@ def train(logs: Path, name: str = "run", *given: Any, code: int = 0, **settings:
     place = {"model_type": "basic_cnn", "epochs": 1, "log_dir": str(logs), "run_name": name}
     assert run(TrainConfig(**(QUIET | place | settings)), *given) == code
     return logs / "runs" / name
+
+
+def save_built(path: Path, built: BuiltModel, **facts: Any) -> None:
+    """Save the weights of a built model as a run does, with its description and the facts that `save_weights` takes."""
+    save_weights(path, built.module.state_dict(), description=built.description, **facts)
 
 
 def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

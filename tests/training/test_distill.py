@@ -10,13 +10,13 @@ import torch
 from commands import assert_user_error, launch, train_here
 from torch import nn
 
+from tests.kit import ALONE
 from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.run_folder import WEIGHTS
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.tasks.teacher.network import Teacher, load_teacher
-from zerovision.training.world.world import World
 
 DATA = ("--data", "digits", "--image-size", "8", "--report", "false", "--tensorboard", "false", "--shift-pixels", "1")
 STUDENT = ("--epochs", "2", "--mixup", "0.2", "--save-every-steps", "15", "--keep-last", "99", "--distill", "kl:4:0.7")
@@ -206,7 +206,7 @@ def test_a_teacher_answers_in_the_order_of_the_data_however_its_own_are_named(te
     train = SimpleNamespace(sizes=[8], source=SimpleNamespace(in_memory=True))
     digits = SimpleNamespace(class_names=[*"0123"], train=train)
     digits.preprocessing = Preprocessing(8, None, mean=(0.5,) * 3, std=(0.5,) * 3)
-    images, alone = torch.randn(3, 3, 8, 8), World(0, 0, 1, 1, torch.device("cpu"))
+    images, alone = torch.randn(3, 3, 8, 8), ALONE
     (names := tmp_path / "names.txt").write_text("1\n3\n0\nnine\n2\n")
     found = []
     for own, given in ((["1", "3", "0", "nine", "2"], config), (None, replace(config, teacher_classes=str(names)))):

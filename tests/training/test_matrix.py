@@ -12,12 +12,12 @@ from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
 
-from tests.kit import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding, save_built
 from tests.unit.exports import run_export
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.models import MODELS
 from zerovision.models.build import build_model
-from zerovision.training.checkpoint.weights import load_model, save_weights
+from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.engines.strategies import STRATEGIES
 
@@ -54,10 +54,9 @@ def save_start(path, model, classes):
     """Write random weights as a run leaves its own; return the path."""
     torch.manual_seed(0)
     built = build_model(model, num_classes=classes, image_size=32)
-    save_weights(
+    save_built(
         path,
-        built.module.state_dict(),
-        description=built.description,
+        built,
         class_names=[f"class-{number}" for number in range(classes)],
         preprocessing=load_data(DataOptions()).preprocessing,
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from tests.kit import save_built
 from zerovision.commands import run_command
 from zerovision.models.build import build_model
-from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
@@ -57,10 +57,9 @@ def save_run(folder: Path, built, data, **config) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     values = {"model_type": built.description.model_type, "image_size": IMAGE_SIZE, **config}
     (folder / "config.json").write_text(json.dumps(values))
-    save_weights(
+    save_built(
         folder / "model.safetensors",
-        built.module.state_dict(),
-        description=built.description,
+        built,
         class_names=data.class_names,
         preprocessing=data.preprocessing,
         extra={"epoch": 3, "top1": 0.95},

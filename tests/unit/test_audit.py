@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
+from tests.kit import ALONE
 from zerovision.extras.audit.audit import audit, neighbours_score
 from zerovision.extras.audit.catalogue import embeddings
 from zerovision.extras.audit.copies import REPORTED, SIDE, Copy, find_copies
@@ -29,7 +30,6 @@ from zerovision.training.data import DataOptions, fake, load_data
 from zerovision.training.data.reader import Batch
 from zerovision.training.observe.observer import Seen
 from zerovision.training.observe.sample_history import SampleHistory
-from zerovision.training.world.world import World
 
 CHANGES = {
     "encoded again": lambda image: image,  # as JPEG of low quality
@@ -308,7 +308,7 @@ def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path,
 
     # What it said of the images while it learned from them counts, too: of ten of them, always another class.
     before, labels = suspected(), data.train.source.labels
-    history = SampleHistory(run, World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu")), 1, 1)
+    history = SampleHistory(run, ALONE, 1, 1)
     said = labels.clone()
     chosen = torch.nonzero(labels == 3)[:10, 0]
     said[chosen] = 5

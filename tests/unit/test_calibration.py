@@ -12,6 +12,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from test_evaluate_predict import call, data, digit_folder, logits, run
 
+from tests.kit import ALONE
 from zerovision.delivery.calibration import HIGHEST_TEMPERATURE, calibration_file, read_calibration
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.fit_calibration import _fit_temperature, threshold_of
@@ -20,7 +21,6 @@ from zerovision.delivery.report.run_files import read_run
 from zerovision.delivery.settings import ExportSettings
 from zerovision.training.base.errors import UserError
 from zerovision.training.tasks.scores import SampleScores
-from zerovision.training.world.world import World
 
 __all__ = ["call", "data", "digit_folder", "logits", "run"]  # fixtures
 
@@ -134,6 +134,6 @@ def test_a_table_names_its_columns(call, run, digit_folder, tmp_path):
 def test_near_certain_models_are_not_made_more_so():
     labels = torch.arange(4)
     batch = (10 * torch.eye(4), labels, torch.ones(4), labels)
-    alone = World(0, 0, 1, 1, torch.device("cpu"))
+    alone = ALONE
     assert _fit_temperature([batch], alone) == 1.0
     assert _fit_temperature([(-batch[0], *batch[1:])], alone) == HIGHEST_TEMPERATURE

@@ -19,6 +19,7 @@ import torch
 from made_data import class_folders, save_animation, train_loader
 from PIL import Image
 
+from tests.kit import ALONE
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, bad_image_share, bad_images, load_data
@@ -234,7 +235,7 @@ def test_the_share_is_rounded_down_to_one_image_or_more(mode, total, most):
 
 def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
     monkeypatch.setattr(bad_images, "FILES_PER_MESSAGE", 2)
-    world = World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu"))
+    world = ALONE
     loader = Loader(load_data(DataOptions(bad_images="skip")).val, EvaluationPlan(360, 8, 1), 0)
     loader.bad_images = dict.fromkeys("edcba", "cut")
     assert list(bad_images.bad_image_lines([loader], world)) == [

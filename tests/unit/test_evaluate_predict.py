@@ -20,7 +20,7 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.kit import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding, save_built
 from zerovision.commands import run_command
 from zerovision.delivery.predict import FORMATS, Prediction, load_predictor, write_predictions
 from zerovision.delivery.settings import PredictSettings
@@ -62,13 +62,8 @@ def run(data, tmp_path_factory) -> Path:
         for _ in range(30):  # BatchNorm learns the scale of its inputs
             built.module(images)
     write_json(folder / "config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", run_name="digits")))
-    save_weights(
-        folder / "model.safetensors",
-        built.module.state_dict(),
-        description=built.description,
-        class_names=CLASSES,
-        preprocessing=data.preprocessing,
-        extra={"epoch": 3},
+    save_built(
+        folder / "model.safetensors", built, class_names=CLASSES, preprocessing=data.preprocessing, extra={"epoch": 3}
     )
     return folder
 

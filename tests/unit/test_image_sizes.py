@@ -9,12 +9,12 @@ import pytest
 import torch
 from made_data import train_loader
 
+from tests.kit import ALONE
 from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.image_sizes import size_ramp
 from zerovision.training.engines.model import build_training_model
-from zerovision.training.world.world import World
 
 PROGRESSIVE = DataOptions(
     data="fake", image_size=32, eval_image_size=48, progressive_size="16:1:4", augmentation="shift_flip"
@@ -77,7 +77,7 @@ def test_validation_images_are_those_of_a_set_of_their_size(data):
 
 
 def build(model: str):
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = ALONE
     return build_training_model(parse_args(["--model-type", model])[0], load_data(PROGRESSIVE), world)
 
 

@@ -22,6 +22,7 @@ from made_runs import end, epoch
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
+from tests.kit import ALONE, save_built
 from zerovision.commands import run_command
 from zerovision.delivery.calibration import calibration_file
 from zerovision.delivery.model_card import write_model_card
@@ -36,7 +37,6 @@ from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.values import OF_ONE_RUN, launch_command
 from zerovision.training.observe.evaluation import describe_scores, write_scores
 from zerovision.training.tasks.labels import OneLabel
-from zerovision.training.world.world import World
 
 ENVIRONMENT = {
     "ranks": 8,
@@ -66,18 +66,13 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
     write_lines(tmp_path, end(40, 1.0) | {"images_per_second": 310.4})
     preprocessing = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
-    save_weights(
-        tmp_path / "model.safetensors",
-        built.module.state_dict(),
-        description=built.description,
-        class_names=names,
-        preprocessing=preprocessing,
-        extra={"epoch": 3},
+    save_built(
+        tmp_path / "model.safetensors", built, class_names=names, preprocessing=preprocessing, extra={"epoch": 3}
     )
     recorder = OneLabel(2).recorder()
     logits, labels = torch.tensor([[2.0, 0.0], [0.5, 1.0], [1.0, 0.0]]), torch.tensor([0, 1, 1])
     recorder.add(logits, labels, torch.ones(3), torch.arange(3))
-    scores = recorder.gather(World(0, 0, 1, 1, torch.device("cpu")))
+    scores = recorder.gather(ALONE)
     write_scores(tmp_path / "evaluation", {"epoch": 3, "split": "val"} | describe_scores(scores, names, str))
     return tmp_path
 
@@ -151,7 +146,7 @@ def test_the_code_for_timm_names_the_size_of_a_vision_transformer(run: Path, mon
     _, metadata = load_model(run / "model.safetensors")
     facts = {key: metadata[key] for key in ("class_names", "preprocessing", "extra")}
     weights = run / "model.safetensors"
-    save_weights(weights, built.module.state_dict(), description=built.description, **facts)
+    save_built(weights, built, **facts)
     code = re.search(r"```python\n(.*?)```", write_model_card(run).read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(run)
     exec(code[1], names := {})
@@ -278,10 +273,9 @@ def make_run(folder: Path, model: str, side: ImageSize, **preprocessing) -> Path
     torch.manual_seed(0)
     built = build_model(model, num_classes=3, image_size=side)
     plain = Preprocessing(side, None, mean=(0.4,) * 3, std=(0.3,) * 3)
-    save_weights(
+    save_built(
         folder / "model.safetensors",
-        built.module.state_dict(),
-        description=built.description,
+        built,
         class_names=["cat", "cow", "dog"],
         preprocessing=replace(plain, **preprocessing),
         extra={"epoch": 1},

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from timm.data import create_transform, resolve_data_config
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from tests.kit import save_built
 from zerovision.models.build import build_model
 from zerovision.models.preparation import Preparation, crop_share, differences
 from zerovision.models.weights_metadata import Preprocessing
-from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, data_options, load_data
 from zerovision.training.data.augment import evaluation_geometry
@@ -88,13 +88,7 @@ def test_a_file_says_itself_how_its_images_were_prepared(photos, tmp_path):
     first = load_data(DataOptions(data=str(photos), **settings))
     built = build_model("basic_cnn", num_classes=2, image_size=64)
     own, hub, bare = tmp_path / "own.safetensors", tmp_path / "hub" / "model.safetensors", tmp_path / "bare.safetensors"
-    save_weights(
-        own,
-        built.module.state_dict(),
-        description=built.description,
-        class_names=["a", "b"],
-        preprocessing=first.preprocessing,
-    )
+    save_built(own, built, class_names=["a", "b"], preprocessing=first.preprocessing)
     hub.parent.mkdir()
     for file in (hub, bare):
         save_file(built.module.state_dict(), file)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kit import assert_same_but_rounding
+from tests.kit import ALONE, assert_same_but_rounding
 from zerovision.training.data.reader import Batch
 from zerovision.training.observe.observer import Seen
 from zerovision.training.observe.sample_history import HISTORY, MOST_EPOCHS, SampleHistory, mean_probabilities
@@ -18,7 +18,7 @@ LOGITS = 5 * torch.randn(EPOCHS, IMAGES, CLASSES, generator=torch.Generator().ma
 
 
 def world() -> World:
-    return World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu"))
+    return ALONE
 
 
 def batch(indices: torch.Tensor, **changes: object) -> Batch:

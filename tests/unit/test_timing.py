@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import DeviceType
 
-from tests.kit import Recorder
+from tests.kit import ALONE, Recorder
 from tests.training.engine_ranks import loop_run
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
@@ -216,7 +216,7 @@ def epoch_by_hand(waits, forward_seconds, log_every_steps):
             images, indices = torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64)
             yield Batch(images, indices, torch.ones(1), indices)
 
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = ALONE
     parts = {"loggers": Loggers([logger]), "clock": SpanClock(marks), "settings": {"log_every_steps": log_every_steps}}
     run = loop_run(world, PlainEngine(), BatchPlan(len(waits), 1, 1, 1, 0), 2, classes=2, **parts)
     return train_one_epoch(run, batches()), logger.points

@@ -15,14 +15,13 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
 
-from tests.kit import train
+from tests.kit import save_built, train
 from zerovision.models.build import BuiltModel, build_model
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.leaves import Leaves
 from zerovision.training.checkpoint.manifest import FROZEN, read_manifest
-from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.file import read_config_file
@@ -31,7 +30,6 @@ from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer, tune
-from zerovision.training.world.world import World
 
 IMAGE_SIZE = 32
 PREPROCESSING = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -155,7 +153,7 @@ def test_statistics_that_are_the_same_everywhere_are_not_rounded_by_their_mean()
     kept = module.running_mean.clone()
     assert not torch.equal((kept + kept + kept) / 3, kept), "else this shows nothing"
     buffers = ModelBuffers(module, Leaves(1, 3))
-    buffers.average(World(0, 0, 1, 1, torch.device("cpu")))
+    buffers.average(ALONE)
     assert torch.equal(module.running_mean, kept)
 
 
@@ -320,7 +318,7 @@ def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrai
     path, size = str(tmp_path / "weights.safetensors"), "give --image-size 64$"
     source = build_model(f"timm:{name}", num_classes=3, image_size=64)
     facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
-    save_weights(Path(path), source.module.state_dict(), description=source.description, **facts)
+    save_built(Path(path), source, **facts)
     if pretrained:  # as from the hub
         size = "--image-size 224 --image-channels 3"
         overlay = {"file": path, "num_classes": 3, "url": "", "hf_hub_id": None}
@@ -348,7 +346,7 @@ def test_published_weights_that_are_resampled_are_told(tmp_path, monkeypatch):
 def test_a_stem_of_another_stride_is_told(tmp_path):
     source = build_model("basic_cnn", num_classes=3, image_size=60)
     facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
-    save_weights(tmp_path / "weights", source.module.state_dict(), description=source.description, **facts)
+    save_built(tmp_path / "weights", source, **facts)
     for size, told in ((64, True), (32, False)):
         notes = build_model("basic_cnn", num_classes=3, image_size=size, weights=str(tmp_path / "weights")).notes
         found = [note for note in notes if note.startswith("blocks.0.0 has a stride of 2, but had 1 when these")]
@@ -374,7 +372,7 @@ def source(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("source") / "weights.safetensors"
     images = Preprocessing(16, None, mean=(0.4,) * 3, std=(0.1,) * 3)
     facts = {"class_names": [*"abcdefg"], "preprocessing": images, "extra": {}}
-    save_weights(path, model.module.state_dict(), description=model.description, **facts)
+    save_built(path, model, **facts)
     return path
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import zerovision.training.checkpoint.weights
+from tests.kit import save_built
 from zerovision.models.build import build_model, rebuild_model, tensor_mismatch
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError
@@ -81,13 +82,7 @@ def test_timm_loads_its_own_model_by_name(tmp_path):
     torch.manual_seed(0)
     file = tmp_path / "model.safetensors"
     built = build_model("timm:resnet18", num_classes=5, image_size=64)
-    save_weights(
-        file,
-        built.module.state_dict(),
-        description=built.description,
-        class_names=CLASS_NAMES,
-        preprocessing=PREPROCESSING,
-    )
+    save_built(file, built, class_names=CLASS_NAMES, preprocessing=PREPROCESSING)
     network = timm.create_model("resnet18", num_classes=5, checkpoint_path=str(file))
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
