@@ -384,35 +384,6 @@ def test_all_bad_hosts_are_named_at_once(hosts: Hosts, shared: Path) -> None:
         hosts.run("node02", ["umount", "/etc/ssh/authorized_keys"])
 
 
-def test_a_log_folder_that_is_not_shared_is_named_before_the_first_step(hosts: Hosts, shared: Path) -> None:
-    """Every host has a /tmp of its own."""
-    given = [word.replace(str(shared), "/tmp/logs-of-its-own") for word in words(shared)]
-    training = Training(hosts, shared, given, 2, 1)
-    assert training.end() == 2, training.text()
-    (line,) = training.text().splitlines()
-    assert "what node01 writes in /tmp/logs-of-its-own/logs does not appear on node02" in line
-    assert "--log-dir" in line
-    assert hosts.run("node01", ["sh", "-c", "ls -A /tmp/logs-of-its-own || echo nothing"]).stdout.strip() == "nothing"
-    training.assert_nothing_is_left()
-
-
-def test_other_code_on_one_node_is_named_before_the_first_step(hosts: Hosts, shared: Path) -> None:
-    """A file that no agent imports has one more line there; --allow-differences trains all the same."""
-    file = REPO_ROOT / "zerovision/delivery/model_card.py"
-    (shared / file.name).write_text(file.read_text() + "# changed, not committed\n")
-    hosts.run("node02", ["mount", "--bind", str(shared / file.name), str(file)])
-    try:
-        training = Training(hosts, shared, words(shared), 2, 1)
-        assert training.end() == 2, training.text()
-        (line,) = training.text().splitlines()
-        assert re.search(r"error: node02: code [0-9a-f]{12} \(elsewhere [0-9a-f]{12}\)\. .*--allow-differences", line)
-        allowed = Training(hosts, shared, words(shared, "--allow-differences", epochs=1), 2, 1)
-        assert allowed.end() == 0, allowed.text()
-        assert "warning: node02: code" in allowed.text()
-    finally:
-        hosts.run("node02", ["umount", str(file)])
-
-
 def test_restarts_used_up_end_with_the_reason(hosts: Hosts, shared: Path) -> None:
     training = Training(hosts, shared, words(shared, "--max-restarts", "0"), 2, 1)
     training.wait_for_step(BREAK_AT)

@@ -124,12 +124,6 @@ def test_the_whole_ensemble_learns(strategy, two_classes, tmp_path):
     assert_learned(runs / "whole")
 
 
-def test_head_of_the_local_file_was_replaced(run_folder, pretrained):
-    assert load_file(pretrained)["classifier.weight"].shape[0] == 7
-    model, _ = load_model(run_folder("ddp", "mobilenet_finetuned") / "model.safetensors")
-    assert model.classifier.out_features == 2
-
-
 @pytest.mark.slow  # `--local_rank`, which deepspeed adds: tests/unit/test_config.py
 def test_the_guides_direct_command(two_classes, tmp_path):
     result = run_command(

@@ -1,8 +1,10 @@
-"""The same bytes of the model from a folder and from all that lists or packs the same images, on 1 and 2 ranks."""
+"""The same bytes of the model on any number of ranks, in an order by shards, of images of any shape, of several labels.
+
+That a folder and what lists or packs its images are the same data: tests/unit/test_sources.py.
+"""
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -31,29 +33,6 @@ def train(run_on_ranks, tmp_path_factory):
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     return make_photos(tmp_path_factory.mktemp("data") / "photos")
-
-
-@pytest.fixture(scope="module")
-def from_folder(train, photos):
-    """The run that nothing disturbed, on one rank."""
-    return train(photos, photos, 1)
-
-
-QUICK = [("table", 1), ("tar", 2), ("parquet", 1)]
-ROWS = [row if row in QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in product(KINDS, (1, 2))]
-
-
-@pytest.mark.parametrize(("kind", "ranks"), ROWS)
-def test_the_model_has_the_bytes_of_that_from_the_folder(train, photos, from_folder, tmp_path, kind, ranks):
-    data = KINDS[kind](photos, tmp_path / "data")
-    whole = train(data, photos, ranks)
-    assert (whole / "model.safetensors").read_bytes() == (from_folder / "model.safetensors").read_bytes()
-    killed = from_folder / "checkpoints" / f"step-00000-{3:07}"
-    resumed = train(data, photos, ranks, resume=str(killed))
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    killed = whole / "checkpoints" / f"step-00001-{2:07}"
-    back = train(photos, photos, 3 - ranks, resume=str(killed))
-    assert (back / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

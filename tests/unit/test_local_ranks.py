@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.unit.launching import LAUNCH, REPO_ROOT, environment
-from zerovision.launch import local_ranks
 from zerovision.launch.node_launcher import NodeLauncher, local_ranks_command
 
 TELL = """
@@ -35,7 +34,6 @@ told = dict(place=place, words=sys.argv, name=seen.name(), parent=os.getppid(), 
     threads=len(os.listdir(f"/proc/{os.getppid()}/task")), spoilt=torch is not None and torch.cuda._is_in_bad_fork())
 open(sys.argv[1] + os.environ["RANK"], "w").write(json.dumps(told))
 """
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
 
 
 def command(program: Path, *arguments: str) -> list[str]:
@@ -61,39 +59,6 @@ def test_every_rank_knows_its_place_and_gets_the_words(tmp_path: Path) -> None:
         place, given = json.loads((tmp_path / f"rank{rank}").read_text())
         assert place == [str(rank), str(rank), "3", "3", "127.0.0.1", "29555"]
         assert given == words
-
-
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(65)", 65), ("os.kill(os.getpid(), 9)", 137)])
-def test_one_failure_ends_the_others_and_gives_the_code(tmp_path: Path, end: str, code: int) -> None:
-    program = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)"
-    began = time.monotonic()
-    assert subprocess.run(command(write(tmp_path, program)), timeout=50).returncode == code
-    assert time.monotonic() - began < 30.0
-
-
-def test_a_rank_that_is_deaf_to_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_ranks, "END_SECONDS", 0.3)
-    ranks = [start(DEAF), start(DEAF), start("raise SystemExit(3)")]
-    try:
-        assert [rank.stdout.readline() for rank in ranks[:2]] == ["deaf\n"] * 2
-        assert local_ranks.wait_for_all([rank.pid for rank in ranks]) == 3
-        assert [rank.wait() for rank in ranks] == [-signal.SIGKILL, -signal.SIGKILL, 3]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-
-
-def test_a_signal_goes_to_every_rank(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    ready.mkdir()
-    program = "import os, sys, time; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(60)"
-    launcher = subprocess.Popen(command(write(tmp_path, program), str(ready)))
-    while len(list(ready.iterdir())) < 3:
-        assert launcher.poll() is None
-        time.sleep(0.02)
-    launcher.terminate()
-    assert launcher.wait(timeout=30) == 128 + signal.SIGTERM
 
 
 def started(launcher: NodeLauncher, folder: Path, name: str, preload: str, secret: str = "s") -> list[dict]:
