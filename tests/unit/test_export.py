@@ -206,9 +206,14 @@ def test_onnxruntime_alone_answers_as_we_do(preprocessing, trained, monkeypatch,
     assert answer["names"] == [data.class_names[k] for k in ours.argmax(1)]
 
 
+def guides_lines(word: str) -> str:
+    page = (ROOT / "docs" / "guides" / "export.md").read_text()
+    return next(body for body in BLOCK.findall(page) if word in body)
+
+
 def test_the_lines_of_the_guide_run_as_they_stand(trained, exported, tmp_path):
     _, data = trained
-    code = next(body for body in BLOCK.findall((ROOT / "docs" / "export.md").read_text()) if "onnxruntime" in body)
+    code = guides_lines("preprocessing.json")
     output = tmp_path / "logs" / "runs" / "digits" / "export"
     file, _ = exported("onnx", "fp32")
     shutil.copytree(file.parent, output)
@@ -229,9 +234,7 @@ def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, mon
     words = ("--format", "safetensors", "--precision", precision, "--check-images", "8", "--max-accuracy-loss", "100")
     assert run_export(monkeypatch, folder, *words) == 0
     file = folder / "export" / f"timm-resnet18-{precision}.safetensors"
-    code = next(
-        body for body in BLOCK.findall((ROOT / "docs" / "export.md").read_text()) if "timm.create_model" in body
-    )
+    code = guides_lines("timm.create_model")
     place = "logs/runs/digits/export/timm-resnet18-fp32.safetensors"
     names = {}
     exec(code.replace(place, str(file)), names)

@@ -45,14 +45,14 @@ def process_state() -> list[object]:
     ]
 
 
-def code_of(page: str) -> str:
-    section = (DOCS / page).read_text(encoding="utf-8").partition("# From Python\n")[2]
+def code_of(heading: str) -> str:
+    section = (DOCS / "guides" / "python.md").read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
     return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with images, and later a run `digits`, trained by the lines of runs.md."""
+    """A folder with images, and later a run `digits`, trained by the lines of the guide."""
     folder = tmp_path_factory.mktemp("notebook")
     (folder / "photos").mkdir()
     for path in (folder / "photo.png", folder / "photos" / "one.png"):
@@ -74,9 +74,9 @@ def notebook(folder, monkeypatch):
 
 def train(name: str) -> Path:
     names: dict = {}
-    code = code_of("runs.md").replace("epochs=1", CHANGES.format(name=name))
+    code = code_of("Train").replace("epochs=1", CHANGES.format(name=name))
     exec(code, names)
-    assert names["exit_code"] == 0
+    assert names["result"].exit_code == 0
     return Path("logs/runs") / name
 
 
@@ -163,11 +163,11 @@ def test_a_head_that_is_refused_after_the_loggers_were_opened_leaves_no_folder(d
 
 
 def test_evaluate_and_predict_by_the_documentations_lines(digits, capsys):
-    exec(code_of("evaluate.md"), names := {})
+    exec(code_of("Evaluate and predict"), names := {})
     scores = evaluate("logs/runs/digits", output=None, batch_size=256)
-    assert names["scores"] == scores
+    assert names["scores"].scores == scores
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == f"{scores['top1']} {scores['macro']['f1']}"
+    assert first == f"{scores['top1']} {scores['macro']['f1']} {scores['top5']}"
     assert [line.split()[0] for line in lines] == ["photo.png", "photos/one.png", "photos/two.png"]
     assert lines[0].split()[1:] == lines[1].split()[1:]
     assert lines[2].startswith("photos/two.png [] [] ")

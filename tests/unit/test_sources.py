@@ -30,7 +30,7 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.settings import TaskSettings
 
-DATA_PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+DATA_PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "tables-and-labels.md"
 
 
 @pytest.fixture(scope="module")
