@@ -47,6 +47,12 @@ def test_a_resumed_student_has_the_same_bytes_and_another_teacher_is_refused(tea
     assert (runs / "resumed" / WEIGHTS).read_bytes() == (runs / "student" / WEIGHTS).read_bytes()
 
 
+def test_a_teacher_is_found_by_its_name_beside_a_run_that_gets_one(teachers):
+    _, logs = teachers
+    done = train_here(*logs, "--distill", "kl:4", "--teacher", "teacher0", "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+
+
 UNCHANGED = ("--augmentation", "none", "--shift-pixels", "0", "--mixup", "0", "--teacher", "teacher0")
 ANSWERED = "answered to 1437 images"
 
