@@ -26,7 +26,7 @@ from zerovision.extras.audit.labels import doubt_labels, outliers, wrong_label_p
 from zerovision.extras.settings import AuditSettings
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
-from zerovision.training.data import DataOptions, fake, load_data
+from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.reader import Batch
 from zerovision.training.observe.observer import Seen
 from zerovision.training.observe.sample_history import SampleHistory
@@ -282,7 +282,7 @@ def test_the_group_of_a_scene_is_its_own_unless_a_table_has_one(parts, groups, e
 
 
 def test_clean_generated_images_raise_no_alarm_and_have_no_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(fake, "TRAIN_IMAGES", 160)
+    monkeypatch.setattr("zerovision.training.data.arrays.FAKE_TRAIN_IMAGES", 160)
     output = tmp_path / "audit"
     facts = audit(AuditSettings(data="fake", output=str(output)))
     assert json.loads((output / "audit.json").read_text())["findings"] == []

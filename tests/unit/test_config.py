@@ -13,7 +13,8 @@ from typing import get_args
 
 import pytest
 
-from zerovision.commands.train_distributed import train
+from tests.kit import train
+from zerovision.commands import train_distributed
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import LAST
@@ -25,7 +26,6 @@ from zerovision.training.config.file import read_config_file
 from zerovision.training.config.saved import resumed
 from zerovision.training.config.values import field_types, launch_command
 from zerovision.training.launched_run import launch_words
-from zerovision.training.messages import _of_the_network
 from zerovision.training.observe.new_run import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,10 +61,13 @@ def test_the_learning_rate_is_the_networks_unless_one_is_given(words, rate):
     assert parse_args(words.split())[0].learning_rate == rate
 
 
-def test_the_start_says_whose_learning_rate_it_is():
-    assert _of_the_network(TrainConfig(learning_rate=0.003)) == " (the default of mobilenet from random weights)"
-    assert _of_the_network(TrainConfig(learning_rate=0.001)) == ""
-    assert _of_the_network(TrainConfig(model_type="basic_cnn")) == ""
+def test_the_start_says_whose_learning_rate_it_is(tmp_path, monkeypatch, capsys):
+    for count in ("FAKE_TRAIN_IMAGES", "FAKE_VAL_IMAGES"):
+        monkeypatch.setattr(f"zerovision.training.data.arrays.{count}", 16)
+    for model, words in (("mobilenet", " (the default of mobilenet from random weights)\n"), ("basic_cnn", "\n")):
+        config, _ = parse_args(["--model-type", model])
+        train(tmp_path, model, data="fake", model_type=model, image_size=16, learning_rate=config.learning_rate)
+        assert f"; peak learning rate {config.learning_rate}{words}" in capsys.readouterr().out
 
 
 def test_the_rate_of_a_network_survives_the_command_that_is_printed():
@@ -306,7 +309,7 @@ def test_every_preset_is_valid_and_names_its_source_and_what_was_measured(name):
 
 
 def test_settings_that_are_right_are_said_to_be(capsys):
-    assert train(["--check-config", "--epochs", "3"]) == 0
+    assert train_distributed.train(["--check-config", "--epochs", "3"]) == 0
     assert capsys.readouterr().out.startswith("all is well with these settings; ")
 
 

@@ -31,7 +31,7 @@ from zerovision.training.data import DATASETS, DataOptions, load_data
 from zerovision.training.data.augmentations import AUGMENTATIONS
 from zerovision.training.data.folder import listing
 from zerovision.training.engines.strategies import STRATEGIES
-from zerovision.training.recipe.rules import ALLOWED
+from zerovision.training.recipe.rules import ELEMENT_WISE, WHOLE_PARAMETER
 from zerovision.training.recipe.schedule import SCHEDULES
 
 
@@ -166,7 +166,12 @@ def test_every_answer_names_what_there_is():
     for parser in (training_parser(), EvaluateSettings.parser(), PredictSettings.parser(), ExportSettings.parser()):
         flags |= {*parser._option_string_actions}
     assert {answer.split()[0].strip(",") for answer in FLAGS if not answer.endswith(".")} <= flags
-    tables = {"strategy": STRATEGIES, "optimizer": ALLOWED, "schedule": SCHEDULES, "augmentation": AUGMENTATIONS}
+    tables = {
+        "strategy": STRATEGIES,
+        "optimizer": ELEMENT_WISE + WHOLE_PARAMETER,
+        "schedule": SCHEDULES,
+        "augmentation": AUGMENTATIONS,
+    }
     tables |= {"model": {*MODELS, *(f"timm:{name}" for name in timm.list_models())}, "format": FORMATS}
     tables |= {"data set": {entry.usage for entry in DATASETS.values()}}
     for kind, answers in VALUES.items():
