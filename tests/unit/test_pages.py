@@ -40,7 +40,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*/*.md")),
 ]
 LONGEST_LINE = 600
-COMING = ("train", "--effort", "--minutes", "history.md")  # until they have landed
+COMING = ("train", "--effort", "--minutes", "--gpus", "history.md")  # until they have landed
 OUR_FOLDERS = ("scripts", "zerovision", "models", "docs", "deepspeed_configs", "tests", "benchmarks", "records")
 
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
