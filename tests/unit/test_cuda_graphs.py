@@ -226,5 +226,6 @@ def test_compiled_networks_are_recorded_but_for_ensembles_whose_members_are_sing
 )
 def test_a_network_that_changes_during_a_run_is_not_recorded(changes, head_epochs, expected):
     config = dataclasses.replace(TrainConfig(), **changes)
-    run = SimpleNamespace(config=config, model=SimpleNamespace(head_epochs=head_epochs))
+    task = SimpleNamespace(compares=config.loss == "supcon")
+    run = SimpleNamespace(config=config, model=SimpleNamespace(head_epochs=head_epochs), task=task)
     assert _computes_alike(run) == expected

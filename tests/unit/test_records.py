@@ -296,8 +296,8 @@ def test_records_of_one_day_stand_in_the_order_in_which_they_were_begun(tmp_path
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(record([top1], [10]) | {"begun": f"2026-11-27T10:00:{second}+00:00"}))
     earlier, later = table(tmp_path / "records").splitlines()[2:]
-    assert [text in earlier for text in ("2026-11-27-faster](", "the first")] == [True, True]
-    assert [text in later for text in ("even-faster](", "+3.00 points")] == [True, True]
+    assert [text in earlier for text in ("2026-11-27-faster`", "the first")] == [True, True]
+    assert [text in later for text in ("even-faster`", "+3.00 points")] == [True, True]
 
 
 def test_several_views_stand_beside_the_plain_accuracy():
