@@ -18,7 +18,7 @@ from zerovision.delivery.pack import pack
 from zerovision.training.data import DataOptions
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.loader import Loader
-from zerovision.training.data.reading.images import named, read_file
+from zerovision.training.data.reading.files import named, read_file
 from zerovision.training.data.sampler import BatchPlan
 
 CLASSES = ("ant", "bee", "cat")

@@ -29,8 +29,7 @@ from zerovision.training.data.reading.decode import (
     scale_numerator,
     shrunk_bytes,
 )
-from zerovision.training.data.reading.formats import Refused
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError, Refused
 
 open_file = decode_exact = of_files(decode)
 GENERATOR = np.random.Generator(np.random.PCG64(0))

@@ -13,7 +13,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.division import folds_of, join_copies, unit_hashes
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError
 
 
 def folds(units: list[str], labels: list[str], count: int, seed: int = 0) -> np.ndarray:

@@ -19,8 +19,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import Box
 from zerovision.training.data.reading.decode import MAX_PIXELS, header_size, load, make_decoder, to_channels
-from zerovision.training.data.reading.formats import CURES, pillow_formats
-from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError
+from zerovision.training.data.reading.files import CURES, MAX_FILE_BYTES, ImageError, pillow_formats
 
 
 def open_image(data, notes=None, max_pixels=MAX_PIXELS):

@@ -24,7 +24,7 @@ def pixels(seed: int = 0) -> torch.Tensor:
 
 
 def mixing(**options) -> Mixing:
-    return Mixing(DataOptions(**{"epochs": 3, "seed": 4, **options}), SIZE, CLASSES)
+    return Mixing(DataOptions(**{"epochs": 3, "seed": 4, **options}), CLASSES)
 
 
 def mixed_by_timm(images, labels, epoch, leaf, **options):
@@ -57,7 +57,7 @@ def test_batches_are_mixed_as_by_timm(options):
         theirs, their_targets = mixed_by_timm(pixels(leaf), labels, 1, leaf, **options)
         assert_same_but_rounding(images, theirs, ELEMENTWISE)
         assert_same_but_rounding(one_hot if targets is None else targets, their_targets, ELEMENTWISE)
-        drawn = mix.drawn(1, leaf)
+        drawn = mix.drawn(1, leaf, (SIZE, SIZE))
         kinds.add("none" if drawn is None else "mixup" if drawn.box is None else "cutmix")
         if targets is None:
             assert torch.equal(images, pixels(leaf))
@@ -87,13 +87,15 @@ def test_padding_and_unread_images_get_into_no_other(options, left_out):
 
 def test_the_last_epochs_are_not_mixed():
     mix = mixing(mixup=1.0, mixup_off_epochs=2)
-    assert [mix.drawn(epoch, 0) is None for epoch in range(4)] == [False, True, True, True]
-    assert mixing(mixup=1.0).drawn(2, 0) is not None
+    assert [mix.drawn(epoch, 0, (SIZE, SIZE)) is None for epoch in range(4)] == [False, True, True, True]
+    assert mixing(mixup=1.0).drawn(2, 0, (SIZE, SIZE)) is not None
 
 
 def test_another_seed_epoch_or_leaf_is_another_mix():
     places = [(seed, epoch, leaf) for seed in range(2) for epoch in range(2) for leaf in range(2)]
-    assert len({mixing(mixup=1.0, seed=seed).drawn(epoch, leaf) for seed, epoch, leaf in places}) == len(places)
+    assert len({mixing(mixup=1.0, seed=seed).drawn(epoch, leaf, (SIZE, SIZE)) for seed, epoch, leaf in places}) == len(
+        places
+    )
 
 
 def micro_batches(pair, world, accumulation, workers=0, first_step=0):

@@ -26,8 +26,8 @@ from zerovision.training.base.errors import FILE_SERVER_EXIT_CODE, FileServerErr
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, archives, find_dataset, load_data
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
-from zerovision.training.data.reading import images
-from zerovision.training.data.reading.images import ImageError, read_file
+from zerovision.training.data.reading import files as image_files
+from zerovision.training.data.reading.files import ImageError, read_file
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.run import run
 
@@ -59,7 +59,7 @@ def server(monkeypatch):
                 raise OSError(code, os.strerror(code), opened)
             return BrokenFile(path, code)
 
-        owner = {"read": images, "load": np}.get(at, os)
+        owner = {"read": image_files, "load": np}.get(at, os)
         monkeypatch.setattr(owner, {"read": "open", "list": "scandir"}.get(at, at), failing, raising=False)
 
     return fails

@@ -418,7 +418,7 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
 
 
 def test_standard_input_without_an_end_is_refused(call, run, monkeypatch):
-    for module in ("zerovision.training.data.reading.images", "zerovision.delivery.predict"):
+    for module in ("zerovision.training.data.reading.files", "zerovision.delivery.predict"):
         monkeypatch.setattr(f"{module}.MAX_FILE_BYTES", 1000)
     code, out, err = call("predict", run, "-", stdin=bytes(2000))
     assert (code, out, err.count("\n")) == (2, "", 1)

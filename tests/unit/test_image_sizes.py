@@ -13,7 +13,7 @@ from tests.kit import ALONE
 from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.data.image_sizes import size_ramp
+from zerovision.training.data.augmentations import size_ramp
 from zerovision.training.engines.model import build_training_model
 
 PROGRESSIVE = DataOptions(

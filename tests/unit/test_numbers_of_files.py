@@ -22,7 +22,7 @@ from zerovision.delivery.predict import predict
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.data.reading.formats import Refused
+from zerovision.training.data.reading.files import Refused
 from zerovision.training.data.reading.image_numbers import read_numbers
 
 KINDS = [("uint16", 1), ("uint16", 5), ("float32", 16), ("int16", 3), ("uint8", 7)]

@@ -84,10 +84,10 @@ SKEWED = np.repeat([0, 2, 3], [90, 8, 3])[np.random.Generator(np.random.PCG64(1)
 # 101 samples in 9 shards of 3 to 22, which lie there in another order than in the data set
 SHARDS = np.repeat(np.arange(9), [3, 22, 8, 11, 12, 9, 17, 4, 15])
 PLACES = np.stack([SHARDS, np.arange(101) * 1000], axis=1)[np.random.Generator(np.random.PCG64(2)).permutation(101)]
-IN_SHARDS = {"places": PLACES.tobytes(), "window": 20}
+IN_SHARDS = {"places": PLACES, "window": 20}
 
 
-@pytest.mark.parametrize("sampling", [{}, {"labels": SKEWED.tobytes()}, {"repeats": 3}, IN_SHARDS])
+@pytest.mark.parametrize("sampling", [{}, {"labels": SKEWED}, {"repeats": 3}, IN_SHARDS])
 def test_order_is_the_same_for_any_number_of_ranks(sampling):
     plans = [
         BatchPlan(101, 64 // (world * steps), steps, world, 7, **sampling)
@@ -126,7 +126,7 @@ def test_permutation_depends_on_seed_and_epoch_only():
 
 
 def test_balanced_sampling_draws_each_sample_as_often_as_scikit_learn_weighs_it():
-    plan, epochs = BatchPlan(101, 8, 1, 1, seed=1, labels=SKEWED.tobytes()), 600
+    plan, epochs = BatchPlan(101, 8, 1, 1, seed=1, labels=SKEWED), 600
     counts = np.zeros(101)
     for epoch in range(epochs):
         keys = plan.draw_keys(epoch)
@@ -159,7 +159,7 @@ def test_repeated_augmentation_takes_the_samples_that_timm_takes(monkeypatch, ra
 
 
 def test_balanced_samples_are_repeated_too():
-    keys = BatchPlan(101, 8, 1, 1, 5, SKEWED.tobytes(), repeats=3).draw_keys(2)
+    keys = BatchPlan(101, 8, 1, 1, 5, SKEWED, repeats=3).draw_keys(2)
     assert len(np.unique(keys)) == len(keys)
     assert sorted(np.unique(SKEWED[keys[::3] % COPY], return_counts=True)[1]) == [11, 11, 12]
     np.testing.assert_array_equal(keys[:99:3] % COPY, keys[2:99:3] % COPY)
@@ -222,7 +222,7 @@ def test_the_batches_of_an_evaluation_are_the_same_on_any_number_of_ranks(world)
 
 def in_order(epoch: int, window: int, seed: int = 1) -> np.ndarray:
     """Return the samples of an epoch by shards."""
-    return BatchPlan(101, 8, 1, 1, seed, places=PLACES.tobytes(), window=window).draw_keys(epoch)
+    return BatchPlan(101, 8, 1, 1, seed, places=PLACES, window=window).draw_keys(epoch)
 
 
 def test_an_epoch_by_shards_shuffles_the_shards_and_the_samples_within_a_window():
@@ -246,7 +246,7 @@ def test_an_epoch_by_shards_shuffles_the_shards_and_the_samples_within_a_window(
 
 def test_a_window_of_all_samples_makes_every_order_equally_likely():
     places = np.array([[0, 0], [1, 0], [1, 5]])
-    plans = [BatchPlan(3, 1, 1, 1, seed, places=places.tobytes(), window=9) for seed in range(1200)]
+    plans = [BatchPlan(3, 1, 1, 1, seed, places=places, window=9) for seed in range(1200)]
     counts = Counter(tuple(plan.draw_keys(0).tolist()) for plan in plans)
     assert len(counts) == 6
     assert chisquare([*counts.values()]).pvalue > 0.001

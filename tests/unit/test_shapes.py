@@ -105,7 +105,7 @@ def test_erasing_and_cutmix_reach_every_part():
     erased = torch.stack([(pair.train[0, index][0] == 0).all(0) for index in range(300)])
     assert erased.any(0).all(), "every pixel"
     assert 0.02 < erased.float().mean() < 1 / 3
-    mixes = [pair.train.mixing.drawn(0, leaf) for leaf in range(300)]
+    mixes = [pair.train.mixing.drawn(0, leaf, (16, 24)) for leaf in range(300)]
     areas = [(bottom - top) * (right - left) / (16 * 24) for _, (top, bottom, left, right) in mixes]
     assert [1 - mix.share for mix in mixes] == pytest.approx(areas)
     assert max(mix.box[1] for mix in mixes) == 16

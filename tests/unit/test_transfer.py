@@ -75,7 +75,7 @@ def test_a_batch_is_finished_without_a_wait(copies, augmentation, is_there):
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_a_batch_is_mixed_without_a_wait(copies, kind):
     images = torch.empty(BATCH, 3, SIZE, SIZE, device=GPU, memory_format=torch.channels_last)
-    mixing = Mixing(DataOptions(**{kind: 1.0}), SIZE, 5)
+    mixing = Mixing(DataOptions(**{kind: 1.0}), 5)
     mixed, targets = mixing(images, torch.empty(BATCH, dtype=torch.int64, device=GPU), np.ones(BATCH), 0, 0)
     assert (mixed.shape, targets.shape, targets.device) == (images.shape, (BATCH, 5), GPU)
     assert copies.can_run_beside == [True]

@@ -25,7 +25,7 @@ from zerovision.training.data.archives import CLASS_NAMES, identity_of, index_of
 from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.parts import TRAIN
-from zerovision.training.data.reading.formats import IMAGE_EXTENSIONS
+from zerovision.training.data.reading.files import IMAGE_EXTENSIONS
 from zerovision.training.data.reading.remote_files import checksum_of
 from zerovision.training.data.reading.sources import FileSource, Source, digest_of
 from zerovision.training.data.settings import SEVERAL_LABELS

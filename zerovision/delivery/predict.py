@@ -37,8 +37,7 @@ from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.folder import SYSTEM_NAMES
 from zerovision.training.data.label_lists import SEPARATOR
-from zerovision.training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
-from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError
+from zerovision.training.data.reading.files import ARRAY_EXTENSION, IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.data.reading.retry import entries_of, is_folder, patiently
 from zerovision.training.data.settings import NUMBERS

@@ -17,7 +17,7 @@ from zerovision.training.base.errors import FileServerError, printable
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.loader import most_workers
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.sources import UNKNOWN, Source
 from zerovision.training.data.thin_images import THINNEST_SIDES
 from zerovision.training.data.workers import end_with_parent, worker_context

@@ -18,7 +18,7 @@ from zerovision.training.config import FIELDS
 from zerovision.training.config.values import launch_command
 from zerovision.training.data.augment import unnormalized, viewable
 from zerovision.training.data.bad_images import bad_image_lines
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.values import BYTES, stretched
 from zerovision.training.data.workers import SHARED_MEMORY
 from zerovision.training.engines.precision import note_slow_bf16

@@ -53,7 +53,7 @@ def resolve(run: Run) -> Run:
 def identity_of(run: Run) -> dict[str, Any]:
     """Return what a checkpoint and the run that resumes from it must agree on, beside the recipe."""
     places = run.plan.places
-    in_shards = {"division into shards": hashlib.sha256(places).hexdigest()} if places else {}
+    in_shards = {} if places is None else {"division into shards": hashlib.sha256(places.tobytes()).hexdigest()}
     facts: dict[str, Any] = {"model": run.model.built.description.to_dict(), "class list": run.data.class_names}
     facts |= {DATA_SET: run.data.fingerprint, "global batch": run.plan.global_batch}
     facts["plug-in"] = names_of(run.config.plugin) or None

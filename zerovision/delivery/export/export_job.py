@@ -29,7 +29,7 @@ from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, save_weights
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError
 from zerovision.training.tasks.labels import OneLabel
 
 # From images float32 [B, C, S, S] to logits float32 [B, classes], both on the CPU; B is free.

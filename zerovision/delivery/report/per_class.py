@@ -14,7 +14,7 @@ from zerovision.delivery.pages import clip, data_uri, percent
 from zerovision.delivery.report.charts import Chart, Frame, Line, draw
 from zerovision.delivery.report.run_files import RunFiles
 from zerovision.training.base.run_folder import EVALUATION, WHY, WORST
-from zerovision.training.data.reading.images import ImageError, read_file
+from zerovision.training.data.reading.files import ImageError, read_file
 
 MOST_CLASSES_LISTED = 200
 CLASSES_LISTED_OF_MANY = 100

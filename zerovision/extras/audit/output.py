@@ -17,7 +17,7 @@ from zerovision.extras.audit.findings import DROP, GROUP, KINDS, MOVE, RELABEL, 
 from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder, write_json
 from zerovision.training.base.errors import UserError, printable, shown
 from zerovision.training.base.small_files import as_given, write_csv
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError
 from zerovision.training.observe.evaluation import check_replaceable
 
 TEMPLATE = Path(__file__).parents[1] / "audit.html"

@@ -18,8 +18,7 @@ from zerovision.training.config import FIELDS, FLAG_OF, MODES, TrainConfig
 from zerovision.training.config.global_batch import in_chunks
 from zerovision.training.config.values import allowed_values, is_allowed
 from zerovision.training.data import bad_image_share, find_dataset
-from zerovision.training.data.augmentations import augmentation_of
-from zerovision.training.data.image_sizes import size_ramp
+from zerovision.training.data.augmentations import augmentation_of, size_ramp
 from zerovision.training.engines.settings import TORCH, WAYS
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from zerovision.models import LARGEST_IMAGE_SIZE
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError, unknown_name
-from zerovision.training.data.image_sizes import MIN_IMAGE_SIZE
+from zerovision.training.data.augmentations import MIN_IMAGE_SIZE
 from zerovision.training.data.reading.remote import check_url
 from zerovision.training.data.reading.retry import is_folder, patiently
 from zerovision.training.data.settings import BAD_IMAGES_USAGE, DATASETS, URL, DataFields, DatasetEntry
@@ -112,7 +112,7 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
             "or give a folder, table, tar or Parquet files without one."
         )
     if images is None:
-        return importlib.import_module(find_dataset(options.data).module).load(options)
+        return importlib.import_module(find_dataset(options.data).module, __name__).load(options)
     if whole:
         return make_file_datasets([undivided(images, whole, options)], replace(options, cache="off"))
     parts, images = divided(images, options), None  # of millions there is room for one of them
@@ -126,7 +126,7 @@ def list_images(options: DataOptions) -> Images | None:
         UserError: As `load_data`.
     """
     entry = find_dataset(options.data)
-    return importlib.import_module(entry.module).listing(options) if entry.has_parts else None
+    return importlib.import_module(entry.module, __name__).listing(options) if entry.has_parts else None
 
 
 def bad_image_share(value: str) -> Fraction:

@@ -235,20 +235,13 @@ def write_index(index: Index, place: Path) -> None:
 def _parsed(content: bytes) -> Index:
     """Return an index from the content of its file; raise one of many errors if it is none."""
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
-        facts, text, columns = (
-            json.loads(file["facts"].tobytes()),
-            file["text"],
-            {name: file[f"of_{name}"] for name in COLUMNS},
-        )
+        facts, text = json.loads(file["facts"].tobytes()), file["text"]
+        columns = {name: file[f"of_{name}"] for name in COLUMNS}
     words, names = facts.pop("words"), {name: tuple(facts[name]) for name in ("class_names", "columns", "unused")}
     limits = {name: len(words[name]) for name in WORDS} | {"start": len(text) - columns["length"].astype(np.int64) + 1}
     for name, kind in COLUMNS.items():
-        column, limit = columns[name], limits.get(name, np.inf)
-        if (
-            column.dtype != kind
-            or column.shape != columns["label"].shape
-            or not ((column >= 0) & (column < limit)).all()
-        ):
+        column, is_one = columns[name], columns[name].dtype == kind and columns[name].shape == columns["label"].shape
+        if not (is_one and ((column >= 0) & (column < limits.get(name, np.inf))).all()):
             raise ValueError(name)
     for name, some in (words | names | {"dotted": facts["dotted"][1:]}).items():
         if not all(type(word) in (LABEL_TYPES if name == "label" else (str,)) for word in some):

@@ -22,9 +22,9 @@ from zerovision.models import MOST_IMAGE_CHANNELS
 from zerovision.models.sides import sides, size_of
 from zerovision.training.base.errors import FileServerError, UserError
 from zerovision.training.data import DataOptions
+from zerovision.training.data.augmentations import MIN_IMAGE_SIZE
 from zerovision.training.data.class_names import Label, label_of, number_classes
 from zerovision.training.data.datasets import DatasetPair, make_array_datasets
-from zerovision.training.data.image_sizes import MIN_IMAGE_SIZE
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.data.values import to_values

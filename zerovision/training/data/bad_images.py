@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerovision.training.base.errors import AgreedError, UserError
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError
 from zerovision.training.world.collectives import gather_objects
 from zerovision.training.world.world import World
 

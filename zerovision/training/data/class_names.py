@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from decimal import Decimal
 from functools import lru_cache
+from typing import TypeVar
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.data.settings import SEVERAL_LABELS
 
 Label = str | int
+Named = TypeVar("Named")
 UNLABELLED = -1  # of integers: how test parts without labels are given
 MOST_DIGITS = 18  # of a number that counts names
 NAMED = 5
@@ -130,11 +132,10 @@ def read_class_names(content: bytes, file: str) -> list[str]:
     return names
 
 
-def first_names(names: Collection[str]) -> str:
-    """Return names of classes for a message, the first of them if they are many."""
-    listed = [repr(name) for name in list(names)[:NAMED]]
-    more = len(names) - len(listed)
-    return ", ".join(listed) + (f" and {more} more" if more else "")
+def first_names(names: Collection[Named], form: Callable[[Named], str] = repr) -> str:
+    """Return names of classes or others for a message, the first of them if they are many."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(map(form, list(names)[:NAMED])) + more
 
 
 def notes_on_names(names: Sequence[str]) -> Iterator[str]:
@@ -153,8 +154,8 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
 
 
 def _doubts(groups: Sequence[Sequence[str]], what: str) -> list[str]:
-    named = ", ".join(" and ".join(map(shown, group)) for group in groups[:NAMED])
-    return [f"{named}{f' and {len(groups) - NAMED} more' if len(groups) > NAMED else ''} {what}"] if groups else []
+    named = first_names(groups, lambda group: " and ".join(map(shown, group)))
+    return [f"{named} {what}"] if groups else []
 
 
 def _is_whole(label: Label) -> bool:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zerovision.training.base.errors import UserError, shown
-from zerovision.training.data.class_names import clean
+from zerovision.training.data.class_names import clean, first_names
 
 FACTS = {"part": ("split", "subset", "is_valid"), "group": ("group",), "weight": ("weight",)}
 IS_VALID = {"true": "val", "1": "val", "1.0": "val", "false": "train", "0": "train", "0.0": "train"}
-NAMED = 5
 
 
 class Facts(NamedTuple):
@@ -82,8 +81,7 @@ def find_column(names: Sequence[str], wanted: str) -> str | None:
 def unused_notes(names: Iterable[str]) -> list[str]:
     """Return a note that names the columns that are not used, none if there are none."""
     listed = list(dict.fromkeys(names))
-    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
-    return [f"columns that are not used: {', '.join(map(shown, listed[:NAMED]))}{more}"] if listed else []
+    return [f"columns that are not used: {first_names(listed, shown)}"] if listed else []
 
 
 def number_in(cell: str, name: str) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,20 +20,25 @@ from zerovision.models.sides import ImageSize, sides, size_of
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.data import DataOptions, bad_image_share
-from zerovision.training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, random_box, resize
-from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation, augmentation_of
+from zerovision.training.data.augment import (
+    CROP_DRAWS,
+    BoxChooser,
+    build_policy,
+    evaluation_geometry,
+    random_box,
+    resize,
+)
+from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation, SizeRamp, augmentation_of, size_ramp
 from zerovision.training.data.bad_images import bad_image_budget
 from zerovision.training.data.batch_transforms import BatchTransforms
 from zerovision.training.data.class_names import first_names, notes_on_names
 from zerovision.training.data.division import fingerprint
-from zerovision.training.data.image_sizes import SizeRamp, size_ramp
 from zerovision.training.data.images import Images
 from zerovision.training.data.label_lists import LabelSets, make_sets
 from zerovision.training.data.mixing import Mixing
-from zerovision.training.data.policies import build_policy
 from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
+from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.image_numbers import note_unused_range
-from zerovision.training.data.reading.images import ImageError
 from zerovision.training.data.reading.sources import ArraySource, FileSource, Source, open_files
 from zerovision.training.data.settings import NUMBERS, SEVERAL_LABELS
 from zerovision.training.data.values import BYTES, statistics
@@ -43,6 +49,7 @@ IMAGES_OF_STATISTICS, SIDE_OF_STATISTICS, VALUES_OF_STATISTICS = 64, 128, 2**26 
 IMBALANCE = 15  # from which on a run notes it
 
 
+@dataclass(eq=False)
 class ImageDataset(Dataset):
     """Samples by (epoch, draw key): `(image float32 [C, S, S] normalised, label)`.
 
@@ -58,23 +65,20 @@ class ImageDataset(Dataset):
         sets: Which classes each label stands for; None if it is one.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        preprocessing: Preprocessing,
-        augmentation: Augmentation = AUGMENTATIONS["none"],
-        seed: int = 0,
-        most_bad: int = 0,
-        mixing: Mixing | None = None,
-        ramp: SizeRamp | None = None,
-        sets: LabelSets | None = None,
-    ) -> None:
-        self.source, self.preprocessing, self.augmentation, self.seed = source, preprocessing, augmentation, seed
-        self.most_bad, self.mixing, self.ramp, self.sets = most_bad, mixing, ramp, sets
+    source: Source
+    preprocessing: Preprocessing
+    augmentation: Augmentation = AUGMENTATIONS["none"]
+    seed: int = 0
+    most_bad: int = 0
+    mixing: Mixing | None = None
+    ramp: SizeRamp | None = None
+    sets: LabelSets | None = None
+
+    def __post_init__(self) -> None:
         self._smaller: ImageDataset | None = None
-        self.batch_transforms = BatchTransforms(preprocessing, augmentation, seed)
-        self._geometry = evaluation_geometry(preprocessing)
-        self._policy = build_policy(augmentation, preprocessing)
+        self.batch_transforms = BatchTransforms(self.preprocessing, self.augmentation, self.seed)
+        self._geometry = evaluation_geometry(self.preprocessing)
+        self._policy = build_policy(self.augmentation, self.preprocessing)
 
     def __len__(self) -> int:
         return len(self.source.labels)
@@ -102,10 +106,7 @@ class ImageDataset(Dataset):
         if size == full:
             return self
         if self._smaller is None or self._smaller.preprocessing.image_size != size:
-            preprocessing, mixing = self.preprocessing.at_size(size), self.mixing and self.mixing.at_size(size)
-            self._smaller = ImageDataset(
-                self.source, preprocessing, self.augmentation, self.seed, self.most_bad, mixing, None, self.sets
-            )
+            self._smaller = replace(self, preprocessing=self.preprocessing.at_size(size), ramp=None)
         return self._smaller
 
     @property
@@ -298,23 +299,25 @@ def make_dataset_pair(
             f"--shift-pixels {augmentation.shift_pixels}: images of {smallest} pixels can be shifted by at most "
             f"{smallest - 1}."
         )
-    mixing = Mixing(options, size, len(class_names)) if options.mixup or options.cutmix else None
+    mixing = Mixing(options, len(class_names)) if options.mixup or options.cutmix else None
     preprocessing, evaluation = (_preprocessing(one, train, options, defaults) for one in (size, eval_size))
     share = bad_image_share(options.bad_images)
-    train_bad, val_bad, test_bad = (
-        bad_image_budget(share, len(set_.labels) if set_ else 0) for set_ in (train, val, test)
-    )
+
+    def dataset(source: Source, seen_as: Preprocessing, **more: Any) -> ImageDataset:
+        return ImageDataset(source, seen_as, most_bad=bad_image_budget(share, len(source.labels)), sets=sets, **more)
+
     counts = {
-        what: _count_labels(set_.labels, class_names, what, sets)
-        for what, set_ in (("training", train), ("validation", val))
+        what: _count_labels(source.labels, class_names, what, sets)
+        for what, source in (("training", train), ("validation", val))
     }
-    empty = {
-        what: [name for name, count in zip(class_names, counts[what], strict=True) if not count] for what in counts
-    }
-    without = [f"no {what} image for {first_names(names)}" for what, names in empty.items() if names]
+    without = [
+        f"no {what} image for {first_names(names)}"
+        for what, of_each in counts.items()
+        if (names := [name for name, count in zip(class_names, of_each, strict=True) if not count])
+    ]
     return DatasetPair(
-        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing, ramp, sets),
-        val=ImageDataset(val, evaluation, most_bad=val_bad, sets=sets),
+        train=dataset(train, preprocessing, augmentation=augmentation, seed=options.seed, mixing=mixing, ramp=ramp),
+        val=dataset(val, evaluation),
         class_names=class_names,
         preprocessing=evaluation,
         augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
@@ -329,7 +332,7 @@ def make_dataset_pair(
             *without,
             *(_balance_notes(counts["training"], class_names, options) if sets is None else ()),
         ],
-        test=ImageDataset(test, evaluation, most_bad=test_bad, sets=sets) if test else None,
+        test=dataset(test, evaluation) if test else None,
         sets=sets,
     )
 

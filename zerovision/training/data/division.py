@@ -22,7 +22,7 @@ from zerovision.training.data.class_names import number_classes
 from zerovision.training.data.images import Images, pieces
 from zerovision.training.data.label_lists import rarest_class
 from zerovision.training.data.parts import CLASSES_ANYWAY, PARTS, TRAIN, VAL, parts_of_splits
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError
 
 TOLERANCE = 0.1  # of the expected number of held-out images, and one image
 

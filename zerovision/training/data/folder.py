@@ -16,7 +16,7 @@ from zerovision.training.data.columns import Facts
 from zerovision.training.data.division import with_classes
 from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.parts import PARTS, TEST, TRAIN, VAL, find_parts
-from zerovision.training.data.reading.formats import ARRAY_EXTENSION, CURES, IMAGE_EXTENSIONS
+from zerovision.training.data.reading.files import ARRAY_EXTENSION, CURES, IMAGE_EXTENSIONS
 from zerovision.training.data.reading.retry import FolderEntry, entries_of, is_folder, patiently
 from zerovision.training.data.settings import NUMBERS
 
@@ -187,11 +187,8 @@ def _add_classes(
         raise UserError(f"the data folder {top!r} is empty: give it one folder of images per class.")
     folder.count_loose(entries)
     counts: Counter[str] = Counter()
-    folders, start, facts = (
-        [entry for entry in entries if entry.is_dir()],
-        len(f"{folder.root}".rstrip("/")) + 1,
-        Facts(part),
-    )
+    folders, facts = [entry for entry in entries if entry.is_dir()], Facts(part)
+    start = len(f"{folder.root}".rstrip("/")) + 1
     for entry in folders:
         name = _class_of(entry.name)
         folders_of[name].add(entry.name)

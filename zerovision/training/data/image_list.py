@@ -67,10 +67,7 @@ def list_images(data: DatasetPair, digests: Mapping[str, np.ndarray] | None = No
 
 def write_image_list(file: Path, images: Sequence[ListedImage]) -> None:
     """Write the list as compressed CSV, which `zcat` shows."""
-    with (
-        replacing(file) as temporary,
-        gzip.open(temporary, "wt", 1, "utf-8", "surrogateescape", newline="") as stream,
-    ):
+    with replacing(file) as temporary, gzip.open(temporary, "wt", 1, "utf-8", "surrogateescape", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(COLUMNS)
         writer.writerows((one.part, one.label, one.size, f"{one.digest:016x}", one.path) for one in images)

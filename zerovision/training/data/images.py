@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from zerovision.training.data.columns import NO_FACTS, Facts
-from zerovision.training.data.reading.images import MAX_FILE_BYTES, ImageError, read_file
+from zerovision.training.data.reading.files import MAX_FILE_BYTES, ImageError, read_file
 
 COLUMNS: dict[str, str] = {  # and their types, as of `array` and NumPy
     **dict.fromkeys(("folder", "label", "part", "group"), "i"),  # numbers of `Images.words`

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from zerovision.models.sides import ImageSize, sides
 from zerovision.training.data import DataOptions
 from zerovision.training.data.transfer import to_device
 
@@ -36,16 +35,11 @@ class Mixing:
 
     Args:
         options: Parameters of the two beta distributions, probabilities, and epochs.
-        image_size: Of the images in pixels.
         num_classes: Classes C.
     """
 
-    def __init__(self, options: DataOptions, image_size: ImageSize, num_classes: int) -> None:
-        self._options, self._size, self._num_classes = options, image_size, num_classes
-
-    def at_size(self, image_size: ImageSize) -> Mixing:
-        """Return the same for images of another size."""
-        return Mixing(self._options, image_size, self._num_classes)
+    def __init__(self, options: DataOptions, num_classes: int) -> None:
+        self._options, self._num_classes = options, num_classes
 
     def __call__(
         self,
@@ -72,7 +66,8 @@ class Mixing:
         Returns:
             The images, and their targets, float32 [B, C]; as they were if nothing is mixed.
         """
-        mix = self.drawn(epoch, leaf)
+        height, width = images.shape[2:]
+        mix = self.drawn(epoch, leaf, (height, width))
         if mix is None:
             return images, targets
         real, partners = np.flatnonzero(weights), np.arange(len(weights))
@@ -90,8 +85,8 @@ class Mixing:
         part.copy_(part.index_select(0, partner))
         return images, targets
 
-    def drawn(self, epoch: int, leaf: int) -> Mix | None:
-        """Return how a micro-batch is mixed, None if it is not."""
+    def drawn(self, epoch: int, leaf: int, shape: tuple[int, int]) -> Mix | None:
+        """Return how a micro-batch of images of this height and width is mixed, None if it is not."""
         options = self._options
         if options.mixup_off_epochs and epoch >= options.epochs - options.mixup_off_epochs:
             return None
@@ -108,9 +103,9 @@ class Mixing:
             return Mix(share, None)
         # the images' shape with the rest of the area, around any pixel; the targets count what of it is inside
         ends = []
-        for size in sides(self._size):
+        for size in shape:
             side, centre = int(size * np.sqrt(1 - share)), int(draws.randint(size))
             ends += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, size)]
         top, bottom, left, right = ends
-        part = (bottom - top) * (right - left) / math.prod(sides(self._size))
+        part = (bottom - top) * (right - left) / math.prod(shape)
         return Mix(1 - part, (top, bottom, left, right))

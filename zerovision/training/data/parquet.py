@@ -7,15 +7,17 @@ needs.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
+
+import numpy as np
 
 from zerovision.training.base.errors import FileServerError, UserError, one_line
 from zerovision.training.data import DataOptions, archives
@@ -24,6 +26,8 @@ from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.columns import FactColumns, find_column
 from zerovision.training.data.division import in_parts
 from zerovision.training.data.images import ROW_BITS, Archive, Images, ImagesBuilder
+from zerovision.training.data.parts import PARTS, TRAIN
+from zerovision.training.data.reading.remote import redacted
 from zerovision.training.data.reading.retry import is_file, patiently
 from zerovision.training.data.table import Row, listing_of
 
@@ -35,7 +39,12 @@ MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images of Parquet files; see `archives.read`, and `table.listing` for files without images."""
+    """Return the images of Parquet files; see `archives.read`, and `table.listing` for files without images.
+
+    Of `hf:ORG/NAME[:SPLIT]` they are those of Hugging Face's hub, in its cache, see `$HF_HOME`.
+    """
+    if options.data.startswith("hf:"):
+        return _of_hub(options)
     path = Path(os.path.expanduser(options.data))
     if is_file(path) and not _image_columns(schema := _opened(path).schema_arrow, options.label_column):
         return listing_of(schema.names, _rows(path), options)
@@ -128,6 +137,8 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
         UserError: It cannot be read, or has no such columns; a label is empty or none, or another cell means nothing.
     """
     opened = _opened(file)
+    from pyarrow import compute
+
     schema = opened.schema_arrow
     images, labels = _chosen(schema, columns), find_column(schema.names, columns[1])
     if not images or not labels:
@@ -146,45 +157,22 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
                 f"'{file}' has a row group of {size / 1e9:.1f} GB, which is read as a whole: write it in smaller ones."
             )
         read = _group(file, opened, group, (images, labels, *facts.of_facts.values()))
-        for row, found in enumerate(_rows_of_images(read, facts)):
+        sizes = compute.binary_length(_field(read[0], "bytes"))
+        cells = (column.to_pylist() for column in (sizes, _field(read[0], "path"), *read[1:]))
+        for row, (length, path, value, *known) in enumerate(zip(*cells, strict=True)):
             try:
-                is_added = _add(builder, found, group << ROW_BITS | row, facts, f"{file.stem}-{first + row:09}")
+                label = label_of(value)
+                if length is None or label is None:
+                    left_out += 1
+                    continue
+                found = facts.facts(dict(zip(facts.of_facts.values(), known, strict=True)))
             except ValueError as error:
                 raise UserError(f"'{file}', row {first + row + 1}: {error}: give --label-column NAME.") from None
-            left_out += not is_added
+            name = clean(str(path or "")) or f"{file.stem}-{first + row:09}"
+            builder.add(name, label, found, state=(length, 0), place=group << ROW_BITS | row)
         first += opened.metadata.row_group(group).num_rows
     names = _label_names(schema, labels)
     return Index(builder.build(file.parent), names, left_out, unused=tuple(facts.unused))
-
-
-def _rows_of_images(read: Sequence[Any], facts: FactColumns) -> Iterator[tuple[int | None, Any, Any, tuple[Any, ...]]]:
-    """Yield of each row the bytes of its image, its path, its label, and the cells of the columns of facts."""
-    cells = zip(*(column.to_pylist() for column in read[2:]), strict=True) if facts.of_facts else itertools.repeat(())
-    paths, labels = _field(read[0], "path").to_pylist(), read[1].to_pylist()
-    return zip(_lengths(_field(read[0], "bytes")), paths, labels, cells, strict=False)
-
-
-def _add(
-    builder: ImagesBuilder,
-    found: tuple[int | None, Any, Any, tuple[Any, ...]],
-    place: int,
-    facts: FactColumns,
-    name: str,
-) -> bool:
-    """Add the image of a row, if it has one and a label; `name` is that of an image without a path."""
-    size, path, value, cells = found
-    label = label_of(value)
-    if size is None or label is None:
-        return False
-    known = facts.facts(dict(zip(facts.of_facts.values(), cells, strict=True)))
-    builder.add(clean(str(path or "")) or name, label, known, state=(size, 0), place=place)
-    return True
-
-
-def _lengths(contents: Any) -> list[int | None]:
-    from pyarrow import compute
-
-    return compute.binary_length(contents).to_pylist()
 
 
 def _label_names(schema: Any, column: str) -> list[str]:
@@ -234,3 +222,43 @@ class ParquetArchive(Archive):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_groups": OrderedDict()}
+
+
+def _of_hub(options: DataOptions) -> Images:
+    """Return the images of a data set of the hub, or of one split as if there were no others.
+
+    Raises:
+        UserError: It is not in the cache and `download` is not set, or there is no such split.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    name, _, split = options.data.partition(":")[2].partition(":")
+    organization, _, rest = name.partition("/")
+    repository, _, inner = rest.partition("/")
+    repository = f"{organization}/{repository}"
+    try:
+        folder = Path(
+            snapshot_download(
+                repository, repo_type="dataset", allow_patterns=f"*{SUFFIX}", local_files_only=not options.download
+            )
+        )
+    except Exception as error:  # of names, of networks, of rights
+        if options.download:
+            raise UserError(f"hf:{repository} could not be downloaded: {redacted(one_line(error))}.") from None
+        raise UserError(
+            f"hf:{repository} is not in {constants.HF_HUB_CACHE}: add --download, or give ORG/NAME as on the hub."
+        ) from None
+    files = [file.relative_to(folder) for file in folder.rglob(f"*{SUFFIX}")]
+    configurations = sorted({str(file.parent) for file in files})
+    if inner or len(configurations) == 1:
+        folder /= inner or configurations[0]
+    elif len({file.name for file in files}) < len(files):
+        raise UserError(f"hf:{repository} has {', '.join(configurations)}: give hf:{repository}/{configurations[0]}.")
+    found = archives.read(kind_of(options), replace(options, data=str(folder)))
+    if not split:
+        return in_parts(found, options)
+    parts = sorted(found.words["part"])
+    if split not in parts:
+        raise UserError(f"hf:{repository} has no split {one_line(split)}; it has {', '.join(filter(None, parts))}.")
+    chosen = found.take(np.flatnonzero(found["part"] == found.words["part"].index(split)))
+    return chosen.renamed("part", dict.fromkeys(parts, TRAIN), PARTS)

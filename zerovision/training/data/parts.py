@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zerovision.training.base.errors import UserError, nearest, shown
 from zerovision.training.data import DataOptions
+from zerovision.training.data.class_names import first_names
 
 if TYPE_CHECKING:
     from zerovision.training.data.folder import FolderListing
@@ -219,5 +219,4 @@ def _refuse_alike(root: str, folders: Sequence[_Folder]) -> None:
 
 
 def _names(folders: Sequence[_Folder]) -> str:
-    more = f" and {len(folders) - NAMES_SHOWN} more" if len(folders) > NAMES_SHOWN else ""
-    return ", ".join(repr(os.fsdecode(one.name)) for one in folders[:NAMES_SHOWN]) + more
+    return first_names([one.name for one in folders])

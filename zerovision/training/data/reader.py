@@ -28,7 +28,7 @@ class Batch:
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
         bad_images: Path and reason of the images of this batch that could not be read; others fill their slots.
-        notes: Path and note of the images that are odd, see `reading.images.named`.
+        notes: Path and note of the images that are odd, see `reading.files.named`.
         epoch: Decides the rest of the augmentation.
         draw_keys: int64 [B], as in `BatchKey`: decides it too.
         leaf: As in `BatchKey`.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,7 +52,7 @@ class BatchKey(NamedTuple):
     wants_digests: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchPlan:
     """The training batches of every rank.
 
@@ -62,11 +62,11 @@ class BatchPlan:
         accumulation_steps: Micro-batches A of each rank in one optimizer step.
         world_size: Ranks R.
         seed: Decides the order.
-        labels: Bytes of the int64 labels [N]: an epoch has equally many samples of each class; empty: each sample once.
+        labels: int64 [N]: an epoch has equally many samples of each class; None: each sample once.
         repeats: How often each sample of an epoch occurs in it, in a row.
         groups: Equal ones of ranks of which each takes the mean over its own samples.
-        places: Bytes of the places in shards, see `FileSource.shards`, that decide the order; empty: any sample may
-            follow any other.
+        places: int64 [N, 2], places in shards, see `Images.shards`, that decide the order; None: any sample may follow
+            any other.
         window: Samples of the shuffled shards among which each is shuffled, if there are places.
         in_turn: As of `Leaves`.
     """
@@ -76,10 +76,10 @@ class BatchPlan:
     accumulation_steps: int
     world_size: int
     seed: int
-    labels: bytes = b""
+    labels: np.ndarray | None = None
     repeats: int = 1
     groups: int = 1
-    places: bytes = b""
+    places: np.ndarray | None = None
     window: int = 1
     in_turn: int = 1
 
@@ -116,8 +116,14 @@ class BatchPlan:
 
         If each sample occurs once, these are their positions in the data set.
         """
-        kind = self.labels, self.repeats, self.places, self.window
-        return _order(self.num_samples, self.seed, epoch, *kind)
+        return _order(self, epoch)
+
+    @cached_property
+    def in_shards(self) -> tuple[np.ndarray, np.ndarray]:
+        """The samples as they lie in the shards, one after another, int64 [N]; and how many are in each."""
+        assert self.places is not None
+        shards, within = self.places.T
+        return np.lexsort((within, shards)), np.unique(shards, return_counts=True)[1]
 
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
         """Return the samples of one forward pass of one rank.
@@ -218,10 +224,10 @@ def build_plan(
     Raises:
         UserError: The set has no shards for `--order shards`.
     """
-    labels, places = source.labels, b""
+    labels, places = source.labels, None
     if config.order == "shards":
-        places = source.images.shards().tobytes() if isinstance(source, FileSource) else b""
-        if not places or len(_in_shards(places)[1]) < 2:
+        places = source.images.shards() if isinstance(source, FileSource) else np.empty((0, 2))
+        if len(np.unique(places[:, 0])) < 2:
             raise UserError(
                 f"--order shards: --data {config.data} is not in several shards: give tar or Parquet files "
                 "(python scripts/pack.py DATA OUT makes tar files), or leave --order out."
@@ -232,7 +238,7 @@ def build_plan(
         config.gradient_accumulation_steps,
         world_size,
         config.seed,
-        labels.numpy().tobytes() if config.sampling == "balanced" else b"",
+        labels.numpy() if config.sampling == "balanced" else None,
         max(config.repeated_augmentation, views),
         groups=groups,
         places=places,
@@ -242,9 +248,7 @@ def build_plan(
 
 
 @lru_cache(maxsize=2)
-def _order(
-    num_samples: int, seed: int, epoch: int, labels: bytes, repeats: int, places: bytes, window: int
-) -> np.ndarray:
+def _order(plan: BatchPlan, epoch: int) -> np.ndarray:
     """Return the keys of an epoch's samples in order, see `BatchKey.draw_keys`: int64 [N], read-only.
 
     Repeated augmentation (Berman et al. 2019, https://arxiv.org/abs/1902.05509, section 3.2; the `RepeatAugSampler` of
@@ -252,15 +256,15 @@ def _order(
     """
     # NumPy guarantees the raw bits of a bit generator, but not the order of its shuffle: sorting raw bits keeps a run
     # resumable under another NumPy. Equal keys (1 in 10^7 at a million) stay in order.
-    bits = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
-    draws = bits.random_raw(num_samples)
-    keys = _by_shards(places, window, draws, bits) if places else np.argsort(draws, kind="stable")
-    distinct = -(-num_samples // repeats)
-    if labels:
-        keys = _balanced(keys, np.frombuffer(labels, dtype=np.int64), bits.random_raw(distinct), epoch)
+    bits = np.random.Philox(key=np.array([plan.seed, epoch], dtype=np.uint64))
+    draws, repeats = bits.random_raw(plan.num_samples), plan.repeats
+    keys = np.argsort(draws, kind="stable") if plan.places is None else _by_shards(plan, draws, bits)
+    distinct = -(-plan.num_samples // repeats)
+    if plan.labels is not None:
+        keys = _balanced(keys, plan.labels, bits.random_raw(distinct), epoch)
     if repeats > 1:
         index, copy = keys[:distinct, None] % COPY, keys[:distinct, None] // COPY
-        keys = (index + COPY * (copy * repeats + np.arange(repeats))).reshape(-1)[:num_samples]
+        keys = (index + COPY * (copy * repeats + np.arange(repeats))).reshape(-1)[: plan.num_samples]
     keys.setflags(write=False)
     return keys
 
@@ -281,7 +285,7 @@ def _balanced(permutation: np.ndarray, labels: np.ndarray, bits: np.ndarray, epo
     return keys[np.argsort(bits, kind="stable")]
 
 
-def _by_shards(places: bytes, window: int, draws: np.ndarray, bits: np.random.Philox) -> np.ndarray:
+def _by_shards(plan: BatchPlan, draws: np.ndarray, bits: np.random.Philox) -> np.ndarray:
     """Return the samples in an order that goes through the shards once: int64 [N].
 
     The shards are shuffled, and each sample is moved back by up to `window` places, those of the end to the beginning.
@@ -289,21 +293,13 @@ def _by_shards(places: bytes, window: int, draws: np.ndarray, bits: np.random.Ph
     with a window of N or more every order is equally likely.
 
     Args:
-        places: Bytes of int64 [N, 2].
-        window: In samples.
+        plan: With `places` and `window`.
         draws: Raw bits of each sample, uint64 [N].
         bits: Where those of the shards come from.
     """
-    samples, counts = _in_shards(places)
+    samples, counts = plan.in_shards
     shards = np.argsort(bits.random_raw(len(counts)), kind="stable")
     firsts, counts = (np.cumsum(counts) - counts)[shards], counts[shards]
     shuffled = samples[np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(len(samples))]
-    moved = (np.arange(len(samples)) + (draws % min(window, len(samples))).astype(np.int64)) % len(samples)
+    moved = (np.arange(len(samples)) + (draws % min(plan.window, len(samples))).astype(np.int64)) % len(samples)
     return shuffled[np.argsort(moved << 20 | (draws >> 44).astype(np.int64), kind="stable")]  # equal ones by chance
-
-
-@lru_cache(maxsize=1)
-def _in_shards(places: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples as they lie in the shards, one shard after another, int64 [N]; and how many are in each."""
-    shards, within = np.frombuffer(places, dtype=np.int64).reshape(-1, 2).T
-    return np.lexsort((within, shards)), np.unique(shards, return_counts=True)[1]

@@ -13,7 +13,7 @@ from typing import Literal
 from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS
 from zerovision.training.base.settings import RunSettings, option
 from zerovision.training.data.augmentations import AUGMENTATIONS, CROP_RATIO, CROP_SCALE, RANDAUGMENT
-from zerovision.training.data.image_sizes import USAGE as SIZE_USAGE
+from zerovision.training.data.augmentations import USAGE as SIZE_USAGE
 
 BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
 DATA_ROOT = "~/.cache/zerovision"
@@ -31,8 +31,8 @@ class DatasetEntry:
     Attributes:
         usage: The value of `--data`.
         summary: One sentence for `--help`.
-        module: The module whose `load(options)` returns the `DatasetPair`, or, with `has_parts`, `listing(options)` an
-            `Images`.
+        module: The module, in full or from this folder, whose `load(options)` returns the `DatasetPair`, or, with
+            `has_parts`, `listing(options)` an `Images`.
         takes_name: Whether a colon and a name follow.
         has_parts: Whether its images are listed one by one, and may be divided into parts, as those of all paths.
     """
@@ -50,63 +50,57 @@ class DatasetEntry:
 
 
 DATASETS: dict[str, DatasetEntry] = {
-    "digits": DatasetEntry(
-        "digits",
-        "1,797 handwritten digits, embedded: 1,437 to train, 360 held out",
-        "zerovision.training.data.arrays",
-    ),
+    "digits": DatasetEntry("digits", "1,797 handwritten digits, embedded: 1,437 to train, 360 held out", ".arrays"),
     "fake": DatasetEntry(
-        "fake",
-        "random patterns with a learnable class, made in memory: for tests and benchmarks",
-        "zerovision.training.data.arrays",
+        "fake", "random patterns with a learnable class, made in memory: for tests and benchmarks", ".arrays"
     ),
     "torchvision": DatasetEntry(
         "torchvision:NAME",
         "a data set of torchvision, such as torchvision:CIFAR10 (--download fetches it)",
-        "zerovision.training.data.torchvision_sets",
+        ".torchvision_sets",
         takes_name=True,
     ),
     "npz": DatasetEntry(
         "npz:FILE",
         "arrays x_train, y_train, x_test, y_test in a NumPy file, as Keras stores its data sets",
-        "zerovision.training.data.arrays",
+        ".arrays",
         takes_name=True,
     ),
     "folder": DatasetEntry(
         "DIR",
         "a folder with train/, val/ and test/, or one folder that is split; below each, one folder of images per class",
-        "zerovision.training.data.folder",
+        ".folder",
         has_parts=True,
     ),
     "tar": DatasetEntry(
         "DIR/*.tar",
         "a folder of tar files in WebDataset's layout, train-000000.tar, val-000000.tar, ...: 01.jpg, 01.cls or .json",
-        "zerovision.training.data.tar_shards",
+        ".tar_shards",
         has_parts=True,
     ),
     "parquet": DatasetEntry(
         "DIR/*.parquet",
         "a folder of Parquet files as Hugging Face's data sets have them, with images inside; or one, also of paths",
-        "zerovision.training.data.parquet",
+        ".parquet",
         has_parts=True,
     ),
     "table": DatasetEntry(
         "LIST.csv",
         "a table of images, also .tsv: columns path and label, if wanted also split, weight, group",
-        "zerovision.training.data.table",
+        ".table",
         has_parts=True,
     ),
     "hf": DatasetEntry(
         "hf:ORG/NAME[:SPLIT]",
         "a data set of Hugging Face's hub with Parquet files, in the hub's cache (--download fetches it)",
-        "zerovision.training.data.hub",
+        ".parquet",
         takes_name=True,
         has_parts=True,
     ),
     URL: DatasetEntry(
         "URL",
         "tar files, Parquet files or a table behind http://, https://, s3://, gs:// or hf://, kept on disk as read",
-        "zerovision.training.data.urls",
+        ".urls",
         takes_name=True,
         has_parts=True,
     ),

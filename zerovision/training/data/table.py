@@ -20,7 +20,7 @@ from zerovision.training.data.columns import FactColumns, find_column
 from zerovision.training.data.division import in_parts, with_classes
 from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.label_lists import columns_of, list_in, set_name, set_names
-from zerovision.training.data.reading.images import ImageError, read_file
+from zerovision.training.data.reading.files import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.settings import DATA_ROOT
 

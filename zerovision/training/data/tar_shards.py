@@ -23,7 +23,7 @@ from zerovision.training.data.class_names import MOST_DIGITS, Label, clean, labe
 from zerovision.training.data.columns import FactColumns, find_column
 from zerovision.training.data.division import in_parts
 from zerovision.training.data.images import Archive, Images, ImagesBuilder
-from zerovision.training.data.reading.formats import IMAGE_EXTENSIONS
+from zerovision.training.data.reading.files import IMAGE_EXTENSIONS
 from zerovision.training.data.reading.retry import patiently
 
 LABEL, FACTS = ".cls", ".json"

@@ -29,13 +29,7 @@ from zerovision.training.data.class_names import clean
 from zerovision.training.data.division import in_parts
 from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.reading.remote import UNMARKED, RemotePath, State, ask, files_below, state_of
-from zerovision.training.data.reading.remote_files import (
-    CONNECTIONS,
-    Copies,
-    RemoteArchive,
-    RemoteImages,
-    checksum_of,
-)
+from zerovision.training.data.reading.remote_files import CONNECTIONS, Copies, RemoteArchive, RemoteImages, checksum_of
 from zerovision.training.data.tar_shards import kind_of as kind_of_tar
 
 COPIES = "remote"  # below --data-root

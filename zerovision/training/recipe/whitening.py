@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from zerovision.models.build import BuiltModel
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
-from zerovision.training.data.reading.images import ImageError
+from zerovision.training.data.reading.files import ImageError
 
 MOST_IMAGES = 1000
 EPSILON = 5e-4  # added to the eigenvalues

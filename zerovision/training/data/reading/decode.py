@@ -29,7 +29,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.augment import BoxChooser
-from zerovision.training.data.reading.formats import Refused, pillow_formats, unknown_format, without_metadata
+from zerovision.training.data.reading.files import Refused, pillow_formats, unknown_format, without_metadata
 from zerovision.training.data.reading.native import crop_jpeg
 from zerovision.training.data.settings import MAX_MEGAPIXELS
 

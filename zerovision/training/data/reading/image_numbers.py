@@ -24,8 +24,7 @@ from zerovision.training.data.reading.decode import (
     opened,
     white_of,
 )
-from zerovision.training.data.reading.formats import ARRAY_EXTENSION, Refused, is_array
-from zerovision.training.data.reading.images import ImageError, named
+from zerovision.training.data.reading.files import ARRAY_EXTENSION, ImageError, Refused, is_array, named
 from zerovision.training.data.values import FLOATS, to_values
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from PIL import Image, ImageOps
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augment import evaluation_transform
 from zerovision.training.data.reading.decode import MAX_PIXELS, Decoder, make_decoder, reduced, to_channels
-from zerovision.training.data.reading.formats import is_array
+from zerovision.training.data.reading.files import is_array, named, read_file
 from zerovision.training.data.reading.image_numbers import read_numbers
-from zerovision.training.data.reading.images import named, read_file
 from zerovision.training.data.settings import NUMBERS
 from zerovision.training.data.values import BYTES
 
