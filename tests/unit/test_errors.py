@@ -33,6 +33,7 @@ from zerovision.training.data.folder import listing
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.recipe.rules import ELEMENT_WISE, WHOLE_PARAMETER
 from zerovision.training.recipe.schedule import SCHEDULES
+from zerovision.training.tasks.settings import LOSSES
 
 
 class DeadlyData(Dataset):
@@ -169,6 +170,7 @@ def test_every_answer_names_what_there_is():
     tables = {
         "strategy": STRATEGIES,
         "optimizer": ELEMENT_WISE + WHOLE_PARAMETER,
+        "loss": LOSSES,
         "schedule": SCHEDULES,
         "augmentation": AUGMENTATIONS,
     }

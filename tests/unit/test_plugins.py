@@ -21,6 +21,7 @@ from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.workers import _Readers
 from zerovision.training.observe.environment import software
+from zerovision.training.tasks.labels import build_loss
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EVERYTHING = """
@@ -56,7 +57,7 @@ class Words(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return torch.full((1,), 7)
 """
-TABLES = ("MODELS", "DATASETS", "AUGMENTATIONS", "SCHEDULES", "LOGGERS", "FORMATS", "ELEMENT_WISE")
+TABLES = ("MODELS", "DATASETS", "AUGMENTATIONS", "SCHEDULES", "LOGGERS", "LOSSES", "FORMATS", "ELEMENT_WISE")
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +172,21 @@ def test_a_wrong_function_is_told(tmp_path):
     file.write_text("from zerovision import *\nAugmentation(function=lambda image, generator: image)\n")
     with pytest.raises(UserError, match="`def` at the top of a file"):
         load_plugins(str(file))
+
+
+def test_the_example_of_a_loss_is_torchvisions_focal_loss():
+    from types import SimpleNamespace
+
+    from torchvision.ops import sigmoid_focal_loss
+
+    config, _ = parse_args(["--plugin", str(EXAMPLES / "own_loss.py"), "--loss", "focal", "--label-smoothing", "0"])
+    of_first = torch.linspace(-4, 4, 9)
+    logits, labels = torch.stack([of_first, torch.zeros(9)], 1), torch.arange(9) % 2
+    batch = SimpleNamespace(labels=labels, targets=None, loss_weights=None)
+    found = build_loss(config, ["a", "b"], [1, 1], torch.device("cpu"))(logits, batch)
+    # Of two classes, the softmax is the sigmoid of the difference.
+    torch.testing.assert_close(found, sigmoid_focal_loss(of_first, 1.0 - labels, alpha=-1, gamma=2))
+    mixed = SimpleNamespace(labels=labels, targets=torch.nn.functional.one_hot(labels).float(), loss_weights=None)
+    torch.testing.assert_close(build_loss(config, ["a", "b"], [1, 1], torch.device("cpu"))(logits, mixed), found)
+    with pytest.raises(UserError, match="--loss focal does not go with --learning-rate auto"):
+        parse_args([*["--loss", "focal", "--learning-rate", "auto", "--plugin"], str(EXAMPLES / "own_loss.py")])

@@ -38,7 +38,7 @@ from zerovision.training.recipe.schedule import (
     head_epochs_of,
     schedule_fields,
 )
-from zerovision.training.tasks.settings import asked_task
+from zerovision.training.tasks.settings import LOSSES, asked_task
 
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -131,6 +131,8 @@ def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> 
 def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield what is wrong about words and numbers by themselves, or raise the UserError of what reads them."""
     check_model_name(config.model_type)
+    if config.loss not in LOSSES:
+        raise unknown_name("loss", config.loss, LOSSES)
     if config.batch_size == "auto" and config.gradient_accumulation_steps > 1:
         yield (
             f"{of['batch_size']} auto finds {of['gradient_accumulation_steps']}: leave that out, and give "

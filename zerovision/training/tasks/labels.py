@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from zerovision.training.data.settings import TaskName
 from zerovision.training.engines.engine import Loss
 from zerovision.training.tasks.class_weights import class_weights
 from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, sample_losses
-from zerovision.training.tasks.settings import TaskSettings
+from zerovision.training.tasks.settings import LOSSES, TaskSettings
 from zerovision.training.world.world import World
 
 Weighted = Iterable[tuple[float, torch.Tensor]]
@@ -122,7 +123,9 @@ def build_loss(
     """
     _check_threshold(config, len(class_names))
     weights = class_weights(config.class_weights, class_names, counts)
-    loss = (build or LOSSES[config.loss])(config, None if weights is None else torch.tensor(weights, device=device))
+    named = LOSSES[config.loss]
+    named = pkgutil.resolve_name(named) if isinstance(named, str) else named
+    loss = (build or named)(config, None if weights is None else torch.tensor(weights, device=device))
 
     def of_members(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         return mean_over_members(lambda member: loss(member, batch), logits)
@@ -148,7 +151,7 @@ def _check_threshold(config: TaskSettings, classes: int) -> None:
         )
 
 
-def _cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
+def cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
     """Build PyTorch's cross-entropy, times the weight of the target's class.
 
     PyTorch's own weights multiply what smoothing gives the other classes, too: of two classes, one that is 20 times as
@@ -167,7 +170,7 @@ def _cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
     return loss
 
 
-def _binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
+def binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
     """Build the mean over the classes of each one's binary cross-entropy, as timm's `BinaryCrossEntropy`.
 
     Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
@@ -190,11 +193,6 @@ def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:
     """Return the weight of each sample's class, float32 [B]; of a mixed one, the mean over its classes."""
     return weights[batch.labels] if batch.targets is None else batch.targets @ weights
 
-
-LOSSES: dict[str, Callable[[TaskSettings, torch.Tensor | None], Loss]] = {
-    "cross_entropy": _cross_entropy,
-    "bce": _binary_cross_entropy,
-}
 
 # Loss of the same answer to every image, 1 / classes for each class.
 GUESSES: dict[str, Callable[[int], float]] = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option
 from zerovision.training.tasks.class_weights import USAGE as CLASS_WEIGHTS_USAGE
@@ -12,8 +13,19 @@ from zerovision.training.tasks.multilabel import Multilabel
 from zerovision.training.tasks.task import Task
 from zerovision.training.tasks.teacher import Distillation
 
+if TYPE_CHECKING:
+    import torch
+
+    from zerovision.training.engines.engine import Loss
+
 TASKS: tuple[type[Task], ...] = (Contrastive, Multilabel, Distillation, Task)  # the first that is asked for
 
+# What builds the loss of each image from the settings and the weight of each class, or None; or where it is.
+LOSSES: dict[str, str | Callable[[Any, torch.Tensor | None], Loss]] = {
+    "cross_entropy": "zerovision.training.tasks.labels:cross_entropy",
+    "bce": "zerovision.training.tasks.labels:binary_cross_entropy",
+    "supcon": "",  # a task of its own
+}
 EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
 
 
@@ -21,10 +33,10 @@ EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
 class TaskSettings(RunSettings):
     """What is learned, and what says how well."""
 
-    loss: Literal["cross_entropy", "bce", "supcon"] = option(
+    loss: str = option(
         "cross_entropy",
-        "Training loss; bce: binary cross-entropy of each class, averaged over the classes; supcon: supervised "
-        "contrastive, trains features for a head that is trained after it.",
+        f"Training loss: {', '.join(LOSSES)}; bce: binary cross-entropy of each class, averaged over the classes; "
+        "supcon: supervised contrastive, trains features for a head that is trained after it.",
     )
     temperature: float = option(0.1, "--loss supcon: by which cosines are divided.", low=0.001, high=100)
     gradient_cache: int = option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.modes import Mode
+from zerovision.training.engines.ways import OF_CLASSES
 from zerovision.training.tasks.class_weights import given_weights
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class Task(Mode):
     def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
         config, of = self.config, label_of
         given_weights(config.class_weights)
+        if config.learning_rate == "auto" and config.loss not in OF_CLASSES:
+            loss = f"{of['loss']} {config.loss}"
+            yield f"{loss} does not go with {of['learning_rate']} auto, which knows other losses: give one."
         if config.class_weights != "none" and config.sampling == "balanced":
             both = f"{of['class_weights']} and {of['sampling']} balanced"
             yield f"{both} both make up for rare classes: give one of them."

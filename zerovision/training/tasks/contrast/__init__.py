@@ -44,8 +44,6 @@ class Contrastive(Task):
             )
         if config.gradient_cache and config.batch_size == "auto":
             yield f"{cache} is what goes through the network at a time: give {of['batch_size']} a number."
-        if self.is_asked() and config.learning_rate == "auto":
-            yield f"{loss} does not go with {of['learning_rate']} auto, which knows other losses: give one."
         if self.is_asked() and model_spec(config.model_type).takes_members:
             yield f"{loss}: the members of an ensemble have no features in common: train each by itself."
 
