@@ -47,6 +47,7 @@ from zerovision.training.resume import saved_identity
 from zerovision.training.setup import build
 from zerovision.training.steps.carrier import Run, Start
 from zerovision.training.steps.watch import watched
+from zerovision.training.time_limit import limit_epochs
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world
@@ -147,7 +148,7 @@ def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run
     world = form_ranks(config, world)
     prepared = prepare(config, world, start or Start())
     with removed_if_refused(prepared.folder):
-        return build(choose_learning_rate(choose_batch_size(prepared)))
+        return build(limit_epochs(choose_learning_rate(choose_batch_size(prepared))))
 
 
 def train(context: Run, deliver: Deliver | None = None) -> int:

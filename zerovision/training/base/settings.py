@@ -41,6 +41,13 @@ class RunSettings:
     plugin: str = option("", PLUGIN_USAGE)
     model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
     epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
+    minutes: float = option(
+        0.0,
+        "Most minutes of a new run: fewer --epochs if these would take longer, by the speed of some steps before it; "
+        "0: any number.",
+        low=0,
+        high=100_000,
+    )
     batch_size: int | Literal["auto"] = option(
         16,
         "Images per GPU (or CPU rank) and micro-step; auto: the most that fit, for the same --global-batch.",

@@ -42,6 +42,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     model = str(given.get("model_type", ""))
     is_of_hub = model.startswith(HUB_PREFIX) and _name(hub_name_of(saved.get("weights", ""))) == _name(model)
     left = {*OF_THE_BEGINNING, *(["model_type"] if is_of_hub else [])}
+    left |= {"minutes", "epochs"} if given.get("minutes") else set()  # which the run has found
     left |= {name for name in saved.keys() - {"batch_size"} if is_left_open(name, given.get(name, "auto"))}
     chosen = {name: value for name, value in given.items() if name not in left}
     if chosen.get("activation_checkpointing"):

@@ -1,0 +1,77 @@
+"""`--minutes`: as many epochs as fit, by the speed of some of the run's own steps, on the run's own ranks.
+
+They are trained twice, in a trial: the first epoch reads its images from files, the others may find them in a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from itertools import pairwise
+
+import psutil
+
+from zerovision.training.base.heartbeat import SLOW_PHASE
+from zerovision.training.base.points import StepPoint
+from zerovision.training.base.run_logger import Loggers, RunLogger
+from zerovision.training.base.units import format_duration, plural
+from zerovision.training.steps.carrier import Run
+from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial
+from zerovision.training.world.collectives import broadcast_object
+
+STEPS = 5  # of each pass; what the first one makes beside its update counts for none
+OF_EVALUATION = 0.5  # of the time of a training step, for as many images: no backward, but their files are read whole
+END_SECONDS = 6.0  # from the last epoch to the end: the files about the run
+TRIAL_FOLDER = "time-trial"
+
+
+class _StepTimes(RunLogger):
+    """Keeps when each step was done, on every rank."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def steps(self, point: StepPoint) -> None:
+        self.times.append(time.perf_counter())
+
+
+def limit_epochs(run: Run) -> Run:
+    """Return the run with no more epochs than `--minutes` allow, and a note for the log; a collective.
+
+    The minutes are counted from the start of the process. A run that goes on keeps its epochs, see `saved_and_given`.
+    """
+    config, world = run.config, run.world
+    if not config.minutes or config.solver == "lbfgs":  # which has no epochs
+        return run.changed(minutes=0.0)
+    run.start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+    try:
+        first, others = broadcast_object(_epoch_seconds(run), world)
+    except TrialStopped:  # as the run, which is about to end
+        return run.changed(minutes=0.0)
+    age = broadcast_object(time.time() - psutil.Process().create_time(), world)
+    left = 60 * config.minutes - age - END_SECONDS
+    epochs = max(1, min(config.epochs, 1 + int((left - first) / others)))
+    note = f"--minutes {config.minutes:g}: {plural(epochs, 'epoch')} of {format_duration(others)} each"
+    if first > left:
+        note += f", the first {format_duration(first)}: less than one does not fit"
+    warmup = config.warmup_epochs if config.warmup_epochs == "auto" else min(config.warmup_epochs, epochs / 10)
+    return run.changed(epochs=epochs, minutes=0.0, warmup_epochs=warmup).noting(note)
+
+
+def _epoch_seconds(run: Run) -> tuple[float, float]:
+    """Return what the first epoch takes, with what is judged once after the last, and what each other; a collective."""
+    passes, data = list[float](), run.data
+    with trial(run.changed(ema=0.0), TRIAL_FOLDER) as attempt:
+        plan, _ = shortened(attempt.plan, min(STEPS, attempt.plan.steps_per_epoch))
+        for number in (0, 0):
+            logged = _StepTimes()
+            train_shortly(dataclasses.replace(attempt, plan=plan, loggers=Loggers([logged])), [number])
+            steps = [later - earlier for earlier, later in pairwise(logged.times)]
+            passes.append(statistics.median(steps) if steps else 0.0)
+        whole, images = attempt.plan.steps_per_epoch, attempt.plan.global_batch
+    del attempt
+    free_memory(run.world)
+    cold, warm = passes
+    val, once = len(data.val) / images, len(data.test or ()) / images
+    return cold * (whole + OF_EVALUATION * (val + once)), max(warm * (whole + OF_EVALUATION * val), 1e-6)
