@@ -14,20 +14,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (351, 350),
+    "scripts": (476, 350),
     "models": (1347, 900),
-    "zerovision/training/config": (787, 500),
-    "zerovision/training/base": (1161, 550),
-    "zerovision/training/world": (623, 450),
+    "zerovision/training/config": (788, 500),
+    "zerovision/training/base": (1169, 550),
+    "zerovision/training/world": (625, 450),
     "zerovision/training/data": (4279, 2900),
     "zerovision/training/recipe": (601, 650),
     "zerovision/training/engines": (3130, 2250),
     "zerovision/training/checkpoint": (579, 600),
     "zerovision/training/tasks": (807, 400),
     "zerovision/training/observe": (1133, 1050),
-    "zerovision/training": (2115, 1400),
+    "zerovision/training": (2156, 1400),
     "zerovision/launch": (2549, 1800),
-    "zerovision/planning": (944, 1000),
+    "zerovision/planning": (1190, 1000),
     "zerovision/delivery": (3258, 2400),
     "zerovision/extras": (1484, 1300),
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from zerovision import __version__
 
 VERBS = {  # what each does
+    "train": "train on a folder of photographs: all else is chosen, and said",
     "launch": "train on this machine or several: MODEL STRATEGY [MACHINES] GPUS BATCH_SIZE EPOCHS",
     "evaluate": "measure a trained model exactly, class by class",
     "predict": "label images",

@@ -39,7 +39,7 @@ def test_help_imports_little(words):
     assert result.returncode == (2 if words == ["lunch"] else 0)
     if words == ["lunch"]:
         [said] = [line for line in lines if not line.startswith("import time:")]
-        assert said.startswith("zerovision: there is no verb 'lunch': expected launch, ")
+        assert said.startswith("zerovision: there is no verb 'lunch': expected train, launch, ")
         assert said.endswith(" Did you mean launch?")
 
 

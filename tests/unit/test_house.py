@@ -177,6 +177,7 @@ def test_the_environment_is_read_where_it_belongs():
             f"zerovision/training/observe/loggers/{name}.py" for name in ("tracker", "tracker_runs")
         ),  # the trackers' own
         "zerovision/training/base/places.py",  # whether the user types scripts or `zerovision`
+        "zerovision/training/world/gpus.py",  # CUDA_VISIBLE_DEVICES
         "zerovision/training/base/helper_processes.py",  # TMPDIR, and what other Python processes get
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}

@@ -51,6 +51,7 @@ COMMANDS = {
     "report": Command(f"{USE}.settings:ReportSettings.read", f"{USE}.report.page:run"),
     "serve": Command(f"{BESIDE}.settings:ServeSettings.read", f"{BESIDE}.serve:run"),
     "sweep": Command(f"{BESIDE}.settings:SweepSettings.read", f"{BESIDE}.sweep:run"),
+    "train": Command("zerovision.commands.train:TrainSettings.read", "zerovision.commands.train:run"),
 }
 
 

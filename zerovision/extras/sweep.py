@@ -41,7 +41,7 @@ from zerovision.training.base.run_folder import METRICS, shown_path
 from zerovision.training.base.small_files import write_csv
 from zerovision.training.base.units import plural
 from zerovision.training.observe.new_run import run_folder
-from zerovision.training.world.gpus import machine_gpus, visible_gpus
+from zerovision.training.world.gpus import usable_gpus
 from zerovision.training.world.signals import handling_stop_signals
 
 LAUNCHER = LAUNCH / "launch.py"
@@ -363,7 +363,7 @@ def _places(ranks: int, jobs: int) -> list[Place]:
     Raises:
         UserError: if there are too few GPUs.
     """
-    gpus = visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = usable_gpus()
     if gpus and ranks * jobs > len(gpus):
         raise UserError(
             f"--jobs {jobs}: {jobs} trials of {plural(ranks, 'GPU')} need {ranks * jobs}, {len(gpus)} present: "

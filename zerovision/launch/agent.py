@@ -49,7 +49,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.heartbeat import RESTARTS_VARIABLE
 from zerovision.training.base.lasting_output import outlast_readers
 from zerovision.training.observe.environment import software
-from zerovision.training.world.gpus import machine_gpus, visible_gpus
+from zerovision.training.world.gpus import usable_gpus
 from zerovision.training.world.network_interfaces import (
     check_chosen_interfaces,
     free_port,
@@ -161,7 +161,7 @@ class Agent:
         """End what an earlier start left here; return facts about this machine, or what is wrong."""
         self._launch.mark = f"{order['mark']}-{self._node}"  # two nodes may be one machine under two names
         self._launch.kill(spared_pid=self._launcher.pid)
-        self._gpus = len(visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+        self._gpus = len(usable_gpus())
         remove_stale_build_locks(Path(order["environment"]["TORCH_EXTENSIONS_DIR"]))
         try:
             os.chdir(order["folder"])

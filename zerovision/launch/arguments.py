@@ -191,7 +191,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
         for field in launcher.fields
         if field.metadata.get("has_variable") and (value := environment.get(field.name.upper()))
     ]
-    given, flags = _setting_parser(launcher).parse_known([*of_variables, *map(_with_dashes, arguments[len(names) :])])
+    given, flags = setting_parser(launcher).parse_known([*of_variables, *map(_with_dashes, arguments[len(names) :])])
     _check_words(positional, flags)
     is_dry = environment.get("DRY_RUN") == "1" or "--check-config" in flags
     found = LaunchArguments(script, positional, flags, is_dry, **vars(given))
@@ -217,7 +217,8 @@ def _word_parser(launcher: Launcher) -> OneLineParser:
     return parser
 
 
-def _setting_parser(launcher: Launcher) -> OneLineParser:
+def setting_parser(launcher: Launcher) -> OneLineParser:
+    """Return the parser of a launcher's flags."""
     parser = OneLineParser("launch", None)
     for field in launcher.fields:
         flag, kind = flag_of(field.name), dict(field.metadata)

@@ -10,6 +10,7 @@ from typing import IO
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
+CHOICE = "choice.txt"  # what `train` has chosen, and why
 LEARNING_RATE = "learning_rate.json"  # of a search for one
 IMAGES = "images.csv.gz"  # what was trained on
 BATCH_SIZE = "batch_size.json"  # of a search for one

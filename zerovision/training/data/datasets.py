@@ -40,13 +40,12 @@ from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_gene
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.image_numbers import note_unused_range
 from zerovision.training.data.reading.sources import ArraySource, FileSource, Source, open_files
-from zerovision.training.data.settings import NUMBERS, SEVERAL_LABELS
+from zerovision.training.data.settings import IMBALANCE, NUMBERS, SEVERAL_LABELS
 from zerovision.training.data.values import BYTES, statistics
 from zerovision.training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGES_OF_STATISTICS, SIDE_OF_STATISTICS, VALUES_OF_STATISTICS = 64, 128, 2**26  # of files read as numbers
-IMBALANCE = 15  # from which on a run notes it
 
 
 @dataclass(eq=False)

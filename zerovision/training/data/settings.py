@@ -21,6 +21,7 @@ URL = "://"
 TaskName = Literal["multiclass", "multilabel"]
 MULTILABEL: TaskName = "multilabel"
 SEVERAL_LABELS = f"--task {MULTILABEL}"
+IMBALANCE = 15  # of the commonest class to the rarest: from it on a run notes it
 MAX_MEGAPIXELS, MOST_MEGAPIXELS = 179, 10_000  # of an image: by default, as Pillow; at all
 
 

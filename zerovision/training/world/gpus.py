@@ -28,6 +28,11 @@ def machine_gpus() -> list[str]:
     return re.findall(r"^GPU ([0-9]+):", listing, re.MULTILINE)
 
 
+def usable_gpus() -> list[str]:
+    """Return the GPUs that ranks of this process may use, by number or UUID."""
+    return visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
 def visible_gpus(present: Sequence[str], visible: str | None) -> list[str]:
     """Return the GPUs that ranks may use, by number or UUID.
 

@@ -21,7 +21,7 @@ from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.heartbeat import RUN_ID_VARIABLE
 from zerovision.training.base.units import plural
-from zerovision.training.world.gpus import machine_gpus, visible_gpus
+from zerovision.training.world.gpus import usable_gpus
 from zerovision.training.world.launchers import PORT_OF_NONE, launched_world
 from zerovision.training.world.network_interfaces import check_chosen_interfaces, interface_towards
 from zerovision.training.world.store import open_store
@@ -254,7 +254,7 @@ def _refuse_unusable_gpus() -> None:
 
     A CPU is asked for by an empty CUDA_VISIBLE_DEVICES.
     """
-    gpus = visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = usable_gpus()
     if not gpus:
         return
     try:

@@ -1,0 +1,11 @@
+"""Trains a classifier on photographs, in one word."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from zerovision.commands import main
+
+if __name__ == "__main__":
+    sys.exit(main("train"))

@@ -1,0 +1,209 @@
+"""What `train DATA` chooses: facts -> settings with reasons, the line that repeats them, and a real training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from zerovision.commands.train import TrainSettings, describe, with_head
+from zerovision.launch.arguments import read_arguments
+from zerovision.planning.choose import EFFORTS, Facts, Published, choose, has_head_first, of_head
+from zerovision.planning.choose_facts import gather
+from zerovision.training.base.errors import UserError
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.config.command_line import parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+PHOTOGRAPHS = Facts(images=3000, classes=10, rarest=200, commonest=400, side=400, has_val=True)
+SMALL = dataclasses.replace(PHOTOGRAPHS, images=2000, side=32)
+DIGITS = dataclasses.replace(SMALL, side=8, is_files=False)
+FEW = dataclasses.replace(PHOTOGRAPHS, images=300, rarest=2, has_val=False)
+RESNET = Published("timm:resnet18.a1_in1k", 224, "apache-2.0", "in the hub's cache")
+TRAINED = dataclasses.replace(PHOTOGRAPHS, published=RESNET)
+UNREACHABLE = dataclasses.replace(TRAINED, published=dataclasses.replace(RESNET, where="", is_there=False))
+GPUS = {"gpus": 4}
+
+
+def values_of(facts: Facts, given: dict | None = None, effort: str = "minutes") -> dict:
+    return {name: value for name, (value, _) in choose(facts, given or {}, effort).items()}
+
+
+@pytest.mark.parametrize(
+    ("facts", "effort", "expected"),
+    [
+        (PHOTOGRAPHS, "minutes", {"model_type": "airbench_small", "image_size": 64, "augmentation": "crop_flip"}),
+        (PHOTOGRAPHS, "hours", {"model_type": "airbench", "image_size": 96, "batch_size": 64, "minutes": 240}),
+        (SMALL, "minutes", {"model_type": "airbench_small", "image_size": 32, "augmentation": "shift_flip"}),
+        (DIGITS, "minutes", {"model_type": "basic_cnn", "image_size": 8, "optimizer": "adamw"}),
+        (FEW, "minutes", {"val_fraction": 0.2, "class_weights": "balanced", "batch_size": 8, "epochs": 67}),
+        (TRAINED, "minutes", {"model_type": RESNET.network, "pretrained": True, "image_size": 224}),
+        (TRAINED, "seconds", {"tune": "head", "features": "cached", "solver": "lbfgs", "augmentation": "none"}),
+        (UNREACHABLE, "minutes", {"model_type": "airbench_small", "image_size": 64}),
+        (dataclasses.replace(PHOTOGRAPHS, has_bf16=True), "minutes", {"precision": "bf16"}),
+        (dataclasses.replace(TRAINED, **GPUS), "best", {"batch_size": "auto", "global_batch": 128}),
+        (dataclasses.replace(PHOTOGRAPHS, **GPUS), "minutes", {"model_type": "timm:resnet18", "learning_rate": 0.028}),
+        (dataclasses.replace(PHOTOGRAPHS, images=10**6, **GPUS), "minutes", {"global_batch": 256, "epochs": 3}),
+    ],
+)
+def test_facts_decide(facts, effort, expected):
+    found = values_of(facts, effort=effort)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "setting", "said"),
+    [
+        (UNREACHABLE, "model_type", f"{RESNET.network} has trained ones, out of reach here"),
+        (TRAINED, "model_type", "in the hub's cache, licence apache-2.0"),
+        (FEW, "class_weights", "the rarest class has 2 images, the commonest 400"),
+        (FEW, "batch_size", "30 updates an epoch"),
+        (PHOTOGRAPHS, "minutes", "--effort minutes"),
+    ],
+)
+def test_the_reason_is_said(facts, setting, said):
+    assert said in choose(facts, {}, "minutes")[setting][1]
+
+
+@pytest.mark.parametrize("images", [20, 60, 300, 1000, 5000, 10**6])
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_an_epoch_has_twenty_updates_unless_the_ranks_have_eight_images_each(images, gpus, effort):
+    found = values_of(dataclasses.replace(PHOTOGRAPHS, images=images, gpus=gpus), effort=effort)
+    total = found.get("global_batch") or found["batch_size"]
+    assert math.ceil(images / total) >= 20 or total == 8 * max(gpus, 1)
+    assert found["epochs"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("given", "gone", "kept"),
+    [
+        ({"model_type": "timm:resnet18"}, {"image_size", "lookahead"}, {"optimizer": "muon", "learning_rate": 0.02}),
+        ({"model_type": "vgg"}, {"image_size", "lookahead"}, {"optimizer": "adamw"}),
+        ({"model_type": "mobilenet"}, {"image_size"}, {"optimizer": "adamw", "learning_rate": 0.0015}),
+        ({"optimizer": "sgd"}, {"optimizer", "learning_rate", "lookahead", "schedule"}, {"batch_size": 64}),
+        ({"learning_rate": 0.1}, {"learning_rate"}, {"optimizer": "muon"}),
+        ({"epochs": 5}, {"epochs", "minutes"}, {"batch_size": 64}),
+        ({"batch_size": 16}, {"batch_size", "global_batch"}, {"learning_rate": 0.02}),
+        ({"minutes": 20.0}, {"minutes"}, {"epochs": 171}),
+    ],
+)
+def test_what_is_given_is_kept(given, gone, kept):
+    found = values_of(PHOTOGRAPHS, given)
+    assert not gone & found.keys()
+    assert {name: found[name] for name in kept} == kept
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("facts", [PHOTOGRAPHS, SMALL, DIGITS, FEW, TRAINED, UNREACHABLE])
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_the_line_that_repeats_it_gives_the_same_configuration(facts, effort, gpus, tmp_path, monkeypatch):
+    monkeypatch.delenv("ZEROVISION_COMMAND", raising=False)
+    given = {"data": "my photos", "log_dir": str(tmp_path), "run_name": "photos"}
+    facts = dataclasses.replace(facts, gpus=gpus)
+    choices = choose(facts, given, effort)
+    config = check_config(TrainConfig(**{name: value for name, (value, _) in choices.items()} | given), FLAG_OF)
+    stages = [config]
+    if has_head_first(facts, vars(config), given):
+        head = TrainConfig(**of_head(vars(config)) | {"run_name": "photos-head"})
+        stages = with_head(check_config(head, FLAG_OF), config)
+    lines = "\n".join(describe(facts, choices, stages, gpus or 1)).partition("to repeat it: ")[2]
+    assert lines.count("&&") == len(stages) - 1
+    for stage, line in zip(stages, lines.replace("\\\n", "").split("&&"), strict=True):
+        _bash, script, *words = shlex.split(line)
+        arguments = read_arguments(Path(script).name, words, {})
+        again, _ = parse_args(arguments.training)
+        assert arguments.ranks_per_node == max(gpus, 1)
+        names = {name for name in vars(again) if getattr(again, name) != getattr(stage, name)}
+        assert names <= {"run_name", "weights"}
+
+
+def test_published_weights_begin_with_the_head(tmp_path):
+    found = values_of(TRAINED)
+    assert has_head_first(TRAINED, found, {})
+    assert not has_head_first(TRAINED, found, {"tune"})
+    assert not has_head_first(dataclasses.replace(TRAINED, images=10**5), found, {})
+    assert not has_head_first(PHOTOGRAPHS, values_of(PHOTOGRAPHS), {})
+
+
+def make_photos(folder: Path, count: int = 20) -> Path:
+    """Write JPEGs of three classes, and a broken one."""
+    random = np.random.default_rng(0)
+    for place, name in enumerate(("red", "green", "blue")):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = random.normal(80, 50, (120, 160, 3))
+            pixels[..., place] += 100
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / name / f"{number}.jpg")
+    (folder / "red" / "broken.jpg").write_text("no picture")
+    return folder
+
+
+def test_facts_of_a_folder(tmp_path):
+    folder = make_photos(tmp_path / "photos")
+    found = gather({"data": str(folder), "pretrained": False}, "minutes", 0)
+    expected = Facts(images=61, classes=3, rarest=20, commonest=21, side=120, has_bf16=found.has_bf16)
+    assert found == expected
+
+
+def test_facts_of_an_array():
+    found = gather({"data": "digits"}, "minutes", 2)
+    assert (found.images, found.classes, found.side, found.is_files, found.has_val) == (1437, 10, 32, False, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--epochs", "3", "photos"], "'--epochs' stands before DATA"),
+        (["photos", "--epoch", "3"], "unknown argument '--epoch'"),
+        (["photos", "--max-restart", "3"], "Did you mean '--max-restarts'?"),
+        (["photos", "--resume", "auto"], "--resume goes on with a run"),
+        (["photos", "--data", "digits"], "but DATA is 'photos'"),
+        (["photos", "--effort", "minute"], "Did you mean 'minutes'?"),
+    ],
+)
+def test_mistakes_are_one_line(words, said):
+    with pytest.raises(UserError) as caught:
+        TrainSettings.read(words)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_word_trains_a_folder(tmp_path):
+    folder = make_photos(tmp_path / "my photos")
+    flags = ["--effort=seconds", "--minutes=1", "--epochs=3", "--report=false", f"--data-root={tmp_path}/cache"]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(folder), *flags]
+    command += [f"--log-dir={tmp_path}/logs", "--pretrained=false", "--max-restarts=0"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+        for _ in range(2)
+    ]
+    assert [one.returncode for one in runs] == [0, 0], runs[0].stderr
+    run = tmp_path / "logs" / "runs" / "my-photos"
+    config = json.loads((run / "config.json").read_text())
+    assert 1 <= config["epochs"] <= 3
+    assert config["minutes"] == 0  # which the epochs are of now
+    said = runs[0].stdout
+    assert (run / "choice.txt").read_text() in said
+    assert "1 unreadable image(s) skipped" in said
+    scores = json.loads((run / "evaluation" / "scores.json").read_text())
+    worst = min(one["recall"] for one in scores["classes"])
+    assert f"accuracy     {100 * scores['top1']:.2f} % of {scores['samples']} images held out" in said
+    assert f": {100 * worst:.2f} % of its " in said
+    line = next(line for line in said.splitlines() if "scripts/evaluate.py" in line).partition("python ")[2]
+    script, *words = shlex.split(line, comments=True)
+    evaluate = [sys.executable, str(ROOT / script), *words, "--output", str(tmp_path / "scores")]
+    again = subprocess.run(evaluate, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (run.parent / "my-photos-2" / "model.safetensors").is_file()

@@ -1,0 +1,249 @@
+"""What `train DATA` chooses of a training, with a reason each: a preset that is made on the spot, by rules alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerovision.models import HUB_PREFIX, TIMM_PREFIX, model_spec
+from zerovision.training.base.units import plural
+from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, usual_global_batch
+from zerovision.training.data.settings import IMBALANCE
+
+EFFORTS = ("seconds", "minutes", "hours", "best")
+MINUTES = dict(zip(EFFORTS, (1, 15, 240, 0), strict=True))  # at most, 0: any number
+UPDATES = dict(zip(EFFORTS, (500, 2000, 20_000, 80_000), strict=True))  # from random weights
+OF_FINE_TUNING = 0.2  # of these updates
+OF_A_LIMIT = 4  # of them, where the minutes are the user's: they end the training
+FEWEST_EPOCHS, MOST_EPOCHS = 3, 200  # a small set is learned by heart in more
+SMALL = 64  # pixels: the shorter side of images for which a network of ours is made
+TINY = 16  # pixels: below it these have no room
+FEW = 5000  # images, of which a head has an optimum within seconds
+MINUTES_OF_A_HEAD = 5  # of a training: less is better spent on all of the network
+HELD_OUT = (0.2, 1000, 0.1)  # the second share from so many images on
+MOST_BAD = "skip:0.05"
+
+# By the effort, on CPU cores and on GPUs: networks to start from random weights, and the images for them, in pixels.
+OURS = (("airbench_small", "airbench_small", "airbench", "airbench"), ("airbench",) * 4)
+SCRATCH = (
+    (("airbench_small", 64), ("airbench_small", 64), ("airbench", 96), ("timm:resnet50", 224)),
+    (("airbench", 64), ("timm:resnet18", 128), ("timm:resnet50", 192), ("timm:resnet50", 224)),
+)
+PUBLISHED = (  # with published weights
+    (
+        "timm:mobilenetv3_large_100.ra_in1k",
+        "timm:resnet18.a1_in1k",
+        "timm:vit_small_patch16_dinov3.lvd1689m",
+        "timm:vit_small_patch16_dinov3.lvd1689m",
+    ),
+    (
+        "timm:vit_small_patch16_dinov3.lvd1689m",
+        "timm:vit_small_patch16_dinov3.lvd1689m",
+        "timm:vit_base_patch16_dinov3.lvd1689m",
+        "timm:vit_base_patch16_dinov3.lvd1689m",
+    ),
+)
+# Update rules. A rate is for so many images an update: with another number goes its square root.
+MUON = {"optimizer": "muon", "optimizer_options": "ns_steps=3", "fallback_optimizer": "adamw:0.2", "weight_decay": 0.1}
+ADAMW = {"optimizer": "adamw", "weight_decay": 0.05}
+RULES: tuple[tuple[str, bool, dict[str, Any], int], ...] = (  # networks, whether from published weights, rule, images
+    (r"airbench", False, MUON | {"learning_rate": 0.04, "lookahead": 6}, 64),
+    (r"(timm:)?resnet", False, MUON | {"learning_rate": 0.02}, 64),
+    (r"", False, ADAMW, 256),
+    (r"", True, ADAMW | {"learning_rate": 1e-4}, 64),
+)
+HEAD = {
+    **{"tune": "head", "features": "cached", "solver": "lbfgs", "weight_decay": 0.001, "label_smoothing": 0},
+    "augmentation": "none",
+}
+FAST_IN_BF16 = re.compile(r"airbench|timm:(resnet|vit|convnext)")  # depthwise convolutions take twice the time in it
+
+Choices = dict[str, tuple[Any, str]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """Weights that a network starts from: size in pixels that they want, their licence, and where they are."""
+
+    network: str
+    image_size: int
+    licence: str = ""
+    where: str = ""
+    is_there: bool = True
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a choice depends on.
+
+    Attributes:
+        images: to train on, and to hold out of where `has_val` is false.
+        classes: of the data; 0 of several labels.
+        rarest: images of the class that has fewest.
+        commonest: and most.
+        side: the images' shorter side, pixels; 0 if nothing is known of it.
+        is_files: whether they are files, which have to be decoded.
+        has_val: whether there is a part to validate on.
+        gpus: of this machine that are used.
+        has_bf16: whether the processor computes in it.
+        published: weights of the network that is wanted; None of one without.
+    """
+
+    images: int
+    classes: int
+    rarest: int
+    commonest: int
+    side: int
+    is_files: bool = True
+    has_val: bool = False
+    gpus: int = 0
+    has_bf16: bool = False
+    published: Published | None = None
+
+
+def values_of(choices: Choices) -> dict[str, Any]:
+    """Return the settings without the reasons."""
+    return {name: value for name, (value, _) in choices.items()}
+
+
+def wanted_network(effort: str, *, has_gpus: bool) -> str:
+    """Return the network that photographs have if its published weights can be had."""
+    return PUBLISHED[has_gpus][EFFORTS.index(effort)]
+
+
+def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
+    """Return settings that were not given, by name, each with the reason.
+
+    Args:
+        facts: of data and machine.
+        given: settings of the user, which decide what depends on them.
+        effort: one of `EFFORTS`.
+    """
+    made: Choices = {}
+
+    def take(reason: str, **settings: Any) -> None:
+        made.update({name: (value, reason) for name, value in settings.items() if name not in given})
+
+    has_weights = _take_network(facts, given, effort, take)
+    now = values_of(made) | {**given}
+    network, is_head = str(now["model_type"]), has_weights and effort == "seconds" and not given.get("weights")
+    if facts.is_files:
+        take("a broken file ends no training, and is counted", bad_images=MOST_BAD)
+        take("decoded once, on disk", cache="disk")
+    if not facts.has_val:
+        share = HELD_OUT[0] if facts.images < HELD_OUT[1] else HELD_OUT[2]
+        take(f"{facts.images} images, no part to validate on", val_fraction=share)
+    held_out = 0.0 if facts.has_val else float({**now, **values_of(made)}["val_fraction"])
+    images = max(1, round(facts.images * (1 - held_out)))
+    if now.get("augmentation", "auto") == "auto" and facts.is_files and not is_head:
+        if facts.side <= SMALL:
+            take(
+                f"images of {facts.side} pixels are shifted and mirrored, not cropped",
+                **{"augmentation": "shift_flip", "shift_pixels": 2, "shift_padding": "reflect", "mirror": "alternate"},
+            )
+        else:
+            take("crops with most of the image, mirrored", augmentation="crop_flip", crop_scale="0.35,1")
+    if facts.rarest * IMBALANCE <= facts.commonest and facts.classes and not is_head:
+        take(f"the rarest class has {facts.rarest} images, the commonest {facts.commonest}", class_weights="balanced")
+    if facts.has_bf16 and not facts.gpus and FAST_IN_BF16.match(network):
+        take("this processor computes it at twice the speed of fp32", precision="bf16")
+    total = _take_batch(facts, given, images, take)
+    if is_head:
+        take("few seconds: only the head, at its exact optimum", **HEAD)
+    else:
+        _take_epochs(given, effort, (images, total, has_weights), take)
+        _take_rule(given, network, (total, has_weights), take)
+    return made
+
+
+def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any) -> bool:
+    """Choose the network and the size of its images; return whether it starts from trained weights."""
+    found, rung = facts.published, EFFORTS.index(effort)
+    if found and found.is_there and (given.get("weights") or given.get("pretrained") or _is_photographs(facts)):
+        licence = f", licence {found.licence}" if found.licence else ""
+        take(f"trained weights, {found.where}{licence}", model_type=found.network)
+        if not given.get("weights"):
+            take("they are what few images lack", pretrained=True)
+        take("as the weights want it", image_size=found.image_size)
+        return True
+    if _is_photographs(facts):
+        network, size = SCRATCH[bool(facts.gpus)][rung]
+        why = f"from random weights, at --effort {effort} on {'GPUs' if facts.gpus else 'CPU cores'}"
+        if found:
+            why += f"; {found.network} has trained ones, out of reach here: with few images they give far more"
+        take(why, model_type=network, **({} if "model_type" in given else {"image_size": size}))
+    else:
+        take("small images", model_type="basic_cnn" if facts.side < TINY else OURS[bool(facts.gpus)][rung])
+        take("their own size", **({"image_size": facts.side} if facts.is_files or facts.side < TINY else {}))
+    is_of_hub = str(given.get("model_type")).startswith(HUB_PREFIX)
+    return bool(given.get("pretrained") or given.get("weights") or is_of_hub)
+
+
+def _is_photographs(facts: Facts) -> bool:
+    return not 0 < facts.side <= SMALL
+
+
+def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) -> int:
+    """Choose the images of an update, so that an epoch has several; return them."""
+    ranks = facts.gpus or 1
+    total = usual_global_batch(ranks, images)
+    total = total if facts.gpus else min(total, MOST_IMAGES_ON_CPU)
+    if {"batch_size", "global_batch"} & given.keys():
+        batch = given.get("batch_size", "auto")
+        return int(given.get("global_batch") or (total if batch == "auto" else batch * ranks))
+    if facts.gpus:
+        take(f"the most that fit, {total} an update", batch_size="auto", global_batch=total)
+    else:
+        take(f"{plural(math.ceil(images / total), 'update')} an epoch", batch_size=total)
+    return total
+
+
+def _take_epochs(given: Mapping[str, Any], effort: str, about: tuple[int, int, bool], take: Any) -> None:
+    """Choose the epochs by their updates, and the most minutes."""
+    images, total, has_weights = about
+    steps, has_limit = math.ceil(images / total), "minutes" in given
+    updates = UPDATES[effort] * (OF_FINE_TUNING if has_weights else 1) * (OF_A_LIMIT if has_limit else 1)
+    epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, math.ceil(updates / steps)))
+    take(f"{epochs * steps} updates of {total} images{', if the minutes allow them' * has_limit}", epochs=epochs)
+    if MINUTES[effort] and "epochs" not in given:
+        take(f"--effort {effort}: fewer epochs on a slow machine", minutes=MINUTES[effort])
+
+
+def _take_rule(given: Mapping[str, Any], network: str, about: tuple[int, bool], take: Any) -> None:
+    """Choose the update rule, with its rate and schedule, unless the user has one, whose settings are all theirs."""
+    total, has_weights = about
+    if {"optimizer", "preset"} & given.keys():
+        return
+    is_published = has_weights and not given.get("weights")
+    rules = (line for line in RULES if line[1] == is_published and re.match(line[0], network))
+    _, _, rule, images = next(rules)
+    peak = rule.get("learning_rate", model_spec(network).learning_rate)
+    rate = float(f"{peak * math.sqrt(total / images):.2g}")
+    start = "published" if is_published else "random" if not has_weights else "your"
+    take(f"by a table, for {network.removeprefix(TIMM_PREFIX)} from {start} weights", **rule | {"learning_rate": rate})
+    if "epochs" in given:
+        take("falls from the first epoch to the last", schedule="linear")
+    else:
+        take("stable until the last fifth: --resume with more --epochs goes on from there", schedule="wsd:auto:linear")
+
+
+def has_head_first(facts: Facts, values: Mapping[str, Any], given: Collection[str]) -> bool:
+    """Return whether the optimum of the head alone comes first, from which all is trained: of few images."""
+    starts = bool(values.get("pretrained") or values.get("weights"))
+    is_whole = values.get("tune", "full") == "full" and not {"tune", "features", "preset"} & {*given}
+    has_plain_head = not str(values["model_type"]).startswith("airbench")  # which scales what its head gives
+    has_time = not 0 < float(values.get("minutes", 0)) < MINUTES_OF_A_HEAD
+    return starts and is_whole and has_plain_head and has_time and bool(facts.classes) and facts.images < FEW
+
+
+def of_head(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that finds this optimum."""
+    left = {
+        *("epochs", "minutes", "class_weights", "lookahead", "ema", "learning_rate", "schedule"),
+        *("optimizer", "optimizer_options", "fallback_optimizer", "mixup", "cutmix"),
+        *("crop_scale", "shift_pixels", "shift_padding", "mirror"),
+    }
+    return {name: value for name, value in values.items() if name not in left} | HEAD
