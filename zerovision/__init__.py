@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 _PLACES = {  # of what `import zerovision` offers, imported when it is used
     "AUGMENTATIONS": "training.data.augmentations",
     "Augmentation": "training.data.augmentations",

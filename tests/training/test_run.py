@@ -16,6 +16,7 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 
 from tests.kit import ROUNDING
 from tests.stored_tensors import whole_tensors
+from zerovision import __version__
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import DIVERGED_EXIT_CODE
 from zerovision.training.base.run_folder import LEARNING_RATE
@@ -116,6 +117,7 @@ def test_reported_accuracy_is_that_of_the_saved_file_by_scikit_learn(run_folder,
 
 def test_environment_and_sharding_are_recorded(run_folder):
     facts = json.loads((run_folder / "environment.json").read_text())
+    assert facts["packages"]["zerovision"] == __version__
     assert facts["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert facts["ranks"] == 2
     assert "--model-type" in facts["command"]

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from zerovision import __version__
 from zerovision.training.base.control_groups import cpu_quota, usable_cores
 from zerovision.training.base.places import CHECKOUT, REPO_ROOT
 
@@ -42,7 +43,7 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: package_version(name) for name in PACKAGES},
+        "packages": {"zerovision": __version__} | {name: package_version(name) for name in PACKAGES},
         "git_commit": git("rev-parse", "HEAD"),
         "git_has_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
         "ranks": world.size,
