@@ -160,7 +160,7 @@ def test_folds_are_chosen_and_other_separators_are_read(photos, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_folds_list_the_images_once(photos, tmp_path, monkeypatch, kind):
     data = KINDS[kind](photos, tmp_path / "data")
-    module, listed = importlib.import_module(find_dataset(str(data)).module), []
+    module, listed = importlib.import_module(find_dataset(str(data)).module, "zerovision.training.data"), []
     listing = module.listing
     monkeypatch.setattr(module, "listing", lambda given: (listed.append(given), listing(given))[1])
     load(data, data_root=str(photos), val_part="none", folds=3)
