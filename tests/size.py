@@ -19,7 +19,7 @@ ROOMS = {  # limit and end
     "zerovision/training/config": (788, 500),
     "zerovision/training/base": (1169, 550),
     "zerovision/training/world": (625, 450),
-    "zerovision/training/data": (4279, 2900),
+    "zerovision/training/data": (4256, 2900),
     "zerovision/training/recipe": (601, 650),
     "zerovision/training/engines": (3130, 2250),
     "zerovision/training/checkpoint": (579, 600),

@@ -35,14 +35,10 @@ class BatchTransforms:
 
     def __init__(self, preprocessing: Preprocessing, augmentation: Augmentation, seed: int) -> None:
         self.augmentation, self.seed, self.sides = augmentation, seed, preprocessing.sides
-        farthest = (
-            int(SHIFT_FRACTION * min(self.sides)) if augmentation.shift_pixels is None else augmentation.shift_pixels
-        )
-        self.border = farthest if augmentation.shift else 0
-        self.channels = preprocessing.channels
-        self._erase = RandomErasing(
-            augmentation.erasing, augmentation.erasing_mode, preprocessing.image_size, seed, self.channels
-        )
+        farthest, size = augmentation.shift_pixels, preprocessing.image_size
+        farthest = int(SHIFT_FRACTION * min(self.sides)) if farthest is None else farthest
+        self.border, self.channels = farthest if augmentation.shift else 0, preprocessing.channels
+        self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed, self.channels)
         mean, std = (np.array(each, dtype=np.float64) for each in (preprocessing.mean, preprocessing.std))
         # (x / largest - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
         # a CPU is four times as fast along whole rows as along the channels

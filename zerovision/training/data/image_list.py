@@ -56,12 +56,9 @@ def list_images(data: DatasetPair, digests: Mapping[str, np.ndarray] | None = No
         source = set_.source
         if isinstance(source, FileSource):
             images, own = source.images, (digests or {}).get(part, np.full(len(set_), UNKNOWN))
-            listed += [
-                ListedImage(part, names[label], size, digest, path)
-                for label, size, digest, path in zip(
-                    source.labels.tolist(), images["size"].tolist(), own.tolist(), images.paths(), strict=True
-                )
-            ]
+            labels = (names[label] for label in source.labels.tolist())
+            rows = zip(labels, images["size"].tolist(), own.tolist(), images.paths(), strict=True)
+            listed += [ListedImage(part, *row) for row in rows]
     return listed
 
 

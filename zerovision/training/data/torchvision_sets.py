@@ -75,16 +75,9 @@ def load(options: DataOptions) -> DatasetPair:
     if entry.files:
         parts = [_list_files(dataset, entry.files, options.root, class_names) for dataset in (train, val)]
         return make_file_datasets([replace(part, notes=notes) for part in parts], options)
-    train_arrays, val_arrays = _array_source(train), _array_source(val)
-    return make_array_datasets(
-        train_arrays,
-        val_arrays,
-        class_names,
-        options,
-        image_size=train_arrays.images.shape[-1],
-        augmentation=entry.augmentation,
-        notes=notes,
-    )
+    sources, auto = (_array_source(train), _array_source(val)), entry.augmentation
+    size = sources[0].images.shape[-1]
+    return make_array_datasets(*sources, class_names, options, image_size=size, augmentation=auto, notes=notes)
 
 
 def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
@@ -102,9 +95,7 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
             ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(
-            root / ".download.lock"
-        ):  # the ranks of a machine share the folder: one downloads, the others wait
+        with FileLock(root / ".download.lock"):  # one of the ranks of a machine downloads, the others wait
             return make(download=True)
     except Exception as error:  # of a network, or as above
         reason = " ".join(str(error).split())

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
+import torch
 from filelock import FileLock
 
 from zerovision.training.base.errors import UserError, shown
@@ -29,7 +30,8 @@ from zerovision.training.data.class_names import clean
 from zerovision.training.data.division import in_parts
 from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.reading.remote import UNMARKED, RemotePath, State, ask, files_below, state_of
-from zerovision.training.data.reading.remote_files import CONNECTIONS, Copies, RemoteArchive, RemoteImages, checksum_of
+from zerovision.training.data.reading.remote_files import CONNECTIONS, Copies, RemoteArchive, checksum_of
+from zerovision.training.data.tar_shards import TarArchive
 from zerovision.training.data.tar_shards import kind_of as kind_of_tar
 
 COPIES = "remote"  # below --data-root
@@ -157,13 +159,15 @@ def _with_states(root: RemotePath, lines: Images, options: DataOptions) -> Image
     known, numbers = [state for state in states.values() if state], {path: number for number, path in enumerate(files)}
     builder = ImagesBuilder()
     for path in paths:
-        builder.add(path, None, state=known[numbers[path]], place=numbers[path])
+        builder.add(path, None, state=known[numbers[path]])
     copies = _copies([*files.values()], known, options)
     for copy, (_, mark) in zip(copies.paths, known, strict=True):
         if mark == UNMARKED:
             copy.unlink(missing_ok=True)  # it may be of an earlier file
     note = f"{sum(size for size, _ in known) / 1e9:.3g} GB behind the URL, kept in {copies.folder} as they are read"
-    return replace(lines.with_files(builder), archive=RemoteImages(root, copies), notes=[*lines.notes, note])
+    found, archive = lines.with_files(builder), RemoteArchive(copies, TarArchive(copies.paths, known), root)
+    found.columns["file"][:] = torch.tensor([numbers[path] for path in paths])
+    return replace(found, archive=archive, notes=[*lines.notes, note])
 
 
 def _state_if_there(file: RemotePath) -> State | None:

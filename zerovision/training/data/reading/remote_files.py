@@ -160,12 +160,19 @@ class Copies:
 
 
 class RemoteArchive(Archive):
-    """Reads archives behind URLs from their copies, by what reads these."""
+    """Reads archives behind URLs from their copies, by what reads these.
+
+    Args:
+        copies: Of the files.
+        archive: What reads them.
+        folder: Of files that are an image each, by the names below it; None of archives.
+    """
 
     is_remote = True
 
-    def __init__(self, copies: Copies, archive: Archive) -> None:
-        self.files, self._copies, self._archive = copies.files, copies, archive
+    def __init__(self, copies: Copies, archive: Archive, folder: PurePath | None = None) -> None:
+        self._copies, self._archive, self._is_of_images = copies, archive, folder is not None
+        self.files = [folder] * len(copies.files) if folder else copies.files
 
     def read(self, file: int, place: int, size: int) -> bytes:
         """See `Archive`."""
@@ -175,7 +182,7 @@ class RemoteArchive(Archive):
                 return self._archive.read(file, place, size)
             except UserError as error:
                 if copy.exists():  # another process may have removed it
-                    raise UserError(str(error).replace(str(copy), str(self.files[file]))) from None
+                    raise UserError(str(error).replace(str(copy), str(self._copies.files[file]))) from None
 
     def expect(self, files: Iterable[int], places: Iterable[int]) -> None:
         """See `Archive`."""
@@ -184,27 +191,8 @@ class RemoteArchive(Archive):
     def check_room(self, part: str, files: Iterable[int]) -> None:
         """See `Archive`."""
         size = sum(self._copies.states[file][0] for file in {*files})
-        if size > self._copies.max_bytes:
+        if size > self._copies.max_bytes and not self._is_of_images:
             raise UserError(
                 f"the images of the {part} part are in {size / 1e9:.3g} GB of files, --remote-cache-gb keeps "
                 f"{self._copies.max_bytes / 1e9:g}: give more, or tar files of their own, as scripts/pack.py makes."
             )
-
-
-class RemoteImages(Archive):
-    """Images that are remote files of their own below `root`, each by its number as its place."""
-
-    is_remote = True
-
-    def __init__(self, root: PurePath, copies: Copies) -> None:
-        self.files, self._copies = [root], copies
-
-    def read(self, file: int, place: int, size: int) -> bytes:
-        """See `Archive`."""
-        while True:
-            with suppress(FileNotFoundError):  # another process may have removed it
-                return self._copies.fetch(place).read_bytes()
-
-    def expect(self, files: Iterable[int], places: Iterable[int]) -> None:
-        """See `Archive`."""
-        self._copies.expect(places)
