@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import read_metrics, run_command, train_alone, train_here
+from PIL import Image
+from ranks import free_port
 from safetensors.torch import save_file
-from sklearn.metrics import accuracy_score, classification_report, log_loss, top_k_accuracy_score
+from sklearn.datasets import load_digits
+from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
-from tests.kit import ROUNDING
+from tests.kit import ROUNDING, assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
 from zerovision import __version__
 from zerovision.models.build import build_model
@@ -22,9 +31,12 @@ from zerovision.training.base.errors import DIVERGED_EXIT_CODE
 from zerovision.training.base.run_folder import LEARNING_RATE
 from zerovision.training.checkpoint.manifest import read_manifest
 from zerovision.training.checkpoint.shards import CheckpointReader
-from zerovision.training.checkpoint.weights import load_model
+from zerovision.training.checkpoint.weights import load_model, preprocess
+from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.engines.deepspeed.config import read_strategy_json
+from zerovision.training.tasks.labels import OneLabel
+from zerovision.training.world.world import World
 
 EPOCHS = 3
 DATA = DataOptions(image_size=16)  # the digits, twice as large as they are
@@ -115,6 +127,33 @@ def test_reported_accuracy_is_that_of_the_saved_file_by_scikit_learn(run_folder,
     assert f"top-1 {100 * best['val_top1']:.2f} % on 360 held-out images" in trained[1].stdout
 
 
+def test_weights_predict_from_an_image_file(run_folder, predictions, tmp_path):
+    """The README's four lines, on a picture file that a user might have."""
+    _, probabilities = predictions
+    model, metadata = load_model(run_folder / "model.safetensors")
+    data = load_data(DATA)
+    pixels = data.val.source.images[0].expand(3, -1, -1).permute(1, 2, 0).numpy()
+    Image.fromarray(pixels).save(tmp_path / "digit.png")
+    image = preprocess(metadata)(Image.open(tmp_path / "digit.png"))
+    with torch.no_grad():
+        ours = model(image[None]).double().softmax(1).numpy()[0]
+    np.testing.assert_allclose(ours, probabilities[0], atol=1e-4)
+
+
+def test_held_out_digits_are_the_stratified_360():
+    data = load_data(DATA)
+    assert sum(data.train_counts) == 1437
+    counts = np.bincount(load_digits().target)
+    np.testing.assert_allclose(np.array(data.val_counts) / 360, counts / counts.sum(), atol=0.003)
+
+
+def test_saved_configuration_can_be_used_again(run_folder):
+    config, _ = parse_args(["--config", str(run_folder / "config.json")])
+    assert (config.model_type, config.learning_rate, config.run_name) == ("basic_cnn", 0.004, "digits")
+    config, _ = parse_args(["--config", str(run_folder / "config.json"), "--learning-rate", "0.1"])
+    assert (config.model_type, config.learning_rate) == ("basic_cnn", 0.1)
+
+
 def test_environment_and_sharding_are_recorded(run_folder):
     facts = json.loads((run_folder / "environment.json").read_text())
     assert facts["packages"]["zerovision"] == __version__
@@ -122,6 +161,58 @@ def test_environment_and_sharding_are_recorded(run_folder):
     assert facts["ranks"] == 2
     assert "--model-type" in facts["command"]
     assert not (run_folder / "deepspeed_config.json").exists()
+
+
+def test_checkpoints_are_the_last_two_and_the_best(run_folder):
+    folder = run_folder / "checkpoints"
+    names = {pointer: (folder / pointer).read_text().strip() for pointer in ("last", "best")}
+    assert names["last"] == f"step-{EPOCHS:05d}-0000000"
+    before = f"step-{EPOCHS - 1:05d}-0000000"
+    assert {path.name for path in folder.iterdir()} == {"last", "best", before, *names.values()}
+
+
+def test_run_name_is_not_used_twice(trained):
+    result = train_here("--run-name", "digits", "--log-dir", str(trained[0]), "--epochs", "1")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "already contains a run" in result.stderr
+
+
+def test_tensorboard_serves_the_scalars(trained, run_folder):
+    """The real server on localhost, and the scalars read back over HTTP."""
+    port = free_port()
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(trained[0] / "tensorboard")]
+    server = subprocess.Popen(
+        [*command, "--port", str(port), "--host", "127.0.0.1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    address = f"http://127.0.0.1:{port}/data/plugin"
+    try:
+        top1 = fetch_when_there(f"{address}/scalars/scalars?run=digits&tag=epoch%2Fval_top1")
+        expected = [entry["val_top1"] for entry in read_metrics(run_folder, "epoch")]
+        np.testing.assert_allclose([value for _, _, value in top1], expected, atol=1e-6)
+        tags = fetch_when_there(f"{address}/scalars/tags")["digits"]
+        assert {"train/loss", "train/learning_rate", "train/gradient_norm", "speed/images_per_second"} < set(tags)
+        assert "memory/bytes_per_rank" in tags
+        pictures = fetch_when_there(f"{address}/images/tags")["digits"]
+        assert {"augmented training images", "confusion matrix"} <= set(pictures)
+        assert "configuration/text_summary" in fetch_when_there(f"{address}/text/tags")["digits"]
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+
+
+def fetch_when_there(address: str):
+    """GET JSON, once the server has come up and read the event file."""
+    for _ in range(120):
+        try:
+            with urllib.request.urlopen(address, timeout=10) as response:
+                content = json.load(response)
+            if content:
+                return content
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(f"nothing at {address}")
 
 
 def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(tmp_path, monkeypatch):
@@ -160,6 +251,27 @@ def load_last(run_folder: Path) -> dict[str, torch.Tensor]:
     checkpoint = last_checkpoint(run_folder)
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
     return {**whole_tensors(reader)["weights"], **{name: buffer[0] for name, buffer in reader.buffers([0], 1).items()}}
+
+
+def test_timm_model_loads_in_timm_by_its_own_name_and_is_profiled(tmp_path):
+    import timm
+
+    flags = ["--model-type", "timm:test_resnet", "--data", "fake", "--epochs", "1", "--batch-size", "100"]
+    profile = ["--profile", "3"]
+    result = train_here(*flags, "--image-size", "64", "--run-name", "r", "--log-dir", str(tmp_path), *profile)
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "runs" / "r"
+    assert f"profile of 3 step(s) written: {folder}/profile/trace.json.gz, summary.txt" in result.stdout
+    with gzip.open(folder / "profile" / "trace.json.gz") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"forward", "backward", "optimizer"} <= names
+    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
+    assert "aten::convolution_backward" in (folder / "profile" / "summary.txt").read_text()
+    path = folder / "model.safetensors"
+    theirs = timm.create_model("test_resnet", num_classes=10, checkpoint_path=str(path)).eval()
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(images), load_model(path)[0](images))
 
 
 def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(tmp_path):
@@ -265,3 +377,26 @@ def test_every_ranks_memory_and_the_time_of_evaluation_are_told(run_folder):
         assert all(10**8 < memory < 10**10 for memory in line["memory_bytes_per_rank"])
     total = sum(epoch["evaluation_seconds"] for epoch in epochs)
     assert total == pytest.approx(end["evaluation_seconds"], rel=0.2, abs=0.1)
+
+
+def test_scores_of_samples_are_scikit_learns_in_any_order_and_padded(predictions):
+    labels, probabilities = predictions
+    recorder = OneLabel(10).recorder()
+    logits, targets = torch.from_numpy(probabilities).log(), torch.from_numpy(labels)
+    # In uneven pieces of a random order, each with padding that must not count.
+    for piece in torch.randperm(360, generator=torch.Generator().manual_seed(0)).split(77):
+        padded = torch.cat([piece, piece[:5]])
+        weights = torch.cat([torch.ones(len(piece)), torch.zeros(5)])
+        given = logits[padded]
+        given[-5:] = float("inf")
+        recorder.add(given, targets[padded], weights, padded)
+    scores = recorder.gather(World(0, 0, 1, 1, torch.device("cpu")))
+    details = scores.details
+    np.testing.assert_array_equal(details.confusion(10), confusion_matrix(labels, probabilities.argmax(1)))
+    assert scores.top1 == accuracy_score(labels, probabilities.argmax(1))
+    assert scores.top5 == top_k_accuracy_score(labels, probabilities, k=5)
+    assert scores.loss == pytest.approx(log_loss(labels, probabilities), abs=1e-7)
+    assert scores.samples == len(details) == 360
+    assert torch.equal(details.indices, torch.arange(360))
+    assert torch.equal(details.labels, targets)
+    assert_same_but_rounding(details.confidences, probabilities.max(1))

@@ -493,6 +493,45 @@ def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, t
     assert {path.name for path in small_disk.iterdir()} == {"labels.jsonl", "filler"}
 
 
+def run_in_shell(script: str, redirection: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, f"scripts/{script}.py", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+# Each starts Python with torch. The same in this process: test_lasting_output.py.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        *(("predict", ["{run}", "{pictures}", "--format", kind]) for kind in FORMATS),
+        ("evaluate", ["{run}", "--output", "{tmp}/evaluation"]),
+        ("export", ["{run}", "--format", "safetensors", "--output", "{tmp}/export"]),
+        ("report", ["{run}", "--output", "{tmp}/report.html"]),
+    ],
+)
+def test_standard_output_that_is_full_is_one_line(run, pictures, tmp_path, script, words):
+    filled = (word.format(run=run, pictures=pictures, tmp=tmp_path) for word in words)
+    ended = run_in_shell(script, "> /dev/full", *filled)
+    line = f"{script}: standard output cannot be written (No space left on device).\n"
+    assert (ended.returncode, ended.stderr) == (2, line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMATS)
+def test_nobody_needs_to_read_all_predictions(run, pictures, kind):
+    ended = run_in_shell("predict", "| true; exit ${PIPESTATUS[0]}", run, pictures, "--format", kind)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_script_whose_output_nobody_reads_does_its_work(run, tmp_path):
+    output = tmp_path / "export"
+    words = (run, "--format", "safetensors", "--output", output)
+    ended = run_in_shell("export", "| true; exit ${PIPESTATUS[0]}", *words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [*output.iterdir()]
+
+
 @pytest.mark.parametrize("script", ["evaluate", "predict"])
 @pytest.mark.parametrize(
     ("content", "message"),

@@ -153,6 +153,7 @@ def three_lines(_: object) -> int:
     ],
 )
 def test_a_script_whose_output_cannot_be_written(place, writes_product, expected, monkeypatch, capsys):
+    """Whole scripts in a shell: tests/unit/test_evaluate_predict.py."""
     if place == "pipe":
         reader, writer = os.pipe()
         os.close(reader)
