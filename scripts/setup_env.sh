@@ -93,11 +93,8 @@ compile_bytecode() {
 
 # Optional: a fifth less time for a JPEG, where a C compiler and libjpeg-turbo's headers (package libjpeg-dev) are.
 compile_crop_jpeg() {
-    local library=.venv/lib/zerovision/crop_jpeg.so
-    [[ -f $CROP_JPEG ]] || return 0
-    mkdir -p -- "${library%/*}"
-    rm -f -- "$library"
-    cc -O2 -shared -fPIC -o "$library" "$CROP_JPEG" -ljpeg >/dev/null 2>&1 || rm -f -- "$library"
+    [[ -f scripts/doctor.py ]] || return 0
+    .venv/bin/python scripts/doctor.py --compile >/dev/null 2>&1 || true
 }
 
 [[ -f $REQUIREMENTS ]] || die "no file '$REQUIREMENTS': give requirements.txt or requirements-dev.txt."

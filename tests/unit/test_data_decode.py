@@ -6,7 +6,6 @@ import contextlib
 import io
 import random
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from sklearn.datasets import load_sample_images
 from test_data_images import UPRIGHT
 from torchvision.transforms.v2.functional import resize
 
+from zerovision.training.base.errors import UserError
 from zerovision.training.data.augment import Box
 from zerovision.training.data.reading import native
 from zerovision.training.data.reading.decode import (
@@ -34,7 +34,6 @@ from zerovision.training.data.reading.files import ImageError, Refused
 open_file = decode_exact = of_files(decode)
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 SUBSAMPLINGS = {"4:4:4": 0, "4:2:2": 1, "4:2:0": 2}
-SOURCE = Path(native.__file__).with_name("crop_jpeg.c")
 
 
 def picture(height: int, width: int) -> np.ndarray:
@@ -63,15 +62,22 @@ def random_part(height: int, width: int, rng: random.Random) -> Box:
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """`crop_jpeg.c` as it is here, compiled as scripts/setup_env.sh does it."""
+    """`crop_jpeg.c` as it is here, compiled as `doctor --compile` does it."""
     if not shutil.which("cc") or not Path("/usr/include/jpeglib.h").exists():
         pytest.skip("no C compiler or no jpeglib.h")
     output = tmp_path / "crop_jpeg.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", output, SOURCE, "-ljpeg"], check=True)
     monkeypatch.setattr(native, "library_path", lambda: output)
+    assert native.compile_library() == output
     native.load_library.cache_clear()
     yield
     native.load_library.cache_clear()
+
+
+def test_without_a_compiler_one_line_says_what_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "lib" / "crop_jpeg.so")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"not compiled: .*'cc'.* It needs cc and libjpeg's headers"):
+        native.compile_library()
 
 
 @pytest.mark.parametrize("progressive", [False, True])

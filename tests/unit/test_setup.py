@@ -7,10 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from zerovision.training.base import places
+from zerovision.training.base.errors import UserError
+from zerovision.training.config.command_line import parse_args
+from zerovision.training.engines.settings import check_files
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 SAYS_IT_WORKS = "setup: installing"
@@ -211,8 +218,23 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
-def test_the_wheel_has_the_files_of_git(wheel):
-    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+@pytest.fixture
+def wheel_of_sdist(wheel, tmp_path) -> Path:
+    """A wheel that is built from what an index has: the tar file that is built of the same folder."""
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    subprocess.run([sys.executable, "-c", build], cwd=wheel.parents[1], check=True, capture_output=True)
+    (archive,) = wheel.parent.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, capture_output=True)
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.mark.parametrize("way", ["wheel", "wheel_of_sdist"])
+def test_the_wheel_has_the_files_of_git(way, request):
+    built = request.getfixturevalue(way)
+    inside = {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name}
     expected = {name if name.startswith("zerovision/") else f"zerovision/{name}" for name in tracked(*OF_PACKAGE)}
     assert inside == expected | {"zerovision/requirements.txt"}
 
@@ -240,3 +262,59 @@ def test_an_installed_copy_finds_what_belongs_to_it(wheel, tmp_path):
     assert "\nzerovision launch basic_cnn ddp 1 16 1" in (elsewhere / "logs/runs/there/README.md").read_text()
     result = run("-m", "zerovision.cli", "evaluate", "nowhere")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [("rich", ""), ("jinja2", ""), ("scipy", ""), ("tensorboard", ""), ("deepspeed", "--engine deepspeed")],
+)
+def test_a_missing_library_is_told_before_the_start(module, flags, monkeypatch):
+    config, _ = parse_args(flags.split())
+    check_files(config)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"has no module '{module}': type 'make setup'"):
+        check_files(config)
+    monkeypatch.setattr(places, "CHECKOUT", None)
+    with pytest.raises(UserError, match=rf"pip install '(zerovision\[)?{module}\]?'"):
+        check_files(config)
+    if module in ("tensorboard", "deepspeed"):
+        check_files(replace(config, tensorboard=False, engine="auto"))
+
+
+def test_every_extra_of_a_message_is_one_of_the_package():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert places.EXTRAS.keys() <= extras.keys()
+    assert {"trackers", "dev", "all"} <= extras.keys()
+    names = re.split(",", re.fullmatch(r"zerovision\[(.*)\]", extras["all"][0])[1])
+    assert {*names} == places.EXTRAS.keys()
+
+
+@pytest.mark.slow  # some minutes, and an index of packages
+@pytest.mark.timeout(1800)
+def test_a_wheel_installs_into_an_empty_environment_and_trains(wheel, tmp_path):
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    installed = subprocess.run([python, "-m", "pip", "install", "-q", wheel], capture_output=True, text=True)
+    if "No matching distribution" in installed.stderr or "Connection" in installed.stderr:
+        pytest.skip(f"no index: {installed.stderr[-200:]}")
+    assert installed.returncode == 0, installed.stderr
+    environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    trained = run(
+        "zerovision",
+        "launch",
+        *["basic_cnn", "ddp", "2", "16", "1", "--data", "digits", "--image-size", "8", "--run-name", "r"],
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert {"README.md", "report.html", "model.safetensors"} <= {
+        path.name for path in (tmp_path / "logs/runs/r").iterdir()
+    }
+    assert run("zerovision", "evaluate", "r").returncode == 0
+    refused = run("zerovision", "export", "r", "--format", "onnx")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "pip install 'zerovision[export]'" in refused.stderr
+    api = run("python", "-c", "import zerovision; print(zerovision.train('digits', image_size=8, epochs=1).folder)")
+    assert api.stdout.splitlines()[-1] == str(tmp_path / "logs" / "runs" / "digits"), api.stderr

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zerovision.launch.rendezvous import MAX_CPU_RANKS_PER_CORE, differences
-from zerovision.training.base.places import REPO_ROOT
+from zerovision.training.base.places import CHECKOUT, EXTRAS, REPO_ROOT, cure_of_missing
 from zerovision.training.base.units import format_bytes
 
 Verdict = Literal["ok", "warning", "wrong"]
@@ -84,6 +84,9 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
         *assess_gpu_health(facts["gpus"]),
         *assess_limits(facts, max(ranks, 1), all_ranks, saved_bytes),
     ]
+    if not facts.get("decodes_parts", True):
+        cure = "scripts/doctor.py --compile, where a C compiler and libjpeg's headers are"
+        rows.append(Row("JPEG", "warning", "files are decoded whole, a fifth slower", cure))
     if "problem" in facts["data"]:
         cure = "correct --data, or put the data set there, or share its folder"
         rows.append(Row("data", "wrong", facts["data"]["problem"], cure))
@@ -97,9 +100,11 @@ def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
     versions = {name: version.partition("+")[0] for name, version in facts["software"].items() if name != "code"}
     packages = {name: version for name, version in versions.items() if name != "Python"}
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    optional = () if CHECKOUT else EXTRAS
+    packages = {name: version for name, version in packages.items() if version != "none" or name not in optional}
     missing = [name for name, version in packages.items() if version == "none"]
     if missing:
-        return Row("packages", "wrong", f"not installed: {', '.join(missing)}", "make setup")
+        return Row("packages", "wrong", f"not installed: {', '.join(missing)}", cure_of_missing(missing[0]))
     if facts["import_problem"]:
         cure = "torch and torchvision are a pair: make clean setup installs those of requirements.txt"
         return Row("packages", "wrong", f"{found}; torchvision does not load: {facts['import_problem']}", cure)

@@ -84,6 +84,7 @@ class DoctorSettings(CommandSettings):
     data: str | None = text("examine whether this data set is there, and the same on all machines", None)
     log_dir: str | None = text("folder of all logs (default: logs/ beside scripts/)", None)
     json: bool = switch("print the rows as JSON")
+    compile: bool = switch("only compile the part of the JPEG reader that is in C: a fifth less time for an image")
     training_words: tuple[str, ...] = words_behind()
 
     def __post_init__(self) -> None:
@@ -134,6 +135,11 @@ def run(given: DoctorSettings) -> int:
     Raises:
         UserError: for a mistake in the arguments.
     """
+    if given.compile:
+        from zerovision.training.data.reading.native import compile_library  # imports torch
+
+        print(f"compiled: {compile_library()}")
+        return 0
     if given.check_data is None:
         return print_examination(request_of(given), as_json=given.json)
     from zerovision.planning.data_check import check_data, print_report  # imports torch

@@ -97,7 +97,7 @@ def gpu_facts() -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Return why torch and torchvision do not fit together (None if they do), and the CUDA that torch was built for.
+    """Return why torch and torchvision do not fit together (None if they do), torch's CUDA, and if parts are decoded.
 
     CUDA must not be initialized here: the ranks of the network check are forked from this process.
     """
@@ -106,7 +106,10 @@ def torch_facts() -> Facts:
         import torchvision  # noqa: F401  fails if its operators were built for another torch
     except Exception as error:
         return {"import_problem": f"{type(error).__name__}: {error}"[:200], "torch_cuda": None}
-    return {"import_problem": None, "torch_cuda": torch.version.cuda}
+    from zerovision.training.data.reading.native import load_library
+
+    has_crop = load_library() is not None
+    return {"import_problem": None, "torch_cuda": torch.version.cuda, "decodes_parts": has_crop}
 
 
 def log_folder_facts(folder: Path) -> Facts:

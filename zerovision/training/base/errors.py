@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import sys
 from collections.abc import Collection, Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zerovision.training.base.places import as_typed
+from zerovision.training.base.places import as_typed, cure_of_missing
 
 USER_ERROR_EXIT_CODE = 2
 TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
@@ -173,6 +175,13 @@ _KNOWN_FAILURES = {
     "by peer": "rank {rank} lost the connection to another rank",
     "that no rank of this run sends": "{error}",
 }
+
+
+def check_installed(*modules: str) -> None:
+    """Raise a UserError for the first module that cannot be found, with what to type, without importing any."""
+    for name in modules:
+        if find_spec(name) is None:
+            raise UserError(f"{sys.executable} has no module {name!r}: {cure_of_missing(name)}.")
 
 
 def known_failure(error: Exception, rank: int) -> str | None:

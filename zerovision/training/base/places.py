@@ -20,7 +20,7 @@ VERBS = {script: verb for verb, script in SCRIPTS.items()}
 EXTRAS = {  # of pyproject.toml, and the modules in them that are imported where they are needed
     "deepspeed": ("deepspeed",),
     "export": ("onnx", "onnxruntime", "onnxscript"),
-    "audit": ("sklearn", "scipy"),
+    "audit": ("sklearn",),
     "lora": ("peft",),
     "parquet": ("pyarrow",),
     "remote": ("fsspec", "aiohttp"),

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from zerovision.training.base.errors import check_installed
 from zerovision.training.base.settings import option
 from zerovision.training.data.settings import DataSettings
 from zerovision.training.engines.deepspeed import DeepSpeed, DeepSpeedSettings
@@ -79,7 +80,8 @@ def ways_of(config: Any, engine: str) -> list[Way]:
 
 
 def check_files(config: Any) -> None:
-    """Raise a UserError for a file that settings of a way name and that it cannot use."""
+    """Raise a UserError for a file that settings name and that cannot be used, and for a library that is missing."""
+    check_installed("rich", "jinja2", "scipy", *["tensorboard"] * ("tensorboard" in config.destinations))
     for way in WAYS:
         way(config).check_files()
 

@@ -18,6 +18,7 @@ from zerovision.models.dry_run import forward_failure, without_data
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.places import cure_of_missing
 from zerovision.training.recipe import read_tune
 
 # Of others the sum of a layer's weight and an adapter's does not give the sum of their outputs.
@@ -126,7 +127,9 @@ def _add_adapters(built: BuiltModel, rank: int) -> int:
     try:
         from peft import LoraConfig, inject_adapter_in_model  # it takes seconds to import
     except ImportError as error:
-        raise UserError(f"--tune lora:{rank}: the package peft cannot be imported ({error}): run make setup.") from None
+        raise UserError(
+            f"--tune lora:{rank}: the package peft cannot be imported ({error}): {cure_of_missing('peft')}."
+        ) from None
     # A pattern: of a list of names, peft would also adapt every layer whose name ends like one of them.
     pattern = "|".join(map(re.escape, names))
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern), module)

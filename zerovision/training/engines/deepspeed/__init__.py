@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zerovision.training.base.errors import check_installed
 from zerovision.training.base.settings import option
 from zerovision.training.engines.deepspeed.config import deepspeed_config, keys_of_deepspeed_alone, read_strategy_json
 from zerovision.training.engines.ways import Way
@@ -34,6 +35,8 @@ class DeepSpeed(Way):
         return self.config.engine == self.engine
 
     def check_files(self) -> None:
+        if self.is_asked():
+            check_installed("deepspeed")
         read_strategy_json(self.config.strategy, self.config.deepspeed_config)
 
     def alone_knows(self) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.data.augment import Box
 
 API_VERSION = 1
@@ -36,7 +38,7 @@ def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the compiled `crop_jpeg.c`, None if scripts/setup_env.sh could not compile it or its version differs."""
+    """Return the compiled `crop_jpeg.c`, None if it was not compiled or its version differs."""
     try:
         library = ctypes.CDLL(str(library_path()))
         if library.crop_jpeg_version() != API_VERSION:
@@ -49,5 +51,23 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def library_path() -> Path:
-    """Return the path of the compiled code, which scripts/setup_env.sh writes into the environment."""
+    """Return the path of the compiled code in the environment."""
     return Path(sys.prefix) / "lib" / "zerovision" / "crop_jpeg.so"
+
+
+def compile_library() -> Path:
+    """Compile `crop_jpeg.c` into the environment, where a C compiler and libjpeg-turbo's headers are; return its path.
+
+    Raises:
+        UserError: with what the compiler says.
+    """
+    library, source = library_path(), Path(__file__).with_name("crop_jpeg.c")
+    command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ljpeg"]
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.unlink(missing_ok=True)
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = one_line(getattr(error, "stderr", "") or error)
+        raise UserError(f"not compiled: {said.rstrip('.')}. It needs cc and libjpeg's headers (libjpeg-dev).") from None
+    return library
