@@ -43,24 +43,23 @@ class RunSettings:
     epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
     minutes: float = option(
         0.0,
-        "Most minutes of a new run: fewer --epochs if these would take longer, by the speed of some steps before it; "
-        "0: any number.",
+        "Longest duration of a new run: it lowers --epochs by the measured speed of a few steps; 0: no limit.",
         low=0,
         high=100_000,
     )
     batch_size: int | Literal["auto"] = option(
         16,
-        "Images per GPU (or CPU rank) and micro-step; auto: the most that fit, for the same --global-batch.",
+        "Images per GPU (or CPU rank) and micro-batch; auto: the largest that fits, at the same --global-batch.",
         low=1,
         high=LARGEST_BATCH,
     )
     gradient_accumulation_steps: int = option(
-        1, "Micro-steps per optimizer step; BatchNorm still sees single micro-batches.", low=1, high=4096
+        1, "Micro-batches per optimizer step; BatchNorm sees single micro-batches.", low=1, high=4096
     )
     global_batch: int = option(
         0,
-        "Images per update over all ranks, which gives --gradient-accumulation-steps; 0: as these give it, with "
-        "--batch-size auto about 256.",
+        "Images per update over all ranks; sets --gradient-accumulation-steps. 0: batch size x ranks x accumulation, "
+        "or about 256 with --batch-size auto.",
         low=0,
         high=10**7,
     )
@@ -73,8 +72,8 @@ class RunSettings:
     )
 
     # Model.
-    pretrained: bool = option(False, "Start from the model's published weights (needs a network or a warm cache).")
-    weights: str = option("", "Start from this local file: safetensors, or a pickle of plain tensors.")
+    pretrained: bool = option(False, "Start from the model's published weights (needs a network or the hub's cache).")
+    weights: str = option("", "Start from a local file: safetensors, or a pickle that contains only tensors.")
     tune: str = option(
         "full",
         f"What is trained of a model with trained weights: {TUNE_USAGE} (the last N layers; adapters of rank R). "
@@ -82,19 +81,19 @@ class RunSettings:
     )
     features: Literal["computed", "cached"] = option(
         "computed",
-        "--tune head: what the head reads of an image; cached: computed once, before the first epoch: the same weights "
-        "sooner, with --augmentation none.",
+        "--tune head: what the head is trained on; cached: features are computed once, before the first epoch, which "
+        "gives the same weights sooner and needs --augmentation none.",
     )
     solver: Literal["steps", "lbfgs"] = option(
         "steps",
-        "--features cached: how the head is trained; lbfgs: to the minimum of cross-entropy and weight decay (as L2), "
-        "in place of epochs.",
+        "--features cached: how the head is trained; lbfgs: to the minimum of cross-entropy plus weight decay"
+        " (as L2), instead of by epochs.",
     )
     ensemble_members: str = option(
         "mobilenet,efficientnet,vgg", f"Members of --model-type ensemble, comma-separated; at most {MOST_MEMBERS}."
     )
     head_epochs: int = option(
-        2, "mobilenet_finetuned: epochs in which only the new head learns, before all layers do.", low=0, high=100_000
+        2, "mobilenet_finetuned: epochs that train only the new head, before all layers.", low=0, high=100_000
     )
     backbone_learning_rate_scale: float = option(
         0.1, "mobilenet_finetuned: learning rate of the backbone as a share of the head's.", above=0, high=1
@@ -104,20 +103,20 @@ class RunSettings:
     )
     dropout: float | Literal["auto"] = option(
         "auto",
-        "Dropout of what the classifier reads, and in cnn_lstm between the LSTM's layers; auto: 0.2 in basic_cnn and "
-        "cnn_lstm, timm's own in its models.",
+        "Dropout before the classifier, and between the layers of cnn_lstm's LSTM; auto: 0.2 in basic_cnn and"
+        " cnn_lstm, timm's own in timm models.",
         low=0,
         high=0.99,
     )
     drop_path: float | Literal["auto"] = option(
         "auto",
-        "Probability that the last residual block of a timm model is skipped for an image; less before; auto: timm's "
-        "own, which is above 0 in some transformers.",
+        "Probability of skipping the last residual block of a timm model; lower in earlier blocks; auto: "
+        "timm's own, which is above 0 in some transformers.",
         low=0,
         high=0.99,
     )
     activation_checkpointing: bool = option(False, "Recompute activations in backward: less memory, more time.")
-    sync_batchnorm: bool = option(False, "BatchNorm statistics over all GPUs' samples instead of each rank's own.")
+    sync_batchnorm: bool = option(False, "Compute BatchNorm statistics over all GPUs instead of per rank.")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "Arithmetic; auto: bf16 on GPUs that have it, fp16 on older GPUs, fp32 on CPU."
     )

@@ -18,12 +18,12 @@ class CheckpointSettings(RecipeSettings):
     )
     save_every_steps: int = option(0, "Optimizer steps between checkpoints within an epoch; 0: none by steps.", low=0)
     save_every_minutes: float = option(5.0, "Minutes between checkpoints within an epoch; 0: none by time.", low=0)
-    keep_last: int = option(2, "Newest checkpoints to keep, beside the best epoch's.", low=1, high=100_000)
+    keep_last: int = option(2, "Newest checkpoints to keep, besides the best epoch's.", low=1, high=100_000)
     max_bad_steps: int = option(10, "Skipped steps in a row (gradient not finite) that end the run; 0: never.", low=0)
     on_oom: Literal["stop", "adapt"] = option(
         "stop",
-        "Out of memory: stop; adapt: the launcher starts again from the newest checkpoint with a smaller micro-batch "
-        "(the same global batch), recomputed activations, a higher ZeRO stage, offload, whichever is the first left.",
+        "Out of memory: stop; adapt: the launcher restarts from the newest checkpoint with the first that is left of:"
+        " a smaller micro-batch (same global batch), activation checkpointing, a higher ZeRO stage, offload.",
     )
     hang_timeout: float = option(
         300.0,

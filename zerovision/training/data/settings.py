@@ -124,7 +124,7 @@ class DataFields:
         f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: classes, or train/ and val/).",
     )
     data_root: str = option(
-        DATA_ROOT, "Folder of torchvision's data sets and of caches; another one also of the paths of a table."
+        DATA_ROOT, "Folder of torchvision's data sets and caches; if set, a table's paths start there, too."
     )
     path_column: str = option(
         "",
@@ -138,31 +138,31 @@ class DataFields:
     )
     label_separator: str = option(
         "",
-        "--task multilabel: what stands between the labels of a cell, such as ','; none: ; or |, and a comma or blanks "
-        "if each part is the label of another image.",
+        "--task multilabel: separator of the labels in a cell, such as ','; default: ; or |, or a comma or "
+        "blanks if each part is also the label of another image.",
     )
     task: Literal["multiclass", "multilabel"] = option(
-        "multiclass", "multilabel: an image of a table has any number of classes, each a yes or no of its own."
+        "multiclass", "multilabel: an image of a table has any number of classes, and each class is decided separately."
     )
     download: bool = option(False, "Allow data sets of torchvision and of the hub to be downloaded.")
     remote_cache_gb: float = option(
-        20.0, "Most gigabytes of data behind URLs that are kept in remote/ below --data-root.", low=0.1, high=10**6
+        20.0, "Gigabytes of remote data to keep in remote/ below --data-root.", low=0.1, high=10**6
     )
     val_fraction: float = option(
-        0.2, "Share held out for validation where the data has no part for it.", above=0, high=0.9
+        0.2, "Share held out for validation if the data has no validation part.", above=0, high=0.9
     )
-    split_seed: int = option(0, "Another one holds out other images.", low=0, high=2**31)
+    split_seed: int = option(0, "Seed of the split: another number holds out other images.", low=0, high=2**31)
     folds: int = option(
         0,
         "K-fold cross-validation in place of --val-fraction: each image is held out in one of K runs.",
         low=0,
         high=1000,
     )
-    fold: int = option(1, "--folds K: which one is held out, 1 to K.", low=1, high=1000)
+    fold: int = option(1, "--folds K: the fold to hold out, 1 to K.", low=1, high=1000)
     val_part: str = option(
         "",
-        "Folder of DIR, or split of a table, to validate on, such as Testing; train, val and test are known by many "
-        "names; none: the folders are classes whatever their names.",
+        "Folder of DIR, or split of a table, to validate on, such as Testing; usual names of train, val and "
+        "test are recognized; none: all folders are classes.",
     )
     image_size: int | str = option(  # an `ImageSize`, as the next
         0,
@@ -175,18 +175,18 @@ class DataFields:
     )
     eval_crop: float | Literal["auto"] = option(
         "auto",
-        "Share of a photograph's shorter side that validation sees, in the middle; auto: as for the starting weights, "
-        "else 0.875.",
+        "Share of the shorter side of a photograph that validation keeps, at the center; auto: as for the "
+        "starting weights, else 0.875.",
         low=0.5,
         high=1,
     )
     fit: Literal["auto", "crop", "pad", "squash"] = option(
         "auto",
-        "How a whole image gets the shape: its centre (crop), grey bars beside it (pad), or distorted (squash); "
-        "auto: crop for photographs, squash for arrays. With pad and squash --augmentation auto crops nothing.",
+        "How an image gets its shape: crop its center, pad it with bars, or squash it; auto: crop for photographs, "
+        "squash for arrays. With pad and squash, --augmentation auto does not crop.",
     )
     interpolation: Literal["auto", "bilinear", "bicubic"] = option(
-        "auto", "Filter of every resize, with antialiasing; auto: as for the starting weights, else bilinear."
+        "auto", "Filter for resizing, with antialiasing; auto: as for the starting weights, else bilinear."
     )
     image_channels: int = option(
         0,
@@ -203,65 +203,61 @@ class DataFields:
     randaugment: str = option(
         RANDAUGMENT, "timm's string for --augmentation randaugment: m magnitude, n operations, mstd, inc1, ..."
     )
-    crop_scale: str = option(CROP_SCALE, "Smallest and largest share of the image's area that a crop takes.")
+    crop_scale: str = option(CROP_SCALE, "Smallest and largest area of a crop, as shares of the image.")
     crop_ratio: str = option(
-        CROP_RATIO,
-        "Smallest and largest width of a crop, as a multiple of its height; with --image-size HxW, of W/H times that.",
+        CROP_RATIO, "Smallest and largest width of a crop as a multiple of its height (of W/H with --image-size HxW)."
     )
     mirror: Literal["auto", "off", "random", "alternate"] = option(
-        "auto", "Left to right: half of the time, or every other epoch (alternate); auto: the augmentation's own."
+        "auto", "Mirror left to right: half of the time, or every other epoch (alternate); auto: as the augmentation."
     )
     shift_pixels: int | Literal["auto"] = option(
-        "auto", "Farthest shift; 0: none; auto: the augmentation's own.", low=0, high=LARGEST_IMAGE_SIZE
+        "auto", "Largest shift; 0: none; auto: as the augmentation does.", low=0, high=LARGEST_IMAGE_SIZE
     )
-    shift_padding: Literal["zeros", "reflect"] = option("zeros", "What comes in at the edge of a shifted image.")
+    shift_padding: Literal["zeros", "reflect"] = option("zeros", "What fills the edge of a shifted image.")
     color_jitter: float = option(
-        0.0, "Most by which brightness, contrast and saturation change, as a share; 0: none.", low=0, high=1
+        0.0, "Largest change of brightness, contrast and saturation, as a share; 0: none.", low=0, high=1
     )
-    random_erasing: float = option(0.0, "Probability that a rectangle of an image is erased.", low=0, high=1)
+    random_erasing: float = option(0.0, "Probability of erasing a rectangle of an image.", low=0, high=1)
     random_erasing_mode: Literal["pixel", "rand", "const"] = option(
-        "pixel", "What fills it: noise, one random colour, or the mean colour."
+        "pixel", "What fills the erased rectangle: noise, one random color, or the mean color."
     )
     mixup: float = option(
-        0.0, "Mixup's alpha: images and targets of a micro-batch are blended; 0: none.", low=0, high=100
+        0.0, "Alpha of mixup, which blends images and targets of a micro-batch; 0: off.", low=0, high=100
     )
-    cutmix: float = option(0.0, "Cutmix's alpha: images get a rectangle of another one; 0: none.", low=0, high=100)
-    mixup_probability: float = option(1.0, "Probability that a micro-batch is mixed.", low=0, high=1)
+    cutmix: float = option(0.0, "Alpha of cutmix, which pastes a rectangle of another image; 0: off.", low=0, high=100)
+    mixup_probability: float = option(1.0, "Probability of mixing a micro-batch.", low=0, high=1)
     mixup_switch_probability: float = option(
-        0.5, "Probability of cutmix instead of mixup, if both are on.", low=0, high=1
+        0.5, "Probability of cutmix instead of mixup if both are on.", low=0, high=1
     )
-    mixup_off_epochs: int = option(0, "Last epochs without mixup and cutmix.", low=0, high=100_000)
+    mixup_off_epochs: int = option(0, "Number of last epochs without mixup and cutmix.", low=0, high=100_000)
     sampling: Literal["uniform", "balanced"] = option(
-        "uniform",
-        "What an epoch consists of; uniform: each sample once; balanced: as many samples, equally many of each class.",
+        "uniform", "uniform: each sample once an epoch; balanced: as many samples, equally many of each class."
     )
     order: Literal["random", "shards"] = option(
         "random",
-        "How the samples of an epoch follow each other; shards: tar files, or row groups of Parquet files, are "
-        "shuffled and read one after another, for data that a cache cannot keep.",
+        "Order of the samples in an epoch; shards: tar files, or row groups of Parquet files, are shuffled "
+        "and read one after another, for data that do not fit into a cache.",
     )
     shuffle_window: int = option(
-        4096, "--order shards: neighbouring samples among which each is shuffled.", low=1, high=10**9
+        4096, "--order shards: number of consecutive samples to shuffle among.", low=1, high=10**9
     )
     repeated_augmentation: int = option(
         1,
-        "Differently augmented copies of each sample of an epoch, next to each other; its length stays.",
+        "Copies of each sample in an epoch, each augmented differently; the length of the epoch stays.",
         low=1,
         high=64,
     )
     decode: Literal["cpu", "exact", "numbers"] = option(
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
-    cache: Literal["ram", "disk", "off"] = option(
-        "off", "Keep the shrunk images of files: in memory, or on disk under --data-root."
-    )
+    cache: Literal["ram", "disk", "off"] = option("off", "Keep decoded images in memory, or on disk below --data-root.")
     cache_gb: float = option(
-        0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
+        0.0, "Limit of all caches together, in gigabytes; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
     )
     workers: str = option("auto", "Loader processes per rank: a whole number, or auto.")
     max_megapixels: int = option(
         MAX_MEGAPIXELS,
-        "Largest image file that is read, in millions of pixels: it may be a bomb of few bytes.",
+        "Largest image file to read, in millions of pixels; protects against decompression bombs.",
         low=1,
         high=MOST_MEGAPIXELS,
     )

@@ -33,20 +33,21 @@ class ShardingSettings(DataSettings):
     )
     engine: Literal["auto", "deepspeed", "torch"] = option(
         "auto",
-        "What shards the training state; auto: torch, whose bytes do not depend on the number of ranks, or deepspeed "
-        "for what it alone does.",
+        "Code that shards the training state; auto: torch, which gives the same bytes on any number of ranks,"
+        " or deepspeed for what only DeepSpeed does.",
     )
     replicate_across: Literal["none", "nodes"] = option(
         "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; not --engine deepspeed)."
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
-        "Run the model through torch.compile (a minute or two at the first start); auto: in long CPU runs of models "
-        "that were measured to be faster. On GPUs auto replays the model's kernels as CUDA graphs; off: neither.",
+        "Run the model through torch.compile (a minute or two at the first start); auto: only in long CPU "
+        "runs of models that were measured to be faster. On GPUs, auto replays the model's kernels as CUDA "
+        "graphs; off: neither.",
     )
     threads_per_rank: int = option(
         0,
-        "CPU threads of each rank; 0: as the checkpoint, else cores / ranks. Another number changes the last bits.",
+        "CPU threads per rank; 0: as in the checkpoint, else cores / ranks. Another number changes the last bits.",
         low=0,
         high=1024,
     )

@@ -17,28 +17,26 @@ TRACKERS = ("wandb", "mlflow", "trackio")  # packages
 class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
     """Where a run's files go, and what is in them."""
 
-    run_name: str = option("", "Name of the run's folders; default: date, model, strategy.")
+    run_name: str = option("", "Name of the run's folder; default: date, time, model, strategy.")
     log_dir: str = option("", "Folder of all logs; default: logs/ beside scripts/.")
     log_every_steps: int | Literal["auto"] = option(
-        "auto", "Optimizer steps between two log points; auto: 10, or more if they take less than a second.", low=1
+        "auto", "Optimizer steps between log points; auto: 10, or more if they take less than a second.", low=1
     )
     log_hashes: int = option(
         0, "Steps between two hashes of images and weights, for scripts/bisect_runs.py; 0: none.", low=0
     )
-    audit: int = option(
-        0, "Steps between two checks of a rank's gradients against another rank's of the same images; 0: none.", low=0
-    )
+    audit: int = option(0, "Steps between two checks of one rank's gradients by another rank; 0: none.", low=0)
     progress: Literal["auto", "bar", "lines", "off"] = option(
         "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
     )
     loggers: str = option(
         "tensorboard", "Where curves go: some of tensorboard, wandb, mlflow, trackio, with commas between; or none."
     )
-    tensorboard: bool = option(True, "Write TensorBoard event files; false: not even if --loggers names them.")
-    report: bool = option(True, "Write report.html, the whole run on one page, into the run's folder when it ends.")
+    tensorboard: bool = option(True, "Write TensorBoard event files; false overrides --loggers.")
+    report: bool = option(True, "Write report.html, the run on one page, when the run ends.")
     profile: int = option(
         0,
-        "Steps of rank 0's first epoch that torch.profiler traces into the run's folder; 0: none.",
+        "Steps of rank 0's first epoch to trace with torch.profiler; 0: none.",
         low=0,
         high=10_000,
     )

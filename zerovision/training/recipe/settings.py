@@ -30,22 +30,22 @@ class RecipeSettings(RunSettings):
     )
     weight_decay: float = option(0.05, "Decay of weights (decoupled in adamw); see --no-weight-decay.", low=0, high=10)
     no_weight_decay: Literal["vectors", "model"] = option(
-        "vectors", "What has no weight decay: vectors (biases, norms); model: also what a timm model names."
+        "vectors", "No weight decay for vectors (biases, norms), or also for what a timm model names."
     )
     layer_decay: float = option(
-        1.0, "Learning rate of a layer as a share of that of the next one, towards the head.", above=0, high=1
+        1.0, "Learning rate of a layer as a share of the rate of the next layer.", above=0, high=1
     )
-    momentum: float = option(0.9, "Momentum of rules that have one, such as sgd.", low=0, high=0.9999)
-    gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0 switches clipping off.", low=0)
+    momentum: float = option(0.9, "Momentum of optimizers that have one, such as sgd.", low=0, high=0.9999)
+    gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0: no clipping.", low=0)
     ema: float = option(
         0.0,
-        "Evaluate and export an exponential moving average of the weights that keeps this share of itself in each step "
-        "(less early in the training); 0: the weights themselves.",
+        "Evaluate and export an exponential moving average of the weights with this decay (lower early in the"
+        " training); 0: the weights themselves.",
         low=0,
         high=0.999999,
     )
     lookahead: int = option(
-        0, "Steps between two pulls of the weights halfway back to slow ones (timm's default is 6); 0: none.", low=0
+        0, "Steps after which the weights move halfway back to slow weights (timm's default is 6); 0: off.", low=0
     )
     warmup_epochs: float | Literal["auto"] = option(
         "auto",
@@ -65,13 +65,13 @@ class RecipeSettings(RunSettings):
         high=1,
     )
     cooldown_epochs: float = option(
-        0.0, "Last epochs of the run, at the final learning rate; not of step and constant.", low=0
+        0.0, "Number of last epochs at the final learning rate; not with step and constant.", low=0
     )
     base_batch_size: int = option(
-        0, "Scale --learning-rate by global batch / this (linear scaling rule); 0 leaves it alone.", low=0
+        0, "Multiply --learning-rate by global batch / this number (linear scaling rule); 0: no scaling.", low=0
     )
     early_stopping_patience: int = option(
-        0, "Epochs without a better validation score, see --best-by, before stopping; 0: never.", low=0
+        0, "Stop after this many epochs without a better score (--best-by); 0: never.", low=0
     )
 
     @property

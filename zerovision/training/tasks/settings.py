@@ -38,27 +38,27 @@ class TaskSettings(RunSettings):
         f"Training loss: {', '.join(LOSSES)}; bce: binary cross-entropy of each class, averaged over the classes; "
         "supcon: supervised contrastive, trains features for a head that is trained after it.",
     )
-    temperature: float = option(0.1, "--loss supcon: by which cosines are divided.", low=0.001, high=100)
+    temperature: float = option(0.1, "--loss supcon: divisor of the cosines.", low=0.001, high=100)
     gradient_cache: int = option(
         0,
-        "--loss supcon: images that go through the network at a time; all of a step are compared; 0: --batch-size.",
+        "--loss supcon: images in the network at a time; all images of a step are compared; 0: --batch-size.",
         low=0,
         high=LARGEST_BATCH,
     )
     distill: str = option(
         "",
-        "kl:T[:ALPHA] trains on the answers of --teacher: the divergence at temperature T, times T squared. ALPHA is "
-        "its share, the rest that of --loss; default: 1.",
+        "kl:T[:ALPHA] trains on the output of --teacher: the divergence at temperature T, times T squared, "
+        "with weight ALPHA; --loss has the rest. Default of ALPHA: 1.",
     )
     teacher: str = option(
         "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
     )
     teacher_classes: str = option(
-        "", "--teacher: a file with the data's name of each of its outputs, one a line; default: the names that it has."
+        "", "--teacher: a file with the data's name for each of its outputs, one per line; default: its own names."
     )
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(
-        0.0, "--loss bce: smoothed and mixed targets above this are 1, the others 0; 0: as they are.", low=0, high=0.99
+        0.0, "--loss bce: smoothed and mixed targets above this become 1, the others 0; 0: unchanged.", low=0, high=0.99
     )
     class_weights: str = option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
     best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(

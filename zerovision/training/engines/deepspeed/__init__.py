@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DeepSpeedSettings:
     """What DeepSpeed alone follows."""
 
-    deepspeed_config: str = option("", "Use this DeepSpeed JSON in place of the strategy's own.")
+    deepspeed_config: str = option("", "DeepSpeed JSON file to use instead of the strategy's own.")
 
 
 class DeepSpeed(Way):

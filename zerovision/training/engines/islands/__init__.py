@@ -25,20 +25,18 @@ class IslandSettings:
 
     local_steps: int = option(
         1,
-        "Steps that each island of ranks trains by itself before all take an outer step together (DiLoCo, for slow "
-        "links between them); 1: none do, gradients are summed over all ranks in every step. --strategy ddp.",
+        "Steps that each island of ranks trains by itself before all take an outer step together (DiLoCo, for"
+        " slow links); 1: off, gradients are summed over all ranks in every step. Needs --strategy ddp.",
         low=1,
         high=100_000,
     )
-    islands: int = option(
-        0, "--local-steps: equal groups that the ranks are divided into; 0: one per machine.", low=0, high=100_000
-    )
+    islands: int = option(0, "--local-steps: number of equal groups of ranks; 0: one per machine.", low=0, high=100_000)
     outer_learning_rate: float = option(0.7, "--local-steps: learning rate of the outer step.", above=0, high=10)
     outer_momentum: float = option(0.9, "--local-steps: Nesterov momentum of the outer step.", low=0, high=0.9999)
     outer_precision: Literal["fp32", "bf16"] = option(
         "fp32",
-        "--local-steps: in what the weights' differences cross the links; bf16: half of the bytes. "
-        "What rounding leaves out goes with the next outer step.",
+        "--local-steps: precision in which the differences of weights are sent; bf16 halves the bytes, and "
+        "rounding errors are sent with the next outer step.",
     )
 
 

@@ -26,20 +26,20 @@ class PipelineSettings:
 
     pipeline_parallel: int = option(
         1,
-        "Cut the model into so many stages of consecutive layers, each on ranks of its own; micro-batches go through "
-        "them. An ensemble: deal its members out to so many ranks (ddp, not --engine deepspeed).",
+        "Stages of consecutive layers to cut the model into, each on its own rank. For an ensemble: ranks to "
+        "distribute the members over (ddp, not --engine deepspeed).",
         low=1,
         high=1024,
     )
     pipeline_schedule: Literal["1f1b", "interleaved"] = option(
         "1f1b",
-        "When a stage computes which micro-batch; 1f1b: keeps as many as there are stages, interleaved: two stages on "
-        "each rank, which waits half as long.",
+        "Order of micro-batches in a stage; 1f1b: keeps the activations of as many micro-batches as there are"
+        " stages; interleaved: two stages per rank, half the idle time.",
     )
     pipeline_split: str = option(
         "auto",
-        "Where stages begin: names of blocks with commas between them, such as blocks.3,blocks.6; auto: where all take "
-        "as long.",
+        "First blocks of the later stages, with commas between, such as blocks.3,blocks.6; auto: stages that "
+        "take equally long.",
     )
 
 

@@ -24,8 +24,8 @@ class TensorSettings:
 
     tensor_parallel: int = option(
         1,
-        "Ranks that compute every layer together, each with a part of its weights (engine torch; vision transformers, "
-        "ConvNeXt, MLP-Mixer, VGG); neighbours on one machine.",
+        "Ranks of one machine that compute every layer together, each with a part of its weights (engine "
+        "torch; vision transformers, ConvNeXt, MLP-Mixer, VGG).",
         low=1,
         high=1024,
     )
