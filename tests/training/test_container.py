@@ -18,7 +18,7 @@ from zerovision.training.config import REPO_ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DOCKERFILE = (REPO_ROOT / "Dockerfile").read_text()
+DOCKERFILE = (REPO_ROOT / "deploy" / "Dockerfile").read_text()
 IMAGE_FOLDER = "/opt/zerovision"
 # $1: the interpreter's installation, which an ordinary user may not reach; $2: the volume; then variables and command.
 CONTAINER = """
