@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (473, 350),
+    "scripts": (478, 350),
     "models": (1347, 900),
     "zerovision/training/config": (788, 500),
     "zerovision/training/base": (1172, 550),

@@ -36,7 +36,7 @@ def main() -> int:
     verb, *words = sys.argv[1:] or ["--help"]
     if verb in ("-h", "--help", "help"):
         listing = "\n".join(f"  {name:9} {what}" for name, what in VERBS.items())
-        print(f"Train image classifiers and use them.\n\n{listing}\n\nzerovision VERB --help says more about one.")
+        _print(f"Train image classifiers and use them.\n\n{listing}\n\nzerovision VERB --help says more about one.\n")
         return 0
     if verb in ("-V", "--version"):
         print(f"zerovision {__version__}")
@@ -58,6 +58,14 @@ def main() -> int:
     return run_command(SCRIPTS.get(verb, verb))
 
 
+def _print(text: str) -> None:
+    """Print to somebody who may stop reading, such as `head`."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+
+
 def _launch(words: list[str]) -> int:
     """Hand over to the launcher of one machine or of several."""
     leading = next((count for count, word in enumerate(words) if word.startswith("-")), len(words))
@@ -65,7 +73,7 @@ def _launch(words: list[str]) -> int:
     if not words or {"-h", "--help"} & {*words}:
         from zerovision.training.base.places import as_typed
 
-        print(as_typed((Path(__file__).parent / "launch" / "usage" / f"{script}.txt").read_text()), end="")
+        _print(as_typed((Path(__file__).parent / "launch" / "usage" / f"{script}.txt").read_text()))
         return 0
     from zerovision.launch.arguments import run_launcher
     from zerovision.launch.launch import main as launch

@@ -67,3 +67,14 @@ def test_a_message_names_what_the_user_has(text, command, monkeypatch):
     said = mock.Mock()
     Loggers([said]).message(text)
     said.message.assert_called_once_with(command)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"]])
+def test_somebody_may_stop_reading_the_help(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "zerovision.cli", *words]
+    environment = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
+    with os.fdopen(writer, "wb") as nobody_reads:
+        ended = subprocess.run(command, env=environment, stdout=nobody_reads, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
