@@ -43,7 +43,8 @@ class RunSettings:
     epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
     minutes: float = option(
         0.0,
-        "Longest duration of a new run: it lowers --epochs by the measured speed of a few steps; 0: no limit.",
+        "Longest duration of a new run: it lowers --epochs, to 1 at least, by the measured speed of a few steps; "
+        "0: no limit.",
         low=0,
         high=100_000,
     )
