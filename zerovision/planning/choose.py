@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerovision.models import HUB_PREFIX, TIMM_PREFIX, model_spec
+from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import plural
 from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, usual_global_batch
 from zerovision.training.data.settings import IMBALANCE
@@ -18,6 +19,8 @@ MINUTES = dict(zip(EFFORTS, (1, 15, 240, 0), strict=True))  # at most, 0: any nu
 UPDATES = dict(zip(EFFORTS, (500, 2000, 20_000, 80_000), strict=True))  # from random weights
 OF_FINE_TUNING = 0.2  # of these updates
 OF_A_LIMIT = 4  # of them, where the minutes are the user's: they end the training
+FEWEST_OF_AN_UPDATE = 32  # images, if an epoch has some updates: a step of the rule takes as long for fewer
+FEWEST_UPDATES = 4
 FEWEST_EPOCHS, MOST_EPOCHS = 3, 200  # a small set is learned by heart in more
 SMALL = 64  # pixels: the shorter side of images for which a network of ours is made
 TINY = 16  # pixels: below it these have no room
@@ -189,7 +192,9 @@ def _is_photographs(facts: Facts) -> bool:
 def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) -> int:
     """Choose the images of an update, so that an epoch has several; return them."""
     ranks = facts.gpus or 1
-    total = usual_global_batch(ranks, images)
+    unit = FEWEST_IMAGES * ranks
+    least = min(FEWEST_OF_AN_UPDATE, images // FEWEST_UPDATES) // unit * unit
+    total = max(least, usual_global_batch(ranks, images))
     total = total if facts.gpus else min(total, MOST_IMAGES_ON_CPU)
     if {"batch_size", "global_batch"} & given.keys():
         batch = given.get("batch_size", "auto")
