@@ -12,7 +12,7 @@ from pathlib import Path
 from zerovision import __version__
 
 VERBS = {  # what each does
-    "train": "train on a folder of photographs: all else is chosen, and said",
+    "train": "train on a folder of photographs; chooses the settings and prints them",
     "launch": "train on this machine or several: MODEL STRATEGY [MACHINES] GPUS BATCH_SIZE EPOCHS",
     "evaluate": "measure a trained model exactly, class by class",
     "predict": "label images",

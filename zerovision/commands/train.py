@@ -37,7 +37,7 @@ LEAST_MINUTES = 0.1  # that are left for a run
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Trains a classifier on photographs, in one word: it chooses what you do not give, and says why.
+    """Trains a classifier on photographs. It chooses every setting that you leave out, and says why.
 
     python scripts/train.py ~/photos                       # a folder of images for each class
     python scripts/train.py ~/photos --minutes 20          # no longer than that
@@ -45,7 +45,7 @@ class TrainSettings:
     python scripts/train.py ~/photos --epochs 30 --model-type timm:resnet50
 
     DATA is whatever the trainer's --data takes: a folder, a table, tar or Parquet files, hf:ORG/NAME, digits. All flags
-    of the trainer are taken as well (python scripts/train_distributed.py --help lists them), and those of
+    of the trainer are taken as well (docs/reference/flags.md lists them), and those of
     bash scripts/launch_distributed.sh: each one given overrides a choice.
     """
 
@@ -70,7 +70,7 @@ class TrainSettings:
         parser.add_number("--gpus", 0, MOST_GPUS_PER_NODE, default=0, help="GPUs, or CPU ranks; 0: all GPUs, or one.")
         own, others = parser.parse_known(words)
         if not words[0] == own.data:
-            raise UserError(f"{shown(words[0])} stands before DATA: give the folder or the table first, then flags.")
+            raise UserError(f"{shown(words[0])} comes before DATA: give the folder or the table first, then flags.")
         flags = training_parser()
         values, rest = flags.parse_known(others)
         if unknown := setting_parser(LAUNCHERS["launch_distributed.sh"]).parse_known(rest)[1]:

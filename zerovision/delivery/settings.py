@@ -129,7 +129,7 @@ class PredictSettings(ViewSettings, ModelSettings):
         "json: one object a line. Default: as --output ends, .csv or .json; else table.",
     )
     output: str = text("File to write in place of standard output.")
-    explain: str | bool = text("Write what spoke for the first label, a picture of each image.", metavar="FOLDER")
+    explain: str | bool = text("Draw what led to the first label, a picture per image.", metavar="FOLDER")
     batch_size: int = number(64, 1, LARGEST_BATCH, "Images of one forward pass.")
     device: str = choice("", DEVICES, OF_DEVICE)
     decode: str = choice(

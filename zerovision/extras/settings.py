@@ -56,7 +56,7 @@ class AuditSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings(ModelSettings):
-    """Serve one model as a page on this machine: drop an image, see its labels and what spoke for the first.
+    """Serve one model as a page on this machine: drop an image, see its labels and the regions that led to the first.
 
     python scripts/serve.py digits                       # prints the address; Ctrl-C ends it
     python scripts/serve.py model.safetensors --port 0   # a free port

@@ -176,7 +176,7 @@ def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any
         network, size = SCRATCH[bool(facts.gpus)][rung]
         why = f"from random weights, at --effort {effort} on {'GPUs' if facts.gpus else 'CPU cores'}"
         if found:
-            why += f"; {found.network} has trained ones, out of reach here: with few images they give far more"
+            why += f"; {found.network} has pretrained weights, which cannot be had here and would give far more"
         take(why, model_type=network, **({} if "model_type" in given else {"image_size": size}))
     else:
         take("small images", model_type="basic_cnn" if facts.side < TINY else OURS[bool(facts.gpus)][rung])

@@ -45,8 +45,8 @@ def read(words: Sequence[str]) -> PlanFlags:
     parser.add_argument("--measure", action="store_true", help="Train 20 steps on this machine: the time of one.")
     parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
     parser.add_number("--images", 1, 999_999_999, help="Training images; default: of --data, or ImageNet.")
-    parser.add_number("--classes", 2, 10**6, help="Classes; default: of --data, or 1000.")
-    parser.add_argument("--with-data", action="store_true", help="Plan for --data's default too, not for ImageNet.")
+    parser.add_number("--classes", 2, 10**6, help="Number of classes. Default: that of --data, or 1000.")
+    parser.add_argument("--with-data", action="store_true", help="Plan for the default of --data instead of ImageNet.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)

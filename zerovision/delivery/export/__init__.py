@@ -52,7 +52,7 @@ FORMATS = {
         f"{HERE}.onnx_format:open_onnx",
         ".onnx",
         ("fp32", "bf16", "int8"),
-        "for onnxruntime and what else reads ONNX",
+        "for onnxruntime and other programs that read ONNX",
     ),
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 from zerovision.training.base.errors import UserError, one_line, shown
 
 FLAG = "--plugin"
-USAGE = "A file of yours with networks, augmentations or other lines of our tables, as in examples/; may be repeated."
+USAGE = "A Python file that adds networks, augmentations and so on, as in examples/; may be repeated."
 IN_FILES = "plugins"  # the key of what `names_of` returns in weights files
 DIGITS = 16  # of the sha256 that tells two states of a file apart
 _LOADED: dict[str, str] = {}  # FILE@SHA256 by name of the module
