@@ -164,7 +164,7 @@ def test_facts_of_an_array():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--epochs", "3", "photos"], "'--epochs' stands before DATA"),
+        (["--epochs", "3", "photos"], "'--epochs' comes before DATA"),
         (["photos", "--epoch", "3"], "unknown argument '--epoch'"),
         (["photos", "--max-restart", "3"], "Did you mean '--max-restarts'?"),
         (["photos", "--resume", "auto"], "--resume goes on with a run"),
