@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -131,10 +130,12 @@ def _effort_of(given: Mapping[str, Any]) -> str:
 
 def _named(config: TrainConfig) -> TrainConfig:
     """Return the configuration with the name of its data for the run: photos, or photos-2 if there is one already."""
+    from zerovision.delivery.trained_model import slug
+
     if config.run_name:
         return config
     stem = Path(os.path.expanduser(config.data.rstrip("/"))).name.partition(".")[0] or "run"
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem.rpartition(":")[2]).strip("-_")[:LONGEST_NAME] or "run"
+    name = slug(stem.rpartition(":")[2]).strip("-_")[:LONGEST_NAME] or "run"
     number, taken = 1, run_folder(config, name).path.exists
     while taken():
         number += 1
