@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerovision.models.sides import ImageSize, sides
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # While it computes the gradient of a spatial convolution's weights, oneDNN has it twice more, in blocks of channels and
 # in the usual order, and the weights once more if they are not in the images' order of dimensions. Its blocks have
@@ -65,11 +63,9 @@ class Activations(NamedTuple):
 
 def activations(
     network: nn.Module,
-    batch_size: int,
-    image_size: ImageSize,
+    shape: Sequence[int],
     precision: str = "fp32",
     device: str = "cpu",
-    image_channels: int = 3,
     *,
     channels_last: bool = True,
     places: Sequence[str] = (),
@@ -79,11 +75,9 @@ def activations(
     Args:
         network: of `without_data`, float32 images [B, C, H, W] -> logits; activation checkpointing may be enabled. It
             is not to be used afterwards.
-        batch_size: images per micro-batch, B.
-        image_size: H and W, in pixels.
+        shape: of a micro-batch of images, [B, C, H, W].
         precision: 'fp32', or 'bf16' or 'fp16' by autocast, whose copies of the weights count too.
         device: 'cpu' or 'cuda', whose autocast normalizes in fp32.
-        image_channels: C.
         channels_last: whether the engine keeps convolutions' weights in the images' order of dimensions.
         places: names of modules in the order in which they are entered, once each, by which the bytes are also told.
     """
@@ -96,7 +90,6 @@ def activations(
             _fill_with_fakes(network)
         if lower and device == "cuda":
             _normalize_in_float32(network)
-        shape = (batch_size, image_channels, *sides(image_size))
         images = torch.empty(shape, device="cpu" if fakes else "meta")
         gradients = []
         live = LiveBytes(copies)

@@ -130,12 +130,7 @@ def convolution_backward_flops(
     gradient_shape: Sequence[int],
     input_shape: Sequence[int],
     weight_shape: Sequence[int],
-    _bias: Any,
-    _stride: Any,
-    _padding: Any,
-    _dilation: Any,
-    transposed: bool,
-    *_rest: Any,
+    *settings: Any,
     out_shape: Sequence[Any],
     **_named: Any,
 ) -> int:
@@ -148,10 +143,11 @@ def convolution_backward_flops(
         gradient_shape: of the gradient of the output [B, C_out, ...].
         input_shape: [B, C_in, ...].
         weight_shape: [C_out, C_in / groups, ...], or [C_in, C_out / groups, ...] transposed.
-        transposed: whether it is a transposed convolution.
+        settings: bias, stride, padding, dilation, whether it is a transposed convolution, and more.
         out_shape: shapes of the gradients of input, weight and bias, None for those that are not computed.
     """
-    batch, _, *pixels = input_shape if transposed else gradient_shape
+    is_transposed = settings[4]
+    batch, _, *pixels = input_shape if is_transposed else gradient_shape
     forward = 2 * batch * math.prod(pixels) * math.prod(weight_shape)
     return forward * sum(shape is not None for shape in out_shape[:2])
 

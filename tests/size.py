@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (478, 350),
-    "models": (1347, 900),
+    "models": (1340, 900),
     "zerovision/training/config": (788, 500),
     "zerovision/training/base": (1173, 550),
     "zerovision/training/world": (625, 450),
@@ -27,7 +27,7 @@ ROOMS = {  # limit and end
     "zerovision/training/observe": (1131, 1050),
     "zerovision/training": (2156, 1400),
     "zerovision/launch": (2559, 1800),
-    "zerovision/planning": (1194, 1000),
+    "zerovision/planning": (1182, 1000),
     "zerovision/delivery": (3258, 2400),
     "zerovision/extras": (1484, 1300),
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from zerovision.models.activations import Activations, activations
 from zerovision.models.dry_run import without_data
-from zerovision.planning.memory import ModelSizes, plan_memory
+from zerovision.planning.memory import ModelSizes, RankShare, plan_memory
 from zerovision.planning.run_workload import sizes_of, workload_of
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
@@ -26,8 +26,8 @@ ACTIVATIONS = Activations(500, ((0, 0),))
 
 def plan(stage, ranks, engine="deepspeed", sizes=SIZES, values=2, offload="none", **settings):
     parallel = ParallelPlan(stage, shards=ranks, offload=offload, bucket_elements=BUCKET)
-    settings = {"activations": ACTIVATIONS} | settings
-    return plan_memory(sizes=sizes, engine=engine, plan=parallel, optimizer_values=values, **settings)
+    share = RankShare(sizes, settings.pop("activations", ACTIVATIONS))
+    return plan_memory(share, parallel, engine, values, **settings)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -129,9 +129,9 @@ def test_what_deepspeeds_step_needs():
 def test_buckets_are_what_is_written_of_them_on_a_cpu():
     """Of DeepSpeed's two at stage 2, `torch.empty` on a GPU takes all of both at once."""
     larger = ParallelPlan(2, shards=2, bucket_elements=50 * PARAMETERS)
-    words = {"sizes": SIZES, "engine": "deepspeed", "plan": larger, "optimizer_values": 2, "activations": ACTIVATIONS}
-    assert plan_memory(**words).communication == 4 * PARAMETERS
-    assert plan_memory(**words, device="cuda").communication == 2 * 4 * 50 * PARAMETERS
+    words = (RankShare(SIZES, ACTIVATIONS), larger, "deepspeed", 2)
+    assert plan_memory(*words).communication == 4 * PARAMETERS
+    assert plan_memory(*words, device="cuda").communication == 2 * 4 * 50 * PARAMETERS
 
 
 def test_offload_moves_bytes_to_the_cpu():
@@ -176,7 +176,7 @@ def test_activations_of_a_small_network():
     network = without_data(nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 5), nn.ReLU(), nn.Linear(5, 2)))
     images, hidden = 7 * 3 * 4 * 4, 7 * 5
     logits = loss = 1  # alive too when forward ends: the logits; their sum when backward begins
-    found = activations(network, batch_size=7, image_size=4)
+    found = activations(network, (7, 3, 4, 4))
     assert found.saved == 4 * (images + hidden + 7 * 2 * logits)
     # the gradient of the logits' sum, of the logits, and in the end of both the hidden layer and its weights
     assert 4 * loss <= found.workspace <= 4 * (loss + 7 * 2 + hidden + 3 * 4 * 4 * 5)
@@ -186,14 +186,14 @@ def test_activations_of_a_convolution_with_batchnorm():
     """Kept are the images, the convolution's output, BatchNorm's mean and deviation per channel, and ReLU's output."""
     network = without_data(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()))
     images, maps = 2 * 3 * 6 * 6, 2 * 8 * 6 * 6
-    assert activations(network, batch_size=2, image_size=6).saved == 4 * (images + 2 * maps + 2 * 8)
+    assert activations(network, (2, 3, 6, 6)).saved == 4 * (images + 2 * maps + 2 * 8)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_attention_keeps_no_matrix_of_all_tokens_by_all(precision):
     """What is kept of four times as many tokens is four times as much (Dao et al. 2022), but for weights in 16 bits."""
     network = nn.Sequential(PatchEmbed(None, 2, 3, 16), Attention(16, 2))
-    few, many = (activations(without_data(network), 2, size, precision).saved for size in (16, 32))
+    few, many = (activations(without_data(network), (2, 3, size, size), precision).saved for size in (16, 32))
     weights = 0 if precision == "fp32" else 2 * sum(part.numel() for part in network.parameters() if part.ndim > 1)
     assert 0 <= 4 * few - many <= 3 * weights
 
@@ -203,10 +203,10 @@ def test_copies_of_the_weights_on_a_cpu(kernel, groups, copies):
     """Measured on oneDNN with one layer: its gradient twice more, and 16 x 16 times of a large depthwise kernel."""
     network = nn.Sequential(nn.Conv2d(512, 512, kernel, padding=kernel // 2, groups=groups, bias=False), nn.Flatten())
     weight_bytes = 4 * 512 * 512 // groups * kernel**2
-    settings = {"batch_size": 1, "image_size": 1, "image_channels": 512}
-    gpu = activations(without_data(network), device="cuda", **settings)
-    cpu = activations(without_data(network), **settings)
-    other = activations(without_data(network), **settings, channels_last=False)
+    shape = (1, 512, 1, 1)
+    gpu = activations(without_data(network), shape, device="cuda")
+    cpu = activations(without_data(network), shape)
+    other = activations(without_data(network), shape, channels_last=False)
     assert cpu.workspace - gpu.workspace == copies * weight_bytes
     assert other.workspace - cpu.workspace == (weight_bytes if copies == 2 else 0)
 
@@ -214,7 +214,7 @@ def test_copies_of_the_weights_on_a_cpu(kernel, groups, copies):
 def test_moments_of_backward():
     """The second layer's gradient is complete when the first one's is computed."""
     network = nn.Sequential(nn.Flatten(), nn.Linear(48, 500, bias=False), nn.Linear(500, 2, bias=False))
-    found = activations(without_data(network), 1, 4)
+    found = activations(without_data(network), (1, 3, 4, 4))
     assert [done for _, done in found.moments] == [500 * 2]  # and at no earlier moment more is taken
     assert found.workspace >= 4 * 48 * 500
 
@@ -226,13 +226,13 @@ def test_autocast_halves_activations_and_copies_weights():
     """
     network = nn.Sequential(nn.Flatten(), nn.Linear(48, 5, bias=False), nn.ReLU(), nn.Linear(5, 2, bias=False))
     images, hidden, copy = 7 * 48, 7 * 5, 5 * 2
-    found = activations(without_data(network), 7, 4, "bf16")
+    found = activations(without_data(network), (7, 3, 4, 4), "bf16")
     assert found.saved == 2 * (images + hidden + copy + 7 * 2) + 4 * images
 
 
 def test_norms_in_fp32_on_gpus_alone():
     network = nn.Sequential(nn.Flatten(), nn.Linear(48, 64), nn.LayerNorm(64), nn.Linear(64, 2))
-    cpu, cuda = (activations(without_data(network), 8, 4, "bf16", device).saved for device in ("cpu", "cuda"))
+    cpu, cuda = (activations(without_data(network), (8, 3, 4, 4), "bf16", device).saved for device in ("cpu", "cuda"))
     assert cuda > cpu
 
 
@@ -252,9 +252,9 @@ class Blocks(nn.Module):
 def test_checkpointing_keeps_the_blocks_inputs():
     """And recomputes a block at a time: its three maps are alive again in backward."""
     network, maps = Blocks(), 2 * 3 * 8 * 8
-    whole = activations(without_data(network), 2, 8)
+    whole = activations(without_data(network), (2, 3, 8, 8))
     enable_activation_checkpointing(network)
-    found = activations(without_data(network), 2, 8)
+    found = activations(without_data(network), (2, 3, 8, 8))
     assert whole.saved == 4 * maps * (1 + 3 * 4)  # a convolution's output is ReLU's too
     assert found.saved == 4 * maps * (1 + 4)
     assert 4 * maps * 3 <= found.workspace < 4 * maps * 6

@@ -40,7 +40,7 @@ def test_the_stages_are_the_whole(precision, recomputes):
     (first, last) = (share.activations.saved for share in shares)  # of two micro-batches, and of one
     assert first / 2 + last == whole.saved + 2 * received
     assert max(share.activations.workspace for share in shares) <= 2 * whole.workspace
-    assert [share.tried_bytes for share in shares[1:]] == [0]
+    assert [share.start for share in shares[1:]] == [JOB.workload.whole_bytes]
 
 
 def test_what_a_schedule_keeps():

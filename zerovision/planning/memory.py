@@ -50,6 +50,21 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
+class RankShare:
+    """What one rank has of a network.
+
+    Attributes:
+        sizes: of all of it, or of its stages of a pipeline.
+        activations: of all micro-batches that it has under way.
+        start: bytes before the network is divided, with those of a micro-batch that is tried on the whole one.
+    """
+
+    sizes: ModelSizes
+    activations: Activations
+    start: int = 0
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes that one rank needs, by purpose."""
 
@@ -91,30 +106,24 @@ class MemoryPlan:
 
 
 def plan_memory(
-    *,
-    sizes: ModelSizes,
-    engine: str,
+    share: RankShare,
     plan: ParallelPlan,
+    engine: str,
     optimizer_values: float,
-    activations: Activations,
     accumulation_steps: int = 1,
     device: str = "cpu",
-    images_ahead: int = 0,
-    start: int = 0,
 ) -> MemoryPlan:
     """Predict the bytes of one rank; plain arithmetic.
 
     Args:
-        sizes: of the model.
-        engine: 'torch' or 'deepspeed'.
+        share: what the rank has of the network.
         plan: how the state is distributed.
+        engine: 'torch' or 'deepspeed'.
         optimizer_values: that the optimizer keeps per trained parameter: 2 for AdamW, and 1 for each average.
-        activations: of one micro-batch.
         accumulation_steps: micro-steps of an update.
         device: 'cpu' or 'cuda'; CPU ranks are those of one machine.
-        images_ahead: bytes of the next micro-batch, which a GPU has while it computes with one.
-        start: bytes before the network is divided.
     """
+    sizes, activations = share.sizes, share.activations
     ranks, accumulates = plan.shards * plan.replicas, accumulation_steps > 1
     if engine == "deepspeed":
         needs = _deepspeed(sizes, plan, ranks, on_cpu=device == "cpu")
@@ -144,9 +153,9 @@ def plan_memory(
         communication=round(needs.communication),
         step=round(needs.step),
         later=round(later),
-        start=start,
+        start=share.start,
     )
-    return found if device == "cpu" else _on_gpu(found, engine, plan.offload, images_ahead)
+    return found if device == "cpu" else _on_gpu(found, engine, plan.offload)
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,7 @@ def _sums_kept(leaves: Leaves) -> int:
     return max((len(plan_segment(0, end * leaves.in_turn, total).nodes) for end in ends), default=0)
 
 
-def _on_gpu(found: MemoryPlan, engine: str, offload: str, images_ahead: int) -> MemoryPlan:
+def _on_gpu(found: MemoryPlan, engine: str, offload: str) -> MemoryPlan:
     """Add what a GPU has beside, and move what is offloaded to CPU memory."""
     moved: tuple[str, ...] = ("optimizer", "gradients") if offload != "none" else ()
     if offload == "all" or (moved and engine == "torch"):
@@ -258,7 +267,6 @@ def _on_gpu(found: MemoryPlan, engine: str, offload: str, images_ahead: int) -> 
     left = dataclasses.replace(
         found,
         buffers=found.buffers + BLAS_BYTES,
-        activations=found.activations + images_ahead,
         offloaded=sum(getattr(found, name) for name in moved),
         **dict.fromkeys(moved, 0),
     )

@@ -76,10 +76,10 @@ class Workload:
         Raises:
             UserError: if the network cannot be run without data.
         """
-        network, size = self.without_data(recomputes=checkpointing), self.image_size
-        settings = (batch_size, size, precision, device, self.image_channels)
+        network = self.without_data(recomputes=checkpointing)
+        shape = (batch_size, self.image_channels, *sides(self.image_size))
         try:
-            return activations(network, *settings, channels_last=channels_last, places=places)
+            return activations(network, shape, precision, device, channels_last=channels_last, places=places)
         except Exception as error:  # whatever a user's timm model does with its data
             raise UserError("this model computes with the values of its images: it cannot be planned.") from error
 

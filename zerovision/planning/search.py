@@ -12,7 +12,7 @@ from typing import Any
 from zerovision.models.activations import Activations
 from zerovision.models.sides import ImageSize
 from zerovision.planning.machines import CPU, Gpu, Machine
-from zerovision.planning.memory import MemoryPlan, ModelSizes, plan_memory
+from zerovision.planning.memory import MemoryPlan, ModelSizes, RankShare, plan_memory
 from zerovision.planning.run_workload import Workload, workload_of
 from zerovision.planning.stages import pipeline_of
 from zerovision.training.base.errors import UserError
@@ -149,29 +149,21 @@ def memory_of(
     plan, workload = job.plan_for(config), job.workload_for(config)
     name = resolve_engine(config, plan, workload.network, needing_torch(config))
     if not counts_activations:  # nor what a stage has, for which they are counted
-        parts = [(ModelSizes(0, 0, 0) if config.pipeline_parallel > 1 else workload.sizes, NO_ACTIVATIONS, 0)]
+        sizes = ModelSizes(0, 0, 0) if config.pipeline_parallel > 1 else workload.sizes
+        shares: Sequence[RankShare] = [RankShare(sizes, NO_ACTIVATIONS, workload.whole_bytes)]
     elif config.pipeline_parallel > 1:
         shares = pipeline_of(workload, config, job.precision, job.device)
-        parts = [(share.sizes, share.activations, share.tried_bytes) for share in shares]
     else:
         channels_last = job.has_gpus or (name == "torch" and plan.zero_stage == 1)
         settings = (config.micro_batch, job.precision, job.device, config.activation_checkpointing, channels_last)
-        parts = [(workload.sizes, workload.activations(*settings), 0)]
-    ranks = [
-        plan_memory(
-            sizes=sizes,
-            engine=name,
-            plan=plan,
-            optimizer_values=workload.optimizer_values,
-            activations=activations,
-            accumulation_steps=config.gradient_accumulation_steps,
-            device=job.device,
-            images_ahead=workload.image_bytes * config.micro_batch,
-            start=workload.whole_bytes + tried,
-        )
-        for sizes, activations, tried in parts
-    ]
-    return name, plan, max(ranks, key=lambda memory: memory.peak)
+        shares = [RankShare(workload.sizes, workload.activations(*settings), workload.whole_bytes)]
+    ahead = workload.image_bytes * config.micro_batch if job.has_gpus else 0  # a GPU has the next micro-batch, too
+    found = []
+    for share in shares:
+        kept = share.activations._replace(saved=share.activations.saved + ahead)
+        rank, steps = dataclasses.replace(share, activations=kept), config.gradient_accumulation_steps
+        found.append(plan_memory(rank, plan, name, workload.optimizer_values, steps, job.device))
+    return name, plan, max(found, key=lambda memory: memory.peak)
 
 
 def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from bisect import bisect_right
-from dataclasses import dataclass
 
 from zerovision.models.activations import Activations, Piece
 from zerovision.models.dry_run import forward_flops
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.sides import sides
-from zerovision.planning.memory import ModelSizes
+from zerovision.planning.memory import RankShare
 from zerovision.planning.run_workload import Workload, sizes_of
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.pipeline import stages_per_rank
@@ -28,21 +27,6 @@ from zerovision.training.engines.pipeline.cuts import (
     places_to_cut,
     trace,
 )
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """What one rank of a pipeline has.
-
-    Attributes:
-        sizes: of its stages.
-        activations: of all micro-batches that it has under way.
-        tried_bytes: of a micro-batch that goes through the whole network before it is cut.
-    """
-
-    sizes: ModelSizes
-    activations: Activations
-    tried_bytes: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,7 +65,7 @@ def pipeline_of(workload: Workload, config: TrainConfig, precision: str, device:
         stages = [[piece for piece, at in zip(found.pieces, stage_of, strict=True) if at == stage] for stage in own]
         held = _held(stages, _under_way(config, rank))
         sizes = sizes_of(network, {name for stage in own for name in names[stage]})
-        shares.append(RankShare(sizes, held, 0 if rank else found.saved + found.workspace))
+        shares.append(RankShare(sizes, held, workload.whole_bytes + (0 if rank else found.saved + found.workspace)))
     return tuple(shares)
 
 
@@ -97,7 +81,7 @@ def _members_of(
     shares = []
     for own in deal_members(costs, config.pipeline_parallel):
         part = dataclasses.replace(workload, network=Ensemble(ensemble.members[number] for number in own))
-        shares.append(RankShare(sizes_of(part.network), part.activations(*settings), 0))
+        shares.append(RankShare(sizes_of(part.network), part.activations(*settings), workload.whole_bytes))
     return tuple(shares)
 
 
