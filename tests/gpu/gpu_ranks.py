@@ -185,7 +185,7 @@ def blank_images(count: int) -> DatasetPair:
     pixels = torch.zeros(count, 3, 64, 64, dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(count) % CLASSES)
     defaults = DatasetDefaults(64, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
-    return make_dataset_pair(source, source, list("abcde"), defaults, DataOptions(), "fingerprint")
+    return make_dataset_pair((source, source), list("abcde"), defaults, DataOptions(), "fingerprint")
 
 
 def reserved_by_epochs(world: World, epochs: int) -> list[int]:

@@ -112,7 +112,7 @@ def make_data(broken_sample: int = -1, image_channels: int = 3) -> DatasetPair:
     source = ArraySource(pixels, torch.arange(SAMPLES) % CLASSES, image_channels)
     defaults = DatasetDefaults(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
-    pair = make_dataset_pair(source, source, names, defaults, DataOptions(), "fingerprint")
+    pair = make_dataset_pair((source, source), names, defaults, DataOptions(), "fingerprint")
     if broken_sample >= 0:
         pair.train.batch_transforms = _NanInOne(pair.train, broken_sample)
     return pair

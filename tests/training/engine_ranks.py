@@ -500,7 +500,7 @@ def make_small_data(**options: Any):
     source = ArraySource(pixels, torch.arange(EPOCH_SAMPLES) % CLASSES)
     defaults = DatasetDefaults(8, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
-    return make_dataset_pair(source, source, names, defaults, DataOptions(**options), "fingerprint")
+    return make_dataset_pair((source, source), names, defaults, DataOptions(**options), "fingerprint")
 
 
 def loop_run(

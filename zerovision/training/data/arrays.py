@@ -55,14 +55,14 @@ def _load_digits(options: DataOptions) -> DatasetPair:
             (slice(DIGITS_TO_TRAIN, None), options.eval_image_size or size),
         )
     )
-    return make_array_datasets(train, val, [str(digit) for digit in range(10)], options, image_size=IMAGE_SIZE)
+    return make_array_datasets(train, val, [str(digit) for digit in range(10)], options, IMAGE_SIZE)
 
 
 def _load_fake(options: DataOptions) -> DatasetPair:
     """Generate the images: the same for every seed, of 32 pixels; another size resizes them when they are read."""
     train, val = _waves(FAKE_TRAIN_IMAGES, stream=0), _waves(FAKE_VAL_IMAGES, stream=1)
     class_names = [f"wave-{label}" for label in range(FAKE_CLASSES)]
-    return make_array_datasets(train, val, class_names, options, image_size=IMAGE_SIZE)
+    return make_array_datasets(train, val, class_names, options, IMAGE_SIZE)
 
 
 def _waves(num_images: int, stream: int) -> ArraySource:
@@ -109,7 +109,7 @@ def _load_npz(options: DataOptions) -> DatasetPair:
     if train.values != val.values:
         raise UserError(f"--data npz:{path}: x_train is {train.values}, x_test is {val.values}: give both one type.")
     size = size_of(*train.images.shape[2:])
-    return make_array_datasets(train, val, names, options, image_size=size, augmentation="shift_flip", notes=notes)
+    return make_array_datasets(train, val, names, options, size, "shift_flip").noted(notes)
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

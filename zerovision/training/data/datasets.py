@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -201,6 +201,10 @@ class DatasetPair:
         """Return the targets of each label of `sets`, float32 [S, K]."""
         return None if self.sets is None else self.sets.targets.to(device)
 
+    def noted(self, notes: Sequence[str]) -> DatasetPair:
+        """Return the sets with more notes, before theirs."""
+        return replace(self, notes=[*notes, *self.notes])
+
     @property
     def parts(self) -> dict[str, ImageDataset]:
         """The sets by name: train, val and, if there is one, test."""
@@ -248,22 +252,62 @@ def _preprocessing(size: ImageSize, source: Source, options: DataOptions, defaul
 
 
 def make_dataset_pair(
-    train: Source,
-    val: Source,
+    sources: Sequence[Source],
     class_names: list[str],
     defaults: DatasetDefaults,
     options: DataOptions,
     fingerprint: str,
-    notes: Iterable[str] = (),
-    test: Source | None = None,
     sets: LabelSets | None = None,
 ) -> DatasetPair:
-    """Put the transforms around two or three sources and check their labels.
+    """Put the transforms around the images to train, to validate and, if there are three sources, to test on.
 
     Raises:
         UserError: A set is empty, there is only one class, two have one name, or a label is out of range; the
             augmentation does not fit.
     """
+    _check_names(class_names, options, sets)
+    train = sources[0]
+    if options.fit in ("pad", "squash") and AUGMENTATIONS[defaults.augmentation].crop:
+        defaults = replace(defaults, augmentation="shift_flip")
+    augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
+    _check_colours(train, augmentation, options)
+    size = options.image_size or defaults.image_size
+    eval_size = options.eval_image_size or size
+    _check_sizes(size, eval_size, augmentation, ramp, options.progressive_size)
+    mixing = Mixing(options, len(class_names)) if options.mixup or options.cutmix else None
+    preprocessing, evaluation = (_preprocessing(one, train, options, defaults) for one in (size, eval_size))
+    share, counts = bad_image_share(options.bad_images), []
+    notes = [
+        *notes_on_names(class_names),
+        *_preparation_notes(options, preprocessing, of_arrays=train.in_memory),
+        *_size_notes(size, eval_size, ramp),
+    ]
+    for source, what in zip(sources, ("training", "validation"), strict=False):
+        counts.append(_count_labels(source.labels, class_names, what, sets))
+        if names := [name for name, count in zip(class_names, counts[-1], strict=True) if not count]:
+            notes.append(f"no {what} image for {first_names(names)}")
+    notes += _balance_notes(counts[0], class_names, options) if sets is None else ()
+
+    def dataset(source: Source, seen_as: Preprocessing, **more: Any) -> ImageDataset:
+        return ImageDataset(source, seen_as, most_bad=bad_image_budget(share, len(source.labels)), sets=sets, **more)
+
+    val, *test = (dataset(source, evaluation) for source in sources[1:])
+    return DatasetPair(
+        train=dataset(train, preprocessing, augmentation=augmentation, seed=options.seed, mixing=mixing, ramp=ramp),
+        val=val,
+        class_names=class_names,
+        preprocessing=evaluation,
+        augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
+        train_counts=counts[0],
+        val_counts=counts[1],
+        fingerprint=fingerprint,
+        notes=notes,
+        test=test[0] if test else None,
+        sets=sets,
+    )
+
+
+def _check_names(class_names: list[str], options: DataOptions, sets: LabelSets | None) -> None:
     if options.reads_lists and sets is None:
         raise UserError(
             f"{SEVERAL_LABELS} reads tables of paths, not --data {options.data}: give LIST.csv, .tsv or .parquet, and "
@@ -272,25 +316,27 @@ def make_dataset_pair(
     repeated = [name for name, count in Counter(class_names).items() if count > 1]
     if repeated:
         raise UserError(f"--data {options.data}: {len(repeated)} class names occur twice, first {shown(repeated[0])}.")
-    if options.fit in ("pad", "squash") and AUGMENTATIONS[defaults.augmentation].crop:
-        defaults = replace(defaults, augmentation="shift_flip")
-    channels = train.channels
-    size = options.image_size or defaults.image_size
-    augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
-    if (channels, train.values) != (3, BYTES) and augmentation.uses_pillow:
+
+
+def _check_colours(source: Source, augmentation: Augmentation, options: DataOptions) -> None:
+    if (source.channels, source.values) != (3, BYTES) and augmentation.uses_pillow:
         flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
         plain = ", ".join(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
         raise UserError(
-            f"{flag} changes the colours of RGB images of bytes, these have {channels} channel(s) of {train.values}: "
-            f"give one of {plain} without --color-jitter."
+            f"{flag} changes the colours of RGB images of bytes, these have {source.channels} channel(s) of "
+            f"{source.values}: give one of {plain} without --color-jitter."
         )
+
+
+def _check_sizes(
+    size: ImageSize, eval_size: ImageSize, augmentation: Augmentation, ramp: SizeRamp | None, ramp_given: str
+) -> None:
+    """Raise a UserError for sizes in pixels, of training and validation images, that do not go with each other."""
+    smallest = ramp.low if ramp else min(sides(size))
     if ramp and isinstance(size, str):
-        raise UserError(
-            f"--progressive-size {options.progressive_size}: square images grow, these are {size}: leave it out."
-        )
-    smallest, eval_size = ramp.low if ramp else min(sides(size)), options.eval_image_size or size
+        raise UserError(f"--progressive-size {ramp_given}: square images grow, these are {size}: leave it out.")
     if smallest > min(sides(size)):
-        raise UserError(f"--progressive-size {options.progressive_size}: images grow, to {size} pixels: begin below.")
+        raise UserError(f"--progressive-size {ramp_given}: images grow, to {size} pixels: begin below.")
     if any(there < here for there, here in zip(sides(eval_size), sides(size), strict=True)):
         raise UserError(f"--eval-image-size {eval_size}: images are trained on at {size} pixels: give {size} or more.")
     if (augmentation.shift_pixels or 0) >= smallest:
@@ -298,42 +344,6 @@ def make_dataset_pair(
             f"--shift-pixels {augmentation.shift_pixels}: images of {smallest} pixels can be shifted by at most "
             f"{smallest - 1}."
         )
-    mixing = Mixing(options, len(class_names)) if options.mixup or options.cutmix else None
-    preprocessing, evaluation = (_preprocessing(one, train, options, defaults) for one in (size, eval_size))
-    share = bad_image_share(options.bad_images)
-
-    def dataset(source: Source, seen_as: Preprocessing, **more: Any) -> ImageDataset:
-        return ImageDataset(source, seen_as, most_bad=bad_image_budget(share, len(source.labels)), sets=sets, **more)
-
-    counts = {
-        what: _count_labels(source.labels, class_names, what, sets)
-        for what, source in (("training", train), ("validation", val))
-    }
-    without = [
-        f"no {what} image for {first_names(names)}"
-        for what, of_each in counts.items()
-        if (names := [name for name, count in zip(class_names, of_each, strict=True) if not count])
-    ]
-    return DatasetPair(
-        train=dataset(train, preprocessing, augmentation=augmentation, seed=options.seed, mixing=mixing, ramp=ramp),
-        val=dataset(val, evaluation),
-        class_names=class_names,
-        preprocessing=evaluation,
-        augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
-        train_counts=counts["training"],
-        val_counts=counts["validation"],
-        fingerprint=fingerprint,
-        notes=[
-            *notes,
-            *notes_on_names(class_names),
-            *_preparation_notes(options, preprocessing, of_arrays=train.in_memory),
-            *_size_notes(size, eval_size, ramp),
-            *without,
-            *(_balance_notes(counts["training"], class_names, options) if sets is None else ()),
-        ],
-        test=dataset(test, evaluation) if test else None,
-        sets=sets,
-    )
 
 
 def make_array_datasets(
@@ -341,10 +351,8 @@ def make_array_datasets(
     val: ArraySource,
     class_names: list[str],
     options: DataOptions,
-    *,
     image_size: ImageSize,
     augmentation: str = "shift",
-    notes: Iterable[str] = (),
 ) -> DatasetPair:
     """As `make_dataset_pair`, with mean and standard deviation of the training images as the defaults.
 
@@ -359,7 +367,7 @@ def make_array_datasets(
     for source in (train, val):
         digest.update(source.images.contiguous().numpy().data)
         digest.update(source.labels.numpy().data)
-    return make_dataset_pair(train, val, class_names, defaults, options, digest.hexdigest(), notes)
+    return make_dataset_pair((train, val), class_names, defaults, options, digest.hexdigest())
 
 
 def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> DatasetPair:
@@ -379,7 +387,7 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
         side for size in (options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size) for side in sides(size)
     )
     sources, cache_notes = open_files(given, longest, options)
-    train, val, test = sources[0], sources[:2][-1], sources[2] if len(sources) > 2 else None
+    train = sources[0]
     notes, defaults = [*first.notes, *cache_notes], RGBA_PHOTOGRAPHS if train.channels == 4 else PHOTOGRAPHS
     if options.decode != NUMBERS and (options.cache != "off" or not (archive and archive.is_remote)):
         notes += note_unused_range(train, options.max_megapixels * 10**6)  # of remote ones nothing would be read else
@@ -388,7 +396,8 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
         defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
         options = options if train.values == BYTES else replace(options, mean=None, std=None)
     known = fingerprint(trained, [*class_names, *(sets.names if sets else ())])
-    return make_dataset_pair(train, val, class_names, defaults, options, known, notes, test, sets)
+    sources = sources if len(sources) > 1 else [train, train]
+    return make_dataset_pair(sources, class_names, defaults, options, known, sets).noted(notes)
 
 
 def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:

@@ -75,9 +75,9 @@ def load(options: DataOptions) -> DatasetPair:
     if entry.files:
         parts = [_list_files(dataset, entry.files, options.root, class_names) for dataset in (train, val)]
         return make_file_datasets([replace(part, notes=notes) for part in parts], options)
-    sources, auto = (_array_source(train), _array_source(val)), entry.augmentation
+    sources = (_array_source(train), _array_source(val))
     size = sources[0].images.shape[-1]
-    return make_array_datasets(*sources, class_names, options, image_size=size, augmentation=auto, notes=notes)
+    return make_array_datasets(*sources, class_names, options, size, entry.augmentation).noted(notes)
 
 
 def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
