@@ -34,6 +34,7 @@ from zerovision.models import MODELS
 from zerovision.models.build import build_model
 from zerovision.planning.machines import detect_machine
 from zerovision.planning.search import PlannedJob, memory_of
+from zerovision.training.base.settings import RunSettings
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.build_engine import resolve_engine
 from zerovision.training.engines.strategies import STRATEGIES, plan_of
@@ -119,7 +120,7 @@ def measured(case: Case) -> dict[str, float]:
 def resolved(case: Case) -> Case:
     """Return a case with the engine that it gets."""
     with torch.device("meta"):
-        network = build_model(case.model, num_classes=case.classes, image_size=case.image_size).module
+        network = build_model(RunSettings(model_type=case.model), case.classes, case.image_size).module
     config = TrainConfig(engine=case.engine, strategy=case.strategy)  # type: ignore[arg-type]  # one of its values
     engine = resolve_engine(config, plan_of(case.strategy, case.ranks), network)
     return dataclasses.replace(case, engine=engine)

@@ -19,6 +19,7 @@ from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.bare_ddp import VARIANTS
 from benchmarks.peers.job import Job
 from zerovision.models.build import build_model
+from zerovision.training.base.settings import RunSettings
 from zerovision.training.world.collectives import barrier
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.world import World, start_world, stop_world
@@ -95,7 +96,7 @@ def train(
     gc.collect()
     start, resident_at_start = resident_bytes()
     torch.manual_seed(0)
-    module = build_model(model, num_classes=classes, image_size=image_size, batch_size=batch_size).module
+    module = build_model(RunSettings(model_type=model, batch_size=batch_size), classes, image_size).module
     built, shape = None, (3, image_size, image_size)
     if engine not in VARIANTS:
         how = {"engine": engine, "accumulation_steps": micro_batches, "image_shape": shape}

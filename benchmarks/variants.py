@@ -30,6 +30,7 @@ from benchmarks.record_table import replace_between, top1_cell
 from benchmarks.report import machine_name, today, versions
 from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.settings import RunSettings
 from zerovision.training.config.command_line import OneLineParser, run_script
 
 INGREDIENTS = {
@@ -89,7 +90,7 @@ def zoo_table(study: dict[str, Any]) -> str:
     ]
     variants = {variant["name"]: variant for variant in study["variants"]}
     for name in ZOO:
-        module = build_model(name, num_classes=10, image_size=IMAGE_SIZE).module
+        module = build_model(RunSettings(model_type=name), 10, IMAGE_SIZE).module
         size = f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million"
         short, long = variants[name], variants[long_name(name)]
         accuracies = [top1_cell(variant) if variant["runs"] else "not trained" for variant in (short, long)]

@@ -15,7 +15,6 @@ HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # of a repository of the Hugging Face hub,
 LARGEST_IMAGE_SIZE = 4096  # pixels
 MOST_IMAGE_CHANNELS = 1024
 MOST_MEMBERS = 32  # of an ensemble
-DEFAULT_MEMBERS = ("mobilenet", "efficientnet", "vgg")
 USUAL_RATE = 1e-3  # of AdamW
 
 

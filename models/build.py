@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
 
-from zerovision.models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
+from zerovision.models import MODELS, MOST_MEMBERS, model_spec
 from zerovision.models.class_order import head_by_name, published_classes
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.image_size import as_names, create_for_image_size, set_strides
@@ -22,6 +21,7 @@ from zerovision.models.timm_models import adapt_weights, check_drop_path, check_
 from zerovision.models.weights_file import StateDict, load_weights_file
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.settings import RunSettings
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
 
@@ -41,61 +41,54 @@ class BuiltModel:
 
 
 def build_model(
-    model_type: str,
-    *,
+    config: RunSettings,
     num_classes: int,
     image_size: ImageSize,
     image_channels: int = 3,
-    pretrained: bool | None = False,
-    weights: str | None = None,
-    members: Sequence[str] = DEFAULT_MEMBERS,
-    batch_size: int = 2,
-    keep_stem: bool = False,
-    dropout: float | Literal["auto"] = "auto",
-    drop_path: float | Literal["auto"] = "auto",
-    embedding: int = 0,
+    *,
+    loads_weights: bool = True,
     class_names: Sequence[str] = (),
 ) -> BuiltModel:
-    """Build the network that is to be trained, in float32 on the CPU.
+    """Build the network that is to be trained, in float32 on PyTorch's default device.
 
     Args:
-        model_type: a name of `MODELS`, or `timm:<name>`.
+        config: with the model and its initial weights. Dropout and drop path are no part of the description, because
+            they are for training alone; the batch size is there to refuse one that BatchNorm cannot take.
         num_classes: width of the head.
         image_size: of the images, pixels.
         image_channels: of the images.
-        pretrained: load the hub's weights (network, or the hub's local cache); None: none, whatever the model.
-        weights: path of a safetensors or `weights_only` file to load instead.
-        members: the model names of an ensemble, two or more; other models ignore it.
-        batch_size: images per step and rank, to refuse a size that BatchNorm cannot take.
-        keep_stem: whether the stem's stride stays for small images, too.
-        dropout: probability that a value of the classifier's input is zeroed; "auto": the model's own. Neither this
-            nor `drop_path` is part of the description, because they are for training alone.
-        drop_path: of the last residual block, see `zerovision.models.timm_models.create`; "auto": the model's own.
-        embedding: width of a projection in place of the classifier; 0 for a classifier.
+        loads_weights: whether it begins with the configured weights; else with random ones, whatever the model.
         class_names: of the data, by which the loaded weights' classifier is put in order; none to take it as it is.
 
     Raises:
         UserError: for a name, size, batch or file that does not work, with what to type; for dropout or a drop path of
             a model that has none.
     """
+    pretrained, weights = loads_weights and config.pretrained, loads_weights and config.weights
     if pretrained and weights:
         raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
-    members = _checked_members(model_type, members)
-    timm_name = model_spec(model_type).timm_name
-    description = Description(model_type, timm_name, num_classes, image_size, members, {}, image_channels, embedding)
+    name = config.model_type
+    members, timm_name = _checked_members(name, config.ensemble_members.split(",")), model_spec(name).timm_name
+    description = Description(name, timm_name, num_classes, image_size, members, {}, image_channels, config.embedding)
     strides: dict[str, list[int]] = {}
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
-    rates = {name: rate for name, rate in (("drop_rate", dropout), ("drop_path_rate", drop_path)) if rate != "auto"}
+    given = (("drop_rate", config.dropout), ("drop_path_rate", config.drop_path))
+    rates = {rate: value for rate, value in given if value != "auto"}
     for prefix, part in _parts(description).items():
         _check_rates(part, rates)
         make = partial(_create, part, rates=rates)
         # Before anything is downloaded for it: the size may not work.
         module, changes = create_for_image_size(
-            make, part.model_type, image_size, batch_size, image_channels=image_channels, keep_stem=keep_stem
+            make,
+            part.model_type,
+            image_size,
+            config.micro_batch,
+            image_channels=image_channels,
+            keep_stem=config.stem == "keep",
         )
-        always = model_spec(part.model_type).always_pretrained and pretrained is not None
+        always = model_spec(part.model_type).always_pretrained and loads_weights
         if not weights and (pretrained or always):
             fresh, module = module, _create_pretrained(part, make, notes)
             set_strides(module, {name: new for name, (_, new) in changes.items()})

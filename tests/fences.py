@@ -23,7 +23,7 @@ FENCES = {  # what names it, its own files, limit
     "islands": (r"island", rf"{ENGINES}/islands/", 5),
     "teacher": (r"teacher|distill", rf"{TASKS}/", 2),
 }
-MOST_PARAMETERS, FUNCTIONS_LIMIT = 6, 2
+MOST_PARAMETERS, FUNCTIONS_LIMIT = 6, 0
 
 
 def product_files() -> dict[str, str]:

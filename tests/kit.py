@@ -8,16 +8,18 @@ of which some are all but cancelled out.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 
-from zerovision.models.build import BuiltModel
+from zerovision.models.build import BuiltModel, build_model
+from zerovision.models.sides import ImageSize
 from zerovision.training.base.points import StepPoint
 from zerovision.training.base.run_logger import RunLogger
 from zerovision.training.checkpoint.weights import save_weights
@@ -36,6 +38,23 @@ def png(colour: str | tuple[int, int, int] = "red", size: tuple[int, int] = (8, 
     stream = io.BytesIO()
     Image.new("RGB", size, colour).save(stream, "PNG")
     return stream.getvalue()
+
+
+def new_model(
+    model_type: str,
+    num_classes: int,
+    image_size: ImageSize,
+    image_channels: int = 3,
+    *,
+    loads_weights: bool = True,
+    class_names: Sequence[str] = (),
+    **settings: Any,
+) -> BuiltModel:
+    """Build a network as a run with these settings does."""
+    config = dataclasses.replace(TrainConfig(model_type=model_type, batch_size=2), **settings)
+    return build_model(
+        config, num_classes, image_size, image_channels, loads_weights=loads_weights, class_names=class_names
+    )
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:

@@ -15,21 +15,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (478, 350),
-    "models": (1340, 900),
+    "models": (1339, 900),
     "zerovision/training/config": (788, 500),
     "zerovision/training/base": (1173, 550),
     "zerovision/training/world": (625, 450),
     "zerovision/training/data": (4263, 2900),
     "zerovision/training/recipe": (603, 650),
-    "zerovision/training/engines": (3132, 2250),
+    "zerovision/training/engines": (3108, 2250),
     "zerovision/training/checkpoint": (579, 600),
-    "zerovision/training/tasks": (807, 400),
-    "zerovision/training/observe": (1131, 1050),
+    "zerovision/training/tasks": (802, 400),
+    "zerovision/training/observe": (1130, 1050),
     "zerovision/training": (2156, 1400),
     "zerovision/launch": (2559, 1800),
     "zerovision/planning": (1182, 1000),
     "zerovision/delivery": (3258, 2400),
-    "zerovision/extras": (1484, 1300),
+    "zerovision/extras": (1478, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts
 

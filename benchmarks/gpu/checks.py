@@ -26,6 +26,7 @@ from benchmarks.gpu.steps import compiled_models
 from benchmarks.peers.job import mean_cross_entropy
 from benchmarks.report import hardware, results_folder, today, versions
 from zerovision.models.build import build_model
+from zerovision.training.base.settings import RunSettings
 from zerovision.training.world.world import World, start_world, stop_world
 
 FAMILIES = ("mobilenet", "efficientnet", "vgg", "cnn_lstm", "ensemble")
@@ -47,7 +48,7 @@ TESTS = ("tests/gpu/test_gpu_engines.py",)
 def family(model: str, world: World) -> None:
     """Emit how far logits and gradient in bf16 on the device are from those in fp32 on the CPU, without dropout."""
     torch.manual_seed(0)
-    reference = build_model(model, num_classes=CLASSES, image_size=PIXELS).module
+    reference = build_model(RunSettings(model_type=model), CLASSES, PIXELS).module
     for module in reference.modules():
         for name in ("p", "drop_prob", "dropout"):
             if isinstance(getattr(module, name, None), float):

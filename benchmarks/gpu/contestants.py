@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.our_engine import Step, make_engine, training_step
 from benchmarks.peers.job import mean_cross_entropy
 from zerovision.models.build import build_model
+from zerovision.training.base.settings import RunSettings
 from zerovision.training.config import TrainConfig
 from zerovision.training.world.world import World
 
@@ -55,7 +56,7 @@ class Contestant:
 def make_network(model_type: str, image_size: int, num_classes: int, batch_size: int) -> nn.Module:
     """Build the network with the same weights for all."""
     torch.manual_seed(0)
-    return build_model(model_type, num_classes=num_classes, image_size=image_size, batch_size=batch_size).module
+    return build_model(RunSettings(model_type=model_type, batch_size=batch_size), num_classes, image_size).module
 
 
 def our_contestant(

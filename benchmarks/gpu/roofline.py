@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.peers.job import mean_cross_entropy
 from zerovision.models.build import build_model
 from zerovision.models.dry_run import convolution_backward_flops
+from zerovision.training.base.settings import RunSettings
 from zerovision.training.engines.flops import peak_tflops
 
 ADAMW_BYTES_PER_PARAMETER = 7 * 4
@@ -74,7 +75,7 @@ class StepCosts:
 
 def step_costs(model_type: str, batch_size: int, image_size: int, num_classes: int) -> StepCosts:
     """Run one step on the meta device, where nothing is computed, and count."""
-    module = build_model(model_type, num_classes=num_classes, image_size=image_size, batch_size=batch_size).module
+    module = build_model(RunSettings(model_type=model_type, batch_size=batch_size), num_classes, image_size).module
     parameters = sum(parameter.numel() for parameter in module.parameters())
     module = module.to("meta", torch.bfloat16)
     images = torch.empty(batch_size, 3, image_size, image_size, dtype=torch.bfloat16, device="meta")

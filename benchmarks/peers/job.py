@@ -26,6 +26,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from zerovision.models.build import build_model
+from zerovision.training.base.settings import RunSettings
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -80,7 +81,7 @@ def read_job(word: str) -> Job:
 def make_network(job: Job) -> nn.Module:
     """Build the network, with the same weights for every contestant."""
     torch.manual_seed(0)
-    return build_model(job.model_type, num_classes=NUM_CLASSES, image_size=job.image_size).module
+    return build_model(RunSettings(model_type=job.model_type), NUM_CLASSES, job.image_size).module
 
 
 def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

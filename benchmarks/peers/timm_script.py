@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from zerovision.models import MODELS
 from zerovision.models.build import build_model
+from zerovision.training.base.settings import RunSettings
 
 
 class Images(Dataset):
@@ -42,7 +43,7 @@ def register(name: str, image_size: int) -> None:
     """Put one of our networks into timm's registry, as it is for images of this size."""
 
     def create(pretrained: bool = False, num_classes: int = 10, **_: Any) -> nn.Module:
-        module = build_model(name, num_classes=num_classes, image_size=image_size).module
+        module = build_model(RunSettings(model_type=name), num_classes, image_size).module
         module.num_classes = num_classes  # type: ignore[assignment]  # train.py reads it
         return module
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from benchmarks.our_engine import make_engine
 from benchmarks.peers.job import mean_cross_entropy
+from tests.kit import new_model
 from tests.training import engine_ranks
 from zerovision.models import MODELS
-from zerovision.models.build import build_model
 from zerovision.training.base.timing import start_clock
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
@@ -35,7 +35,7 @@ CLASSES, IMAGE_SIZE, BATCH_SIZE, LEARNING_RATE = 5, 64, 8, 1e-3
 def make_network(model_type: str) -> nn.Module:
     """The same weights every time, no dropout: its draws differ between devices."""
     torch.manual_seed(0)
-    module = build_model(model_type, num_classes=CLASSES, image_size=IMAGE_SIZE).module
+    module = new_model(model_type, num_classes=CLASSES, image_size=IMAGE_SIZE).module
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -56,7 +56,7 @@ def recorded_beside_eager(world: World, model_type: str, precision: str, accumul
     digests, is_recorded = [], False
     for shape in (None, None, (3, IMAGE_SIZE, IMAGE_SIZE)):
         torch.manual_seed(0)
-        module = build_model(model_type, num_classes=CLASSES, image_size=IMAGE_SIZE).module
+        module = new_model(model_type, num_classes=CLASSES, image_size=IMAGE_SIZE).module
         recipe = {"accumulation_steps": accumulation, "gradient_clipping": 1.0, "graphs_of": shape}
         built = make_engine(module, "ddp", precision, BATCH_SIZE, world, **recipe)
         digest, (images, labels) = hashlib.sha256(), (tensor.to(world.device) for tensor in make_batch())
@@ -221,7 +221,7 @@ def peak_of_an_epoch(world: World, accumulation: int) -> int:
 def steps_without_waits(world: World, workers: int) -> int:
     """Train on digits from our loader; after two steps of warming up, whatever waits for the GPU is an error."""
     data = load_data(DataOptions(data="digits", augmentation="shift_flip"))
-    module = build_model("basic_cnn", num_classes=10, image_size=data.preprocessing.image_size).module
+    module = new_model("basic_cnn", num_classes=10, image_size=data.preprocessing.image_size).module
     engine = make_engine(module, "ddp", "bf16", 16, world, engine="torch")
     sums = ScoreSums(10, world.device)
     loader = Loader(data.train, BatchPlan(len(data.train), 16, 1, 1, 0), 0, workers=workers, device=world.device)

@@ -18,10 +18,10 @@ from exports import save_run
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
+from tests.kit import new_model
 from zerovision.delivery.predict import predict
 from zerovision.extras import serve
 from zerovision.extras.settings import ServeSettings
-from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 
@@ -35,7 +35,7 @@ def data():
 def run(data, tmp_path_factory):
     torch.manual_seed(1)
     return save_run(
-        tmp_path_factory.mktemp("runs") / "digits", build_model("basic_cnn", num_classes=10, image_size=32), data
+        tmp_path_factory.mktemp("runs") / "digits", new_model("basic_cnn", num_classes=10, image_size=32), data
     )
 
 
@@ -154,7 +154,7 @@ def test_an_address_of_no_machine_is_one_line(run, host):
 
 
 def test_a_network_without_a_map_has_labels(data, photo, tmp_path):
-    built = build_model("timm:xcit_nano_12_p16_224", num_classes=10, image_size=32)
+    built = new_model("timm:xcit_nano_12_p16_224", num_classes=10, image_size=32)
     with serving(save_run(tmp_path / "run", built, data), "127.0.0.1") as server:
         status, content = ask(server, "POST", "/predict", photo.read_bytes())
     answer = json.loads(content)

@@ -10,8 +10,7 @@ import torch
 from commands import assert_user_error, launch, train_here
 from torch import nn
 
-from tests.kit import ALONE
-from zerovision.models.build import build_model
+from tests.kit import ALONE, new_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.run_folder import WEIGHTS
 from zerovision.training.checkpoint.weights import load_model
@@ -169,7 +168,7 @@ def published(monkeypatch):
     """Let `timm:test_resnet` have so many classes, of these names, with random weights; the hub is not asked."""
 
     def publish(classes, names=None):
-        built = build_model("timm:test_resnet", num_classes=classes, image_size=8)
+        built = new_model("timm:test_resnet", num_classes=classes, image_size=8)
         facts = {"num_classes": classes, "label_names": names, "mean": (0.5,) * 3, "std": (0.5,) * 3}
         monkeypatch.setattr("zerovision.training.tasks.teacher.network.build_model", lambda *_, **__: built)
         monkeypatch.setattr("zerovision.training.tasks.teacher.network.published_config", lambda _: facts)

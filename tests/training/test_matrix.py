@@ -12,11 +12,10 @@ from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
 
-from tests.kit import ROUNDING, assert_same_but_rounding, save_built
+from tests.kit import ROUNDING, assert_same_but_rounding, new_model, save_built
 from tests.unit.exports import run_export
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.models import MODELS
-from zerovision.models.build import build_model
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.engines.strategies import STRATEGIES
@@ -53,7 +52,7 @@ def pretrained(tmp_path_factory):
 def save_start(path, model, classes):
     """Write random weights as a run leaves its own; return the path."""
     torch.manual_seed(0)
-    built = build_model(model, num_classes=classes, image_size=32)
+    built = new_model(model, num_classes=classes, image_size=32)
     save_built(
         path,
         built,

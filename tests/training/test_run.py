@@ -23,10 +23,9 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
-from tests.kit import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding, new_model
 from tests.stored_tensors import whole_tensors
 from zerovision import __version__
-from zerovision.models.build import build_model
 from zerovision.training.base.errors import DIVERGED_EXIT_CODE
 from zerovision.training.base.run_folder import LEARNING_RATE
 from zerovision.training.checkpoint.manifest import read_manifest
@@ -218,7 +217,7 @@ def fetch_when_there(address: str):
 def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(tmp_path, monkeypatch):
     for name, count in (("FAKE_TRAIN_IMAGES", 100), ("FAKE_VAL_IMAGES", 20)):
         monkeypatch.setattr(f"zerovision.training.data.arrays.{name}", count)
-    network, start = build_model("mobilenet", num_classes=10, image_size=8).module, tmp_path / "weights.safetensors"
+    network, start = new_model("mobilenet", num_classes=10, image_size=8).module, tmp_path / "weights.safetensors"
     save_file(network.state_dict(), start)
     flags = ["--model-type", "mobilenet_finetuned", "--weights", str(start), "--data", "fake", "--epochs", "2"]
     flags += ["--learning-rate", "0.01", "--log-dir", str(tmp_path), "--batch-size", "25", "--image-size", "8"]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tests.kit import save_built
+from tests.kit import new_model, save_built
 from zerovision.commands import run_command
-from zerovision.models.build import build_model
 from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
@@ -37,7 +36,7 @@ def train_on_digits(epochs: int = 3):
     """Train basic_cnn in plain PyTorch: above 95 % in seconds."""
     torch.manual_seed(0)
     data = load_data(DataOptions(image_size=IMAGE_SIZE, augmentation="none"))
-    built = build_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
+    built = new_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
     images = torch.stack([data.train[0, index][0] for index in range(len(data.train))])
     steps = epochs * (len(images) // 64)
     optimizer = torch.optim.AdamW(built.module.parameters(), lr=0.004)

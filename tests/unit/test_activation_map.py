@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.kit import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding, new_model
 from zerovision.delivery.activation_map import activation_maps, picture_of
-from zerovision.models.build import build_model
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
@@ -85,7 +84,7 @@ MODELS = ["basic_cnn", "cnn_lstm", "timm:vit_tiny_patch16_224", "timm:swin_tiny_
 def test_maps_of_networks(model):
     """Each has a map in 0..1 that is not flat, and is left as it was."""
     torch.manual_seed(0)
-    module = build_model(model, num_classes=CLASSES, image_size=f"{SIZE}x{2 * SIZE}").module.eval()
+    module = new_model(model, num_classes=CLASSES, image_size=f"{SIZE}x{2 * SIZE}").module.eval()
     images = torch.randn(2, 3, SIZE, 2 * SIZE)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with torch.no_grad():

@@ -378,9 +378,9 @@ def test_a_published_network_judges_before_anything_is_trained(photos, tmp_path,
     """Of random weights here, where no hub is: with its own size, crop, mean and deviation."""
     seen = []
 
-    def unpublished(name, **options):
-        assert options.pop("pretrained")
-        return build_model(name, **options)
+    def unpublished(config, *shape):
+        assert config.pretrained
+        return build_model(config, *shape, loads_weights=False)
 
     def look(network, metadata, catalogue):
         seen.append(metadata["preprocessing"])

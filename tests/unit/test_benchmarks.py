@@ -27,7 +27,7 @@ from benchmarks.peers import bare_ddp, fsdp2
 from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
 from benchmarks.peers.job import Job, make_adamw, make_network, read_job, write_job
 from benchmarks.peers.ours import spoil_cache
-from zerovision.models.build import build_model
+from tests.kit import new_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +77,7 @@ time.sleep(600)
 def test_a_step_has_three_times_the_forwards_flops():
     """A layer's two gradients cost its forward each, also where it has groups; the images need no gradient."""
     size, batch_size = 32, 2
-    module = build_model("mobilenet", num_classes=10, image_size=size).module.to("meta")
+    module = new_model("mobilenet", num_classes=10, image_size=size).module.to("meta")
     first_conv = {}
     module.conv_stem.register_forward_hook(lambda layer, _, output: first_conv.update(numel=output.numel()))
     with FlopCounterMode(display=False) as counter:

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from small_checkpoints import ALONE, IDENTITY, trust_shard
 from torch import nn
 
-from zerovision.models.build import BuiltModel, build_model, tensor_mismatch
+from tests.kit import new_model
+from zerovision.models.build import BuiltModel, tensor_mismatch
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint.manifest import Manifest, shard_name
@@ -126,7 +127,7 @@ def test_convolutions_lie_in_channels_last_and_leave_in_the_usual_order():
 def test_the_gathered_weights_are_timms_state_dict(model_type):
     def build() -> BuiltModel:
         torch.manual_seed(0)
-        return build_model(model_type, num_classes=3, image_size=64)
+        return new_model(model_type, num_classes=3, image_size=64)
 
     weights = gather_weights(make_engine("sgd", seed=0, module=build().module), ALONE)
     oracle = build()

@@ -9,8 +9,8 @@ import safetensors.torch
 import timm
 import torch
 
+from tests.kit import new_model
 from zerovision.models import build
-from zerovision.models.build import build_model
 from zerovision.models.class_order import order_of, published_classes
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.checkpoint.weights import save_weights
@@ -64,7 +64,7 @@ def saved(tmp_path):
 
     def save(kind: str, names: list[str]):
         torch.manual_seed(1)
-        built = build_model("basic_cnn", num_classes=len(names), image_size=8)
+        built = new_model("basic_cnn", num_classes=len(names), image_size=8)
         state, path = built.module.state_dict(), tmp_path / "model.safetensors"
         if kind == "ours":
             save_weights(
@@ -90,7 +90,7 @@ def saved(tmp_path):
 def test_the_head_of_a_file_is_put_in_the_order_of_the_data(saved, kind, names, note):
     logits, path = saved(kind, ["a", "b", "c"])
     torch.manual_seed(2)
-    built = build_model("basic_cnn", num_classes=3, image_size=8, weights=path, class_names=names)
+    built = new_model("basic_cnn", num_classes=3, image_size=8, weights=path, class_names=names)
     found, notes = built.module.eval()(IMAGES), [text for text in built.notes if text.startswith("head")]
     if kind == "none":
         note, order = KEPT, [0, 1, 2]
@@ -98,13 +98,13 @@ def test_the_head_of_a_file_is_put_in_the_order_of_the_data(saved, kind, names, 
         order = ["abc".find(name) for name in names]
     assert [text.startswith(note or "-") for text in notes] == ([True] if note else [])
     torch.manual_seed(2)
-    fresh = build_model("basic_cnn", num_classes=3, image_size=8).module
+    fresh = new_model("basic_cnn", num_classes=3, image_size=8).module
     if note == REPLACED:
         torch.testing.assert_close(built.module.head.weight, fresh.head.weight)
         assert not torch.equal(built.module.blocks[0][0].weight, fresh.blocks[0][0].weight)
     else:
         torch.testing.assert_close(found, logits[:, order])
-    without = build_model("basic_cnn", num_classes=3, image_size=8, weights=path)  # as before, if nobody compares
+    without = new_model("basic_cnn", num_classes=3, image_size=8, weights=path)  # as before, if nobody compares
     torch.testing.assert_close(without.module.eval()(IMAGES), logits)
 
 
@@ -122,7 +122,7 @@ def test_the_head_of_published_weights_is_put_in_the_order_of_the_data(monkeypat
     published.default_cfg = published.default_cfg | {"num_classes": 3, "label_names": ["n0", "n1", "n2"]}
     head = published.head.weight.detach().clone()
     monkeypatch.setattr(build, "_create_pretrained", lambda *_: published)
-    built = build_model("timm:test_vit", num_classes=3, image_size=32, pretrained=True, class_names=names)
+    built = new_model("timm:test_vit", num_classes=3, image_size=32, pretrained=True, class_names=names)
     assert [text.startswith(note or "-") for text in built.notes] == ([True] if note else [])
     if note is None or ORDERED in note:
         assert torch.equal(built.module.head.weight, head[[int(name[1:]) for name in names]])

@@ -13,9 +13,8 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
-from tests.kit import ALONE, assert_same_but_rounding
+from tests.kit import ALONE, assert_same_but_rounding, new_model
 from tests.training.engine_ranks import configuration, make_engine
-from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.leaves import Leaves
@@ -273,7 +272,7 @@ def test_an_epoch_has_two_views_of_half_of_the_images():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The file of a network with a projection, and the network."""
-    built = build_model("basic_cnn", num_classes=CLASSES, image_size=32, embedding=128)
+    built = new_model("basic_cnn", num_classes=CLASSES, image_size=32, loss="supcon")
     path = tmp_path_factory.mktemp("run") / "model.safetensors"
     tensors = built.module.state_dict()
     facts = {"description": built.description, "class_names": NAMES, "preprocessing": PREPROCESSING}
@@ -296,17 +295,17 @@ def test_a_projection_is_trained_and_its_input_evaluated(trained):
 )
 def test_models_take_a_projection(model):
     with torch.device("meta"):
-        built = build_model(model, num_classes=CLASSES, image_size=32 if model != "timm:vit_tiny_patch16_224" else 64)
+        built = new_model(model, num_classes=CLASSES, image_size=32 if model != "timm:vit_tiny_patch16_224" else 64)
     head = sorted(built.head_parameter_names)
     with torch.device("meta"):
-        projected = build_model(model, num_classes=CLASSES, image_size=built.description.image_size, embedding=128)
+        projected = new_model(model, num_classes=CLASSES, image_size=built.description.image_size, loss="supcon")
     assert len(projected.head_parameter_names) == 4
     assert not {*head} & projected.head_parameter_names
 
 
 def test_the_backbone_becomes_a_classifier(trained):
     path, projected = trained
-    built = build_model("basic_cnn", num_classes=5, image_size=32, weights=str(path))  # also for other classes
+    built = new_model("basic_cnn", num_classes=5, image_size=32, weights=str(path))  # also for other classes
     expected = {name: tensor for name, tensor in projected.module.state_dict().items() if "head" not in name}
     found = {name: tensor for name, tensor in built.module.state_dict().items() if "head" not in name}
     assert found.keys() == expected.keys()
@@ -317,21 +316,21 @@ def test_the_backbone_becomes_a_classifier(trained):
 
 def test_weights_of_a_projection_go_on_with_it(trained):
     path, projected = trained
-    built = build_model("basic_cnn", num_classes=CLASSES, image_size=32, weights=str(path), embedding=128)
+    built = new_model("basic_cnn", num_classes=CLASSES, image_size=32, weights=str(path), loss="supcon")
     assert all(
         torch.equal(tensor, projected.module.state_dict()[name]) for name, tensor in built.module.state_dict().items()
     )
 
 
 def test_a_classifiers_weights_begin_the_training_of_features(tmp_path):
-    classifier = build_model("basic_cnn", num_classes=CLASSES, image_size=32)
+    classifier = new_model("basic_cnn", num_classes=CLASSES, image_size=32)
     torch.save(classifier.module.state_dict(), tmp_path / "others.pth")
-    built = build_model(
-        "basic_cnn", num_classes=CLASSES, image_size=32, weights=str(tmp_path / "others.pth"), embedding=8
+    built = new_model(
+        "basic_cnn", num_classes=CLASSES, image_size=32, weights=str(tmp_path / "others.pth"), loss="supcon"
     )
     name = "blocks.0.0.weight"
     assert torch.equal(built.module.state_dict()[name], classifier.module.state_dict()[name])
-    assert built.module.head[2].weight.shape == (8, 128)
+    assert built.module.head[2].weight.shape == (128, 128)
 
 
 def test_what_tells_no_classes_is_not_used_as_a_classifier(trained):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zerovision.models.build import build_model
+from tests.kit import new_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import EVALUATION, RunFolder
@@ -47,7 +47,7 @@ def folders(tmp_path):
     old, new = RunFolder(tmp_path, "old"), RunFolder(tmp_path, "new")
     for folder in (old, new):
         folder.checkpoints.mkdir(parents=True)
-    description = build_model("basic_cnn", num_classes=2, image_size=32).description
+    description = new_model("basic_cnn", num_classes=2, image_size=32).description
     facts = {"class_names": ["a", "b"], "preprocessing": PREPROCESSING, "extra": {"epoch": 2}}
     save_weights(old.weights, {"w": torch.ones(3)}, description=description, **facts)
     write_scores(old.path / EVALUATION, {"epoch": 2, "top1": 0.5})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit import new_model
 from zerovision.launch.assess import (
     Row,
     assess_all_reduce,
@@ -22,7 +23,6 @@ from zerovision.launch.assess import (
 from zerovision.launch.doctor import Request, _examine_shared_logs, _facts, examine, explain
 from zerovision.launch.machine_facts import data_facts, measure_network, open_port, try_paths
 from zerovision.launch.nodes import Nodes
-from zerovision.models.build import build_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.world.network_interfaces import free_port, own_addresses
 
@@ -178,7 +178,7 @@ def test_rows_of_several_hosts_are_joined() -> None:
 
 def test_what_a_training_saves_is_counted_where_its_data_are() -> None:
     flags = ["--model-type=basic_cnn", "--optimizer=adamw"]
-    module = build_model("basic_cnn", num_classes=10, image_size=32).module
+    module = new_model("basic_cnn", num_classes=10, image_size=32).module
     expected = 4 * 4 * sum(one.numel() for one in module.parameters())  # the weights twice, two moments
     assert data_facts({"data": "digits"}, flags)["saved_bytes"] == expected
     assert data_facts({"data": "digits"}, ["--model-type=nonsense"])["saved_bytes"] == 0

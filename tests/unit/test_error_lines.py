@@ -26,14 +26,13 @@ from unittest import mock
 
 import torch
 
-from tests.kit import png
+from tests.kit import new_model, png
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.launching import environment
 from zerovision.commands import COMMANDS, run_command
 from zerovision.commands.train_distributed import train
 from zerovision.launch import launch, slurm
 from zerovision.launch.arguments import LAUNCHERS
-from zerovision.models.build import build_model
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
 from zerovision.training.config.command_line import run_script
 from zerovision.training.data import DataOptions, load_data
@@ -47,7 +46,7 @@ NOT_ASKED = {"bisect_runs", "pack", "replay", "serve"}  # whose own tests have t
 def make_folder(folder: Path) -> None:
     """Write the run, of random weights, and the empty folder."""
     (folder / "empty").mkdir()
-    built = build_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
+    built = new_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
     save_run(folder / "run", built, load_data(DataOptions(image_size=IMAGE_SIZE)))
 
 

@@ -20,7 +20,7 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.kit import ROUNDING, assert_same_but_rounding, save_built
+from tests.kit import ROUNDING, assert_same_but_rounding, new_model, save_built
 from zerovision.commands import run_command
 from zerovision.delivery.predict import FORMATS, Prediction, load_predictor, write_predictions
 from zerovision.delivery.settings import PredictSettings
@@ -28,7 +28,6 @@ from zerovision.delivery.trained_model import read_run_config
 from zerovision.extras.serve import make_server
 from zerovision.extras.settings import ServeSettings
 from zerovision.launch.node_launcher import local_ranks_command
-from zerovision.models.build import build_model
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, save_weights
@@ -55,7 +54,7 @@ def run(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "digits"
     folder.mkdir()
     torch.manual_seed(1)
-    built = build_model("basic_cnn", num_classes=10, image_size=SIZE)
+    built = new_model("basic_cnn", num_classes=10, image_size=SIZE)
     built.module.train()
     images = torch.stack([data.train[0, index][0] for index in range(64)])
     with torch.no_grad():

@@ -25,11 +25,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from timm.data.readers.class_map import load_class_map
 
-from tests.kit import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding, new_model
 from zerovision.delivery.export import ExportRefused, export_job, onnx_format
 from zerovision.delivery.export.comparison import check_agreement, compare
 from zerovision.delivery.export.export_job import CheckImages, tracing
-from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, write_class_map
@@ -88,7 +87,7 @@ def rounded(module):
 
 
 def open_safetensors(file):
-    module = build_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE).module
+    module = new_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE).module
     module.load_state_dict(load_file(file))
     return lambda images: plain_logits(module, images)
 
@@ -228,7 +227,7 @@ def test_the_lines_of_the_guide_run_as_they_stand(trained, exported, tmp_path):
 def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, monkeypatch, tmp_path):
     _, data = trained
     torch.manual_seed(0)
-    built = build_model("timm:resnet18", num_classes=10, image_size=IMAGE_SIZE)
+    built = new_model("timm:resnet18", num_classes=10, image_size=IMAGE_SIZE)
     assert built.description.stem_stride_changed
     folder = save_run(tmp_path / "run", built, data)
     words = ("--format", "safetensors", "--precision", precision, "--check-images", "8", "--max-accuracy-loss", "100")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from exports import IMAGE_SIZE, run_export, save_run
 
+from tests.kit import new_model
 from zerovision.delivery.export.output_folder import unfinished_files
-from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 
@@ -19,7 +19,7 @@ from zerovision.training.data import DataOptions, load_data
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     torch.manual_seed(0)
-    built = build_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
+    built = new_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
     data = load_data(DataOptions(image_size=IMAGE_SIZE))
     return save_run(tmp_path_factory.mktemp("runs") / "digits", built, data)
 

@@ -14,7 +14,7 @@ from exports import IMAGE_SIZE, lines_of, run_export, save_run
 from PIL import Image
 from torch import nn
 
-from tests.kit import ELEMENTWISE, assert_same_but_rounding
+from tests.kit import ELEMENTWISE, assert_same_but_rounding, new_model
 from zerovision.delivery.calibration import PLAIN, Calibration, calibration_file
 from zerovision.delivery.export import ExportRefused
 from zerovision.delivery.export.comparison import compare_pictures
@@ -23,7 +23,6 @@ from zerovision.delivery.export.onnx_format import export_graph
 from zerovision.delivery.export.pictures import FromPictures
 from zerovision.delivery.predict import predict
 from zerovision.delivery.settings import ExportSettings
-from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.small_files import sha256_of
@@ -127,7 +126,7 @@ def photos(tmp_path_factory):
             image.save(folder / f"{number}.jpg", quality=95, exif=exif)
     data = load_data(DataOptions(data=str(root), image_size=IMAGE_SIZE))
     torch.manual_seed(1)
-    built = build_model("basic_cnn", num_classes=2, image_size=IMAGE_SIZE)
+    built = new_model("basic_cnn", num_classes=2, image_size=IMAGE_SIZE)
     run = save_run(tmp_path_factory.mktemp("runs") / "photos", built, data)
     values = json.loads((run / "config.json").read_text()) | {"data": str(root)}
     (run / "config.json").write_text(json.dumps(values))

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.kit import new_model
 from tests.unit.launcher_fuzz import CANARY, fuzz_settings, hostfile_text, value
 from zerovision.launch.hosts import read_hostfile, ssh_command
-from zerovision.models.build import build_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
@@ -64,7 +64,7 @@ ENTRIES = [
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The file of a small model for images of 32 pixels and 4 classes."""
-    built = build_model("basic_cnn", num_classes=4, image_size=32)
+    built = new_model("basic_cnn", num_classes=4, image_size=32)
     file = tmp_path_factory.mktemp("weights") / "w.safetensors"
     preprocessing = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
     facts = {"description": built.description, "class_names": [*"abcd"], "preprocessing": preprocessing}

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kit import assert_same_but_rounding
-from zerovision.models.build import build_model
+from tests.kit import assert_same_but_rounding, new_model
 from zerovision.models.dry_run import without_data
 from zerovision.models.preparation import starting_preparations
 from zerovision.models.timm_models import create
@@ -61,7 +60,7 @@ def test_a_repository_gives_network_weights_and_normalization(repository, more):
     assert (found.mean, found.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     torch.manual_seed(len("main"))
     published = timm.create_model("resnet10t", num_classes=7).state_dict()
-    built = build_model(config.model_type, num_classes=5, weights=config.weights, image_size=224).module.state_dict()
+    built = new_model(config.model_type, num_classes=5, weights=config.weights, image_size=224).module.state_dict()
     assert {name for name in published if not torch.equal(built[name], published[name])} == {"fc.weight", "fc.bias"}
 
 
@@ -123,7 +122,7 @@ def test_a_run_goes_on_without_the_cache(repository, tmp_path):
 def test_features_without_a_classifier_get_one(repository):
     save_file(timm.create_model("resnet10t", num_classes=0).state_dict(), repository / "model.safetensors")
     config, _ = parse_args(["--model-type", "timm:hf-hub:team/net"])
-    built = build_model(config.model_type, num_classes=5, weights=config.weights, image_size=224)
+    built = new_model(config.model_type, num_classes=5, weights=config.weights, image_size=224)
     assert "head added: the file has none, it starts from random weights" in built.notes
 
 
@@ -165,7 +164,7 @@ def test_the_stem_is_frozen_with_filters_of_a_fixed_sample_on_the_rank_that_comp
     stems = []
     for computes in (True, True, False):
         torch.manual_seed(0)
-        built = build_model("basic_cnn", num_classes=10, image_size=32)
+        built = new_model("basic_cnn", num_classes=10, image_size=32)
         before = [parameter.clone() for parameter in built.module.parameters()]
         whiten_stem(built, digits, computes=computes)
         stem, *others = built.module.parameters()

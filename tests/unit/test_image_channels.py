@@ -16,11 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 
-from tests.kit import ROUNDING, assert_same_but_rounding, train
+from tests.kit import ROUNDING, assert_same_but_rounding, new_model, train
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.models import MODELS
-from zerovision.models.build import build_model, rebuild_model
+from zerovision.models.build import rebuild_model
 from zerovision.models.weights_metadata import Description
 from zerovision.planning.plan_command import parse
 from zerovision.planning.run_workload import workload_of
@@ -169,7 +169,7 @@ def test_every_channel_is_moved_and_erased_like_a_grey_image(augmentation):
 @pytest.mark.parametrize("model_type", [*MODELS, "timm:resnet18", "timm:vit_tiny_patch16_224", "timm:convnext_atto"])
 def test_every_model_takes_them_and_its_description_says_so(model_type, channels):
     with torch.device("meta"):
-        built = build_model(model_type, num_classes=5, image_size=64, image_channels=channels, pretrained=None)
+        built = new_model(model_type, num_classes=5, image_size=64, image_channels=channels, loads_weights=False)
         assert built.module.eval()(torch.empty(2, channels, 64, 64)).shape == (2, 5)
         again = rebuild_model(Description.from_dict(json.loads(json.dumps(built.description.to_dict()))))
     shapes = {name: tensor.shape for name, tensor in again.state_dict().items()}
@@ -178,22 +178,22 @@ def test_every_model_takes_them_and_its_description_says_so(model_type, channels
 
 
 def test_a_description_for_rgb_is_as_before():
-    assert "image_channels" not in build_model("basic_cnn", num_classes=5, image_size=32).description.to_dict()
+    assert "image_channels" not in new_model("basic_cnn", num_classes=5, image_size=32).description.to_dict()
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 3), (4, 3), (3, 1), (3, 4), (4, 1)])
 def test_first_layers_of_files_are_adapted_as_timm_does_it(tmp_path, source, target):
     given = timm.create_model("resnet18", num_classes=5, in_chans=source).state_dict()
     torch.save(given, tmp_path / "resnet")
-    built = build_model(
+    built = new_model(
         "timm:resnet18", num_classes=5, image_size=64, image_channels=target, weights=str(tmp_path / "resnet")
     )
     expected = adapt_input_conv(target, given["conv1.weight"], base_chans=source)
     assert torch.equal(built.module.state_dict()["conv1.weight"], expected)
-    words = {"num_classes": 5, "image_size": 32, "members": ("basic_cnn", "cnn_lstm")}
-    given = build_model("ensemble", image_channels=source, **words).module.state_dict()
+    words = {"num_classes": 5, "image_size": 32, "ensemble_members": "basic_cnn,cnn_lstm"}
+    given = new_model("ensemble", image_channels=source, **words).module.state_dict()
     torch.save(given, tmp_path / "ensemble")
-    found = build_model("ensemble", image_channels=target, weights=str(tmp_path / "ensemble"), **words)
+    found = new_model("ensemble", image_channels=target, weights=str(tmp_path / "ensemble"), **words)
     assert any("adapted to this model's input: members.0.blocks.0.0.weight" in note for note in found.notes)
     stems = {f"members.{number}.blocks.0.0.weight" for number in range(2)}
     for name, tensor in found.module.state_dict().items():
@@ -205,7 +205,7 @@ def test_first_layers_of_files_are_adapted_as_timm_does_it(tmp_path, source, tar
 def test_a_whitened_stem_of_airbench_fits_any_channels(tmp_path, channels):
     arrays = save_arrays(tmp_path / "a.npz", channels)
     data = load_data(DataOptions(arrays, image_channels=channels, augmentation="none"))
-    built = build_model("airbench_small", num_classes=10, image_size=12, image_channels=channels)
+    built = new_model("airbench_small", num_classes=10, image_size=12, image_channels=channels)
     whiten_stem(built, data, computes=True)
     filters = min(24, 8 * channels)
     assert built.module.stem.weight.shape == (filters, channels, 2, 2)
@@ -224,7 +224,7 @@ def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
     recipe |= {"schedule": "constant", "augmentation": "none", "label_smoothing": 0.0, "gradient_clipping": 0.0}
     folder = train(tmp_path, data=data, batch_size=20, tensorboard=True, **recipe)
     torch.manual_seed(0)
-    module = build_model("basic_cnn", num_classes=10, image_size=12, image_channels=5).module.train()
+    module = new_model("basic_cnn", num_classes=10, image_size=12, image_channels=5).module.train()
     loaded = load_data(DataOptions(data, augmentation="none"))
     seed_dropout(0, 0, 0, torch.device("cpu"))
     order = BatchPlan(20, 20, 1, 1, 0).draw_keys(0).tolist()
@@ -250,7 +250,7 @@ def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
 def test_grey_digits_are_evaluated_predicted_and_exported(tmp_path, monkeypatch):
     data = load_data(DataOptions(image_size=16, image_channels=1))
     torch.manual_seed(0)
-    built = build_model("basic_cnn", num_classes=10, image_size=16, image_channels=1)
+    built = new_model("basic_cnn", num_classes=10, image_size=16, image_channels=1)
     folder = save_run(tmp_path / "run", built, data, image_channels=1)
     module = built.module.eval()
     with torch.no_grad():

@@ -22,11 +22,10 @@ from made_runs import end, epoch
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
-from tests.kit import ALONE, save_built
+from tests.kit import ALONE, new_model, save_built
 from zerovision.commands import run_command
 from zerovision.delivery.calibration import calibration_file
 from zerovision.delivery.model_card import write_model_card
-from zerovision.models.build import build_model
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.atomic_write import write_json
@@ -60,7 +59,7 @@ def write_lines(folder: Path, *lines: dict) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A finished run of two classes, one with a hostile name."""
-    built = build_model("mobilenet", num_classes=2, image_size=32)
+    built = new_model("mobilenet", num_classes=2, image_size=32)
     names = ["cat", "a|b`<script>"]
     write_json(tmp_path / "config.json", dataclasses.asdict(CONFIG))
     (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
@@ -142,7 +141,7 @@ def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch):
 
 
 def test_the_code_for_timm_names_the_size_of_a_vision_transformer(run: Path, monkeypatch):
-    built = build_model("timm:test_vit", num_classes=2, image_size=32)
+    built = new_model("timm:test_vit", num_classes=2, image_size=32)
     _, metadata = load_model(run / "model.safetensors")
     facts = {key: metadata[key] for key in ("class_names", "preprocessing", "extra")}
     weights = run / "model.safetensors"
@@ -271,7 +270,7 @@ def make_run(folder: Path, model: str, side: ImageSize, **preprocessing) -> Path
     """What a finished run leaves, of random weights."""
     folder.mkdir()
     torch.manual_seed(0)
-    built = build_model(model, num_classes=3, image_size=side)
+    built = new_model(model, num_classes=3, image_size=side)
     plain = Preprocessing(side, None, mean=(0.4,) * 3, std=(0.3,) * 3)
     save_built(
         folder / "model.safetensors",

@@ -24,9 +24,9 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peers.job import mean_cross_entropy
-from tests.kit import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding, new_model
 from zerovision.models import MODELS, check_model_name
-from zerovision.models.build import BuiltModel, build_model, rebuild_model
+from zerovision.models.build import BuiltModel, rebuild_model
 from zerovision.models.cnn_lstm import HAS_BF16
 from zerovision.models.dry_run import forward_failure
 from zerovision.models.ensemble import Ensemble
@@ -34,7 +34,7 @@ from zerovision.models.weights_metadata import METADATA_KEY, Description, WrongM
 from zerovision.training.base.errors import UserError
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 
-SMALL_MEMBERS = ("basic_cnn", "mobilenet")
+SMALL_MEMBERS = "basic_cnn,mobilenet"
 SMALL_OF_TIMM = "timm:test_efficientnet"  # with mobilenet's names
 # One of every family, without the two that are slow or need the hub.
 QUICK_MODELS = (
@@ -45,8 +45,8 @@ QUICK_MODELS = (
 
 def build(model_type: str, num_classes: int = 5, image_size: int = 32, **options) -> BuiltModel:
     torch.manual_seed(0)
-    options.setdefault("members", SMALL_MEMBERS)
-    return build_model(model_type, num_classes=num_classes, image_size=image_size, **options)
+    options.setdefault("ensemble_members", SMALL_MEMBERS)
+    return new_model(model_type, num_classes=num_classes, image_size=image_size, **options)
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -94,7 +94,7 @@ def test_vgg_sizes():
 def test_real_forward_head_and_a_rebuild_from_the_description(model_type):
     built = build(model_type)
     images = torch.randn(3, 3, 32, 32)
-    assert built.module.train()(images).shape == ((3, 5, len(SMALL_MEMBERS)) if model_type == "ensemble" else (3, 5))
+    assert built.module.train()(images).shape == ((3, 5, 2) if model_type == "ensemble" else (3, 5))
     logits = built.module.eval()(images)
     assert logits.shape == (3, 5)
     assert logits.dtype == torch.float32
@@ -109,7 +109,7 @@ def test_real_forward_head_and_a_rebuild_from_the_description(model_type):
 
 @pytest.mark.parametrize("model_type", ["cnn_lstm", "ensemble"])
 def test_autocast_trains(model_type):
-    module = build(model_type, members=("basic_cnn", "cnn_lstm")).module.train()
+    module = build(model_type, ensemble_members="basic_cnn,cnn_lstm").module.train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = mean_cross_entropy(module(torch.randn(4, 3, 32, 32)).float(), torch.arange(4))
     loss.backward()
@@ -188,7 +188,7 @@ def test_small_images_lower_the_stem_stride():
 
 
 def test_a_kept_stem_is_timms_own():
-    built = build("timm:resnet18", image_size=32, keep_stem=True)
+    built = build("timm:resnet18", image_size=32, stem="keep")
     assert built.description.stem_stride_changed == {}
     network, images = timm.create_model("resnet18", num_classes=5), torch.randn(2, 3, 32, 32)
     network.load_state_dict(built.module.state_dict())
@@ -242,7 +242,7 @@ def test_drop_path_is_timms_and_changes_neither_weights_nor_description(model_ty
 
 @pytest.mark.parametrize("model_type", ["mobilenet", "timm:convnext_atto", "timm:test_vit"])
 def test_dropout_is_timms_and_changes_neither_weights_nor_description(model_type):
-    built, plain = build(model_type, dropout=0.5, keep_stem=True), build(model_type, keep_stem=True)
+    built, plain = build(model_type, dropout=0.5, stem="keep"), build(model_type, stem="keep")
     fixed = {"img_size": 32} if "vit" in model_type else {}
     oracle = timm.create_model(built.description.timm_name, num_classes=5, drop_rate=0.5, **fixed).train()
     oracle.load_state_dict(built.module.state_dict())
@@ -380,7 +380,7 @@ def test_weights_of_peers_start_a_model_and_a_note_says_what_was_taken(tmp_path,
     content, note = PEERS.get(peer, (None, f"prefix '{prefix}' taken off" if prefix else ""))
     torch.save(content(raw, average), file) if content else save_file(under(str(prefix), raw), file)
     torch.manual_seed(7)
-    built = build_model(model_type, num_classes=5, image_size=32, weights=str(file), members=SMALL_MEMBERS)
+    built = new_model(model_type, num_classes=5, image_size=32, weights=str(file), ensemble_members=SMALL_MEMBERS)
     expected = average if "average" in note else raw
     assert all(torch.equal(expected[name], tensor) for name, tensor in built.module.state_dict().items())
     notes = built.notes[[note.startswith("weights loaded") for note in built.notes].index(True) + 1 :]
@@ -524,14 +524,14 @@ def test_truncated_and_flipped_files_never_escape(tmp_path, suffix):
 
 BUILD_FINETUNED = """
     import os, sys, time
-    from zerovision.models.build import build_model
+    from tests.kit import new_model
     from zerovision.training.base.errors import UserError
     for prepared in (None, sys.argv[1]):
         if prepared:
             os.rename(prepared, os.path.join(os.environ["HF_HOME"], "hub"))
         started = time.perf_counter()
         try:
-            built = build_model("mobilenet_finetuned", num_classes=5, image_size=32)
+            built = new_model("mobilenet_finetuned", num_classes=5, image_size=32)
             print(built.notes, built.module.conv_stem.stride, float(built.module.conv_stem.weight.detach().sum()))
         except UserError as error:
             print(f"UserError: {error}")
@@ -634,7 +634,7 @@ def test_the_page_of_models_counts_parameters():
     assert set(sizes) == set(MODELS)
     for name, size in sizes.items():
         with torch.device("meta"):
-            module = build_model(name, num_classes=1000, image_size=224, pretrained=None).module
+            module = new_model(name, num_classes=1000, image_size=224, loads_weights=False).module
         count = sum(parameter.numel() for parameter in module.parameters()) / 1e6
         assert f"{count:.{1 if '.' in size else 0}f}" == size, name
 

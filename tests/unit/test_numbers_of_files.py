@@ -16,10 +16,9 @@ from exports import save_run
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from tests.kit import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding, new_model
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
-from zerovision.models.build import build_model
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.reading.files import Refused
@@ -76,7 +75,7 @@ def test_evaluation_and_prediction_read_them_alike(tmp_path, kind, channels):
     expected = write_folder(tmp_path / "data", kind, channels)
     data = load_data(options_of(tmp_path / "data"))
     torch.manual_seed(0)
-    built = build_model("basic_cnn", num_classes=2, image_size="16x24", image_channels=max(channels, 3))
+    built = new_model("basic_cnn", num_classes=2, image_size="16x24", image_channels=max(channels, 3))
     used = {"data": str(tmp_path / "data"), "decode": "numbers", "val_fraction": 0.3, "image_size": "16x24"}
     run = save_run(tmp_path / "run", built, data)
     (run / "config.json").write_text(json.dumps(used | {"model_type": "basic_cnn"}))

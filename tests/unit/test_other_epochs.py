@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from small_checkpoints import ALONE, newest, write_checkpoint
 
-from zerovision.models.build import build_model
+from tests.kit import new_model
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import WEIGHTS, RunFolder
@@ -73,7 +73,7 @@ def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
 
 
 def save_weights_of(epoch, path):
-    built = build_model("basic_cnn", num_classes=2, image_size=8)
+    built = new_model("basic_cnn", num_classes=2, image_size=8)
     preprocessing = Preprocessing(8, None, mean=(0.5,) * 3, std=(0.5,) * 3)
     facts = {"class_names": ["a", "b"], "preprocessing": preprocessing}
     weights = {"w": torch.full((1,), float(epoch))}

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from timm.data import create_transform, resolve_data_config
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from tests.kit import save_built
-from zerovision.models.build import build_model
+from tests.kit import new_model, save_built
 from zerovision.models.preparation import Preparation, crop_share, differences
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.config import TrainConfig
@@ -86,7 +85,7 @@ def test_a_file_says_itself_how_its_images_were_prepared(photos, tmp_path):
     """One of our runs, one of the hub's, and one that says nothing: as timm says of the network."""
     settings = {"image_size": 64, "interpolation": "bicubic", "eval_crop": 0.8, "mean": (0.1,) * 3, "std": (0.7,) * 3}
     first = load_data(DataOptions(data=str(photos), **settings))
-    built = build_model("basic_cnn", num_classes=2, image_size=64)
+    built = new_model("basic_cnn", num_classes=2, image_size=64)
     own, hub, bare = tmp_path / "own.safetensors", tmp_path / "hub" / "model.safetensors", tmp_path / "bare.safetensors"
     save_built(own, built, class_names=["a", "b"], preprocessing=first.preprocessing)
     hub.parent.mkdir()

@@ -12,8 +12,7 @@ from small_checkpoints import ALONE
 from timm.optim import Muon, create_optimizer_v2, list_optimizers, muon
 from torch import nn
 
-from tests.kit import assert_same_but_rounding
-from zerovision.models.build import build_model
+from tests.kit import assert_same_but_rounding, new_model
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.engines.build_engine import build_engine, set_up_engine
@@ -269,6 +268,6 @@ def test_options_reach_the_rule_that_they_are_for():
 @pytest.mark.parametrize(("precision", "name"), [("fp32", "Fp32Muon"), ("bf16", "Muon")])
 def test_a_runs_muon_has_the_precision_that_auto_became(precision, name):
     config = TrainConfig(model_type="basic_cnn", optimizer="muon", precision="auto")
-    built = build_model("basic_cnn", num_classes=10, image_size=8)
+    built = new_model("basic_cnn", num_classes=10, image_size=8)
     setup, _ = set_up_engine(config, built, precision, ALONE, compiles=False)
     assert type(rules_of(setup.optimizer)[0]).__name__ == name

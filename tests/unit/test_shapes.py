@@ -16,11 +16,10 @@ from made_data import train_loader
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from tests.kit import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding, new_model
 from zerovision.delivery.activation_map import _as_map
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
-from zerovision.models.build import build_model
 from zerovision.models.dry_run import training_flops, without_data
 from zerovision.models.timm_models import adapt_weights, timm_size
 from zerovision.models.weights_metadata import Preprocessing
@@ -122,7 +121,7 @@ def test_crops_keep_the_shape():
 
 
 def test_a_vision_transformer_is_timms():
-    built = build_model("timm:vit_tiny_patch16_224", num_classes=5, image_size="32x64")
+    built = new_model("timm:vit_tiny_patch16_224", num_classes=5, image_size="32x64")
     oracle = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=(32, 64))
     oracle.load_state_dict(built.module.state_dict())
     images = torch.rand(2, 3, 32, 64)
@@ -144,7 +143,7 @@ def test_position_embeddings_are_resampled_as_timm_does_it():
 
 
 def test_operations_are_those_of_the_pixels():
-    network = build_model("basic_cnn", num_classes=10, image_size="64x128").module
+    network = new_model("basic_cnn", num_classes=10, image_size="64x128").module
     counts = [training_flops(without_data(network), size) for size in ("64x128", "128x64", 64)]
     assert counts[0] == counts[1]
     assert counts[0] == pytest.approx(2 * counts[2], rel=0.01)
@@ -153,7 +152,7 @@ def test_operations_are_those_of_the_pixels():
 def test_a_trained_model_is_used_at_its_shape(monkeypatch, tmp_path):
     torch.manual_seed(0)
     data = load_data(ARRAYS)
-    built = build_model("basic_cnn", num_classes=10, image_size="16x24")
+    built = new_model("basic_cnn", num_classes=10, image_size="16x24")
     run = save_run(tmp_path / "run", built, data, image_size="16x24")
     words = ("--format", "onnx", "--check-images", "8", "--output", tmp_path)
     assert run_export(monkeypatch, run, *words) == 0

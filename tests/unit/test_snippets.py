@@ -13,9 +13,8 @@ import torch
 from exports import IMAGE_SIZE, lines_of, run_export, save_run
 from PIL import Image
 
-from tests.kit import assert_same_but_rounding
+from tests.kit import assert_same_but_rounding, new_model
 from zerovision.delivery.predict import predict
-from zerovision.models.build import build_model
 from zerovision.training.checkpoint.weights import preprocess, read_metadata
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.reading.model_input import ModelInput
@@ -77,7 +76,7 @@ def make_run(folder: Path, **options) -> Path:
             photograph(40, 40, number + 3 * (label == "b")).save(root / label / f"{number}.png")
     data = load_data(DataOptions(data=str(root), image_size=IMAGE_SIZE, **options))
     torch.manual_seed(1)
-    built = build_model("basic_cnn", num_classes=2, image_size=IMAGE_SIZE)
+    built = new_model("basic_cnn", num_classes=2, image_size=IMAGE_SIZE)
     images = torch.stack([data.train[0, index][0] for index in range(len(data.train))])
     with torch.no_grad():
         for _ in range(30):  # BatchNorm learns the scale of its inputs

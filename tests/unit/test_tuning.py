@@ -15,8 +15,8 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
 
-from tests.kit import save_built, train
-from zerovision.models.build import BuiltModel, build_model
+from tests.kit import new_model, save_built, train
+from zerovision.models.build import BuiltModel
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.errors import UserError
@@ -45,7 +45,7 @@ SHORT = {"data": "fake", "epochs": 2, "batch_size": 128, "image_size": 16, "keep
 
 def built(model_type: str, word: str = "full", seed: int = 0, image_size: int = IMAGE_SIZE) -> BuiltModel:
     torch.manual_seed(seed)
-    return tune(build_model(model_type, num_classes=5, image_size=image_size), word)
+    return tune(new_model(model_type, num_classes=5, image_size=image_size), word)
 
 
 def trained(module: nn.Module) -> set[str]:
@@ -113,7 +113,7 @@ def test_the_head_and_the_last_layers_are_trained(model_type, word, prefixes):
 
 
 def test_layers_of_an_ensemble_are_those_of_each_member():
-    model = build_model("ensemble", num_classes=5, image_size=IMAGE_SIZE, members=("basic_cnn", "cnn_lstm"))
+    model = new_model("ensemble", num_classes=5, image_size=IMAGE_SIZE, ensemble_members="basic_cnn,cnn_lstm")
     tune(model, "layers:1")
     expected = ("members.0.head.", "members.0.blocks.2.", "members.1.head.", "members.1.lstm.")
     assert trained(model.module) == of_parts(model.module, *expected)
@@ -254,7 +254,7 @@ def test_merging_is_pefts_own():
     from peft import LoraConfig, get_peft_model
 
     theirs = get_peft_model(
-        build_model("basic_cnn", num_classes=5, image_size=IMAGE_SIZE).module,
+        new_model("basic_cnn", num_classes=5, image_size=IMAGE_SIZE).module,
         LoraConfig(r=2, lora_alpha=2, target_modules=["blocks.1.0", "blocks.2.3"]),
     )
     randomize_adapters(theirs)
@@ -290,7 +290,7 @@ def test_adapters_are_small_and_all_else_but_the_head_is_frozen():
 def test_position_embeddings_are_resampled_as_timm_does_it(tmp_path):
     source = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64).state_dict()
     save_file(source, tmp_path / "weights")
-    model = build_model("timm:vit_tiny_patch16_224", num_classes=3, image_size=32, weights=str(tmp_path / "weights"))
+    model = new_model("timm:vit_tiny_patch16_224", num_classes=3, image_size=32, weights=str(tmp_path / "weights"))
     found = model.module.state_dict()
     expected = resample_abs_pos_embed(source["pos_embed"], (2, 2), num_prefix_tokens=1)
     torch.testing.assert_close(found["pos_embed"], expected)
@@ -304,7 +304,7 @@ def test_relative_position_tables_are_resampled_as_timm_does_it(tmp_path):
     name, table = "swin_tiny_patch4_window7_224", "layers.3.blocks.0.attn.relative_position_bias_table"
     source = timm.create_model(name, num_classes=3).state_dict()
     save_file(source, tmp_path / "weights")
-    found = build_model(f"timm:{name}", num_classes=3, image_size=96, weights=str(tmp_path / "weights")).module
+    found = new_model(f"timm:{name}", num_classes=3, image_size=96, weights=str(tmp_path / "weights")).module
     oracle = timm.create_model(name, num_classes=3, img_size=96)
     oracle.load_state_dict(swin_transformer.checkpoint_filter_fn(source, oracle), strict=False)
     assert found.state_dict()[table].shape == (25, 24), "windows of 3 patches instead of 7"
@@ -316,7 +316,7 @@ def test_relative_position_tables_are_resampled_as_timm_does_it(tmp_path):
 def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrained, tmp_path, monkeypatch):
     name = "cait_xxs24_224"
     path, size = str(tmp_path / "weights.safetensors"), "give --image-size 64$"
-    source = build_model(f"timm:{name}", num_classes=3, image_size=64)
+    source = new_model(f"timm:{name}", num_classes=3, image_size=64)
     facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
     save_built(Path(path), source, **facts)
     if pretrained:  # as from the hub
@@ -325,7 +325,7 @@ def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrai
         create = functools.partial(timm.create_model, pretrained_cfg_overlay=overlay)
         monkeypatch.setattr("zerovision.models.timm_models.timm.create_model", create)
     with pytest.raises(UserError, match=size) as caught:
-        build_model(
+        new_model(
             f"timm:{name}", num_classes=3, image_size=96, pretrained=pretrained, weights="" if pretrained else path
         )
     assert "another model" not in str(caught.value)
@@ -339,16 +339,16 @@ def test_published_weights_that_are_resampled_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr("zerovision.models.timm_models.timm.create_model", create)
     told = f"timm:{name}: adapted from images of 224 pixels to 96"
     for size in (96, 224):
-        notes = build_model(f"timm:{name}", num_classes=3, image_size=size, pretrained=True).notes
+        notes = new_model(f"timm:{name}", num_classes=3, image_size=size, pretrained=True).notes
         assert (told in notes) == (size == 96)
 
 
 def test_a_stem_of_another_stride_is_told(tmp_path):
-    source = build_model("basic_cnn", num_classes=3, image_size=60)
+    source = new_model("basic_cnn", num_classes=3, image_size=60)
     facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
     save_built(tmp_path / "weights", source, **facts)
     for size, told in ((64, True), (32, False)):
-        notes = build_model("basic_cnn", num_classes=3, image_size=size, weights=str(tmp_path / "weights")).notes
+        notes = new_model("basic_cnn", num_classes=3, image_size=size, weights=str(tmp_path / "weights")).notes
         found = [note for note in notes if note.startswith("blocks.0.0 has a stride of 2, but had 1 when these")]
         assert len(found) == told, notes
 
@@ -356,7 +356,7 @@ def test_a_stem_of_another_stride_is_told(tmp_path):
 def test_another_network_is_still_refused(tmp_path):
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=5).state_dict(), tmp_path / "weights")
     with pytest.raises(UserError, match="is of another model than 'timm:vit_small_patch16_224'"):
-        build_model("timm:vit_small_patch16_224", num_classes=5, image_size=32, weights=str(tmp_path / "weights"))
+        new_model("timm:vit_small_patch16_224", num_classes=5, image_size=32, weights=str(tmp_path / "weights"))
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_another_network_is_still_refused(tmp_path):
 def source(tmp_path_factory) -> Path:
     """A run's weights of basic_cnn with 7 classes; statistics and normalization are not those of a new run."""
     torch.manual_seed(3)
-    model = build_model("basic_cnn", num_classes=7, image_size=16)
+    model = new_model("basic_cnn", num_classes=7, image_size=16)
     for _ in range(3):
         model.module.train()(torch.rand(8, 3, 16, 16))
     path = tmp_path_factory.mktemp("source") / "weights.safetensors"
@@ -384,7 +384,7 @@ HEAD_FIRST |= {"save_every_steps": 1, "keep_last": 99}
 def mobilenets(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("mobilenet") / "weights"
     torch.manual_seed(0)
-    save_file(build_model("mobilenet", num_classes=10, image_size=8).module.state_dict(), path)
+    save_file(new_model("mobilenet", num_classes=10, image_size=8).module.state_dict(), path)
     return path
 
 
@@ -419,7 +419,7 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     adapted = {f"blocks.{block}.{layer}.weight" for block in range(3) for layer in (0, 3)} if word != "head" else set()
     assert changed == {"head.weight", "head.bias"} | adapted
     file = str(whole / "model.safetensors")
-    build_model("basic_cnn", num_classes=10, image_size=16, image_channels=channels, weights=file)
+    new_model("basic_cnn", num_classes=10, image_size=16, image_channels=channels, weights=file)
 
     checkpoint = whole / "checkpoints" / "step-00001-0000000"
     facts = read_manifest(checkpoint).frozen

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import zerovision.training.checkpoint.weights
-from tests.kit import save_built
-from zerovision.models.build import build_model, rebuild_model, tensor_mismatch
+from tests.kit import new_model, save_built
+from zerovision.models.build import rebuild_model, tensor_mismatch
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, save_weights
@@ -32,7 +32,7 @@ PREPROCESSING = Preprocessing(32, 36, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5)
 
 def save(path: Path, model_type: str = "mobilenet", **changes):
     torch.manual_seed(0)
-    built = build_model(model_type, num_classes=5, image_size=32, members=("basic_cnn", "cnn_lstm"))
+    built = new_model(model_type, num_classes=5, image_size=32, ensemble_members="basic_cnn,cnn_lstm")
     arguments = {
         "description": built.description,
         "class_names": CLASS_NAMES,
@@ -64,7 +64,7 @@ def test_a_saved_model_loads_and_answers_the_same(tmp_path, model_type):
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
     torch.manual_seed(0)
     path = tmp_path / "model.safetensors"
-    built = build_model("basic_cnn", num_classes=5, image_size=32)
+    built = new_model("basic_cnn", num_classes=5, image_size=32)
     state = built.module.state_dict()
     name = next(name for name in state if name.endswith("running_var"))  # no output need be NaN for it
     state[name][1] = value
@@ -75,13 +75,13 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
     with pytest.raises(UserError, match=message):
         load_model(path)
     with pytest.raises(UserError, match=message):
-        build_model("basic_cnn", num_classes=5, image_size=32, weights=str(path))
+        new_model("basic_cnn", num_classes=5, image_size=32, weights=str(path))
 
 
 def test_timm_loads_its_own_model_by_name(tmp_path):
     torch.manual_seed(0)
     file = tmp_path / "model.safetensors"
-    built = build_model("timm:resnet18", num_classes=5, image_size=64)
+    built = new_model("timm:resnet18", num_classes=5, image_size=64)
     save_built(file, built, class_names=CLASS_NAMES, preprocessing=PREPROCESSING)
     network = timm.create_model("resnet18", num_classes=5, checkpoint_path=str(file))
     images = torch.randn(2, 3, 64, 64)
@@ -91,7 +91,7 @@ def test_timm_loads_its_own_model_by_name(tmp_path):
 
 def test_the_file_can_start_another_training(tmp_path):
     built = save(tmp_path / "model.safetensors")
-    again = build_model("mobilenet", num_classes=5, image_size=32, weights=str(tmp_path / "model.safetensors"))
+    again = new_model("mobilenet", num_classes=5, image_size=32, weights=str(tmp_path / "model.safetensors"))
     assert all(torch.equal(t, built.module.state_dict()[name]) for name, t in again.module.state_dict().items())
 
 
@@ -224,7 +224,7 @@ def test_crafted_metadata_gets_one_line_and_no_memory(tmp_path, name):
 
 def test_indices_that_the_image_size_asks_for_are_no_weights():
     # The tables of such a transformer grow with the fourth power of the image's side, its weights with the second.
-    built = build_model("timm:beit_base_patch16_224", num_classes=5, image_size=32)
+    built = new_model("timm:beit_base_patch16_224", num_classes=5, image_size=32)
     shapes = {name: tensor.shape for name, tensor in built.module.state_dict().items()}
     assert tensor_mismatch(built.description, shapes) is None
     large = replace(built.description, image_size=4096)

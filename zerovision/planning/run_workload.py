@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerovision.models.activations import Activations, activations
+from zerovision.models.build import build_model
 from zerovision.models.dry_run import without_data
 from zerovision.models.sides import ImageSize, sides
 from zerovision.planning.memory import FLOAT32_BYTES, ModelSizes
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
-from zerovision.training.engines.model import new_model
 from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.recipe.optimizer import build_optimizer, create_state
 from zerovision.training.recipe.tuning import tune
@@ -102,7 +102,7 @@ def build_network(config: TrainConfig, classes: int, image_size: ImageSize) -> n
     Raises:
         UserError: if it cannot be built for such images.
     """
-    built = new_model(config, classes, image_size, config.image_channels or 3, loads_weights=False)
+    built = build_model(config, classes, image_size, config.image_channels or 3, loads_weights=False)
     return tune(built, config.tune).module.train()
 
 

@@ -113,8 +113,8 @@ def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str
         broken = error_on_any_rank(not_finite(weights), run.world)
     if broken is not None:
         return None, f"the weights hold NaN or infinity, first in {broken}"
-    epoch, built = run.state.progress.epoch + 1, run.model.built
-    return write_best(run.folder, weights, built, run.data, run.config.data, epoch, scores), None
+    judged = {"epoch": run.state.progress.epoch + 1, "data": run.config.data}
+    return write_best(run.folder, weights, run.model.built, run.data, scores, judged), None
 
 
 def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:

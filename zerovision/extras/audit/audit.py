@@ -42,6 +42,7 @@ from zerovision.training.base.atomic_write import errors_of_writing, replacing
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.places import log_folder
 from zerovision.training.base.run_folder import shown_path
+from zerovision.training.base.settings import RunSettings
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import load_data
@@ -110,14 +111,8 @@ def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]
     check_timm_name(name.removeprefix(TIMM_PREFIX))
     facts: Any = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     size = facts.input_size[-1]
-    network = build_model(
-        name,
-        num_classes=len(data.class_names),
-        image_size=size,
-        image_channels=data.preprocessing.channels,
-        pretrained=True,
-        keep_stem=True,
-    ).module.eval()
+    settings = RunSettings(model_type=name, pretrained=True, stem="keep")
+    network = build_model(settings, len(data.class_names), size, data.preprocessing.channels).module.eval()
     cut = {"image_size": size, "resize_size": round(size / facts.crop_pct), "fit": ""}
     preprocessing = replace(data.preprocessing, **cut, interpolation=facts.interpolation)
     if data.preprocessing.channels == 3:

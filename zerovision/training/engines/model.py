@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 
 from zerovision.models import model_spec
 from zerovision.models.build import BuiltModel, build_model
 from zerovision.models.dry_run import forward_failure
-from zerovision.models.sides import ImageSize
 from zerovision.training.base.errors import AgreedError, UserError
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
@@ -20,45 +18,6 @@ from zerovision.training.recipe.tuning import tune
 from zerovision.training.recipe.whitening import whiten_stem
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.world import World
-
-
-def new_model(
-    config: RecipeSettings,
-    classes: int,
-    image_size: ImageSize,
-    image_channels: int,
-    *,
-    loads_weights: bool,
-    class_names: Sequence[str] = (),
-) -> BuiltModel:
-    """Build a run's network in fp32 on PyTorch's default device, all of it trained yet.
-
-    Args:
-        config: with the model and its initial weights.
-        classes: of the data set.
-        image_size: of the images in pixels.
-        image_channels: of these.
-        loads_weights: whether it begins with the configured weights; else with random ones.
-        class_names: of the data set, by which a loaded classifier is put in order; none to take it as it is.
-
-    Raises:
-        UserError: if it cannot be built.
-    """
-    return build_model(
-        config.model_type,
-        num_classes=classes,
-        image_size=image_size,
-        image_channels=image_channels,
-        pretrained=config.pretrained if loads_weights else None,
-        weights=config.weights if loads_weights else None,
-        members=tuple(config.ensemble_members.split(",")),
-        batch_size=config.micro_batch,
-        keep_stem=config.stem == "keep",
-        dropout=config.dropout,
-        drop_path=config.drop_path,
-        embedding=config.embedding,
-        class_names=class_names,
-    )
 
 
 def build_training_model(
@@ -85,7 +44,7 @@ def build_training_model(
         # The same seed on every rank: all have the same initial weights.
         torch.manual_seed(config.seed)
         size, names = data.preprocessing.image_size, data.class_names
-        built = new_model(config, len(names), size, channels, loads_weights=loads_weights, class_names=names)
+        built = build_model(config, len(names), size, channels, loads_weights=loads_weights, class_names=names)
         for size in data.train.sizes:
             is_other = size != data.preprocessing.image_size
             if is_other and forward_failure(built.module, size, config.micro_batch, channels):

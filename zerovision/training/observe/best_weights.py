@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,9 +36,8 @@ def write_best(
     weights: dict[str, torch.Tensor],
     built: BuiltModel,
     data: DatasetPair,
-    data_name: str,
-    epoch: int,
     scores: Scores,
+    judged: dict[str, Any],
 ) -> Callable[[], None]:
     """Return a function that writes the weights of an epoch and its scores; rank 0 calls it.
 
@@ -46,11 +46,9 @@ def write_best(
         weights: fp32 tensors by name.
         built: the model.
         data: its classes, preprocessing and validation set.
-        data_name: the user's word for it.
-        epoch: from 1.
         scores: of the validation set.
+        judged: the epoch (from 1) and the user's word for the data.
     """
-
     more = {} if scores.thresholds is None else {THRESHOLDS: scores.thresholds.tolist()}
     more |= {IN_FILES: names_of(loaded())} if loaded() else {}
 
@@ -61,11 +59,11 @@ def write_best(
             description=built.description,
             class_names=data.class_names,
             preprocessing=data.preprocessing,
-            extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss, **more},
+            extra={"epoch": judged["epoch"], "top1": scores.top1, "top5": scores.top5, "loss": scores.loss, **more},
         )
         write_class_map(folder.path, data.class_names)
         facts = describe_scores(scores, data.class_names, data.val.source.name)
-        write_scores(folder.path / EVALUATION, {"epoch": epoch, "data": data_name, "split": "val"} | facts)
+        write_scores(folder.path / EVALUATION, judged | {"split": "val"} | facts)
 
     return write
 

@@ -25,6 +25,7 @@ from zerovision.models.timm_models import published_config
 from zerovision.training.base.errors import AgreedError, UserError, one_line, shown
 from zerovision.training.base.places import log_folder
 from zerovision.training.base.run_folder import WEIGHTS
+from zerovision.training.base.settings import RunSettings
 from zerovision.training.base.small_files import read_small_text
 from zerovision.training.base.units import format_duration, plural
 from zerovision.training.checkpoint.weights import load_model
@@ -250,14 +251,9 @@ def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, Outpu
         published = published_config(config.teacher.removeprefix(TIMM))
         if not published["num_classes"]:
             raise UserError("it has features and no classes: train a head on it, and give that run")
-        built = build_model(
-            config.teacher,
-            num_classes=published["num_classes"],
-            image_size=data.preprocessing.image_size,
-            image_channels=data.preprocessing.channels,
-            pretrained=True,
-            keep_stem=True,
-        )
+        settings = RunSettings(model_type=config.teacher, pretrained=True, stem="keep")
+        made_for = data.preprocessing
+        built = build_model(settings, published["num_classes"], made_for.image_size, made_for.channels)
     except UserError as error:  # which says what to type for the model of a run
         raise UserError(f"--teacher {config.teacher}: {str(error).partition(' Type --weights')[0]}") from error
     made = Preparation.of_timm(published)
