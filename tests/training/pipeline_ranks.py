@@ -246,20 +246,23 @@ def wait_share(world: World, micro_batches: int, schedule: str, split: str, bloc
     return min(statistics.mean(gather_objects(share, world)) for share in shares[1:])
 
 
-def features_sent(world: World) -> list[list[str]]:
-    """Evaluate as on GPUs, where features have a group of their own; return every rank's messages in that group."""
+def features_sent(world: World, schedule: str) -> list[list[str]]:
+    """Evaluate four batches as on GPUs, where features have a group of their own; return every rank's messages in it.
+
+    "back" is a message of features from the last rank to the first.
+    """
     world = form_mesh(world, {"pipeline_parallel": world.size})
     features, messages = dist.new_group(backend="gloo"), list[str]()
     stages = dataclasses.replace(world.dimension("pipeline_parallel"), group=features)
     world.mesh.dimensions["pipeline_parallel"] = stages
-    engine = make_engine(world, make_network("vit"), 1, SIZE, pipeline=world.size, schedule="1f1b", split="auto")
+    engine = make_engine(world, make_network("vit"), 2, SIZE, pipeline=world.size, schedule=schedule, split="auto")
 
     def noted(name: str) -> Any:
         action = getattr(dist, name)
 
-        def run(*tensors: torch.Tensor, group: Any, **options: Any) -> Any:
-            messages.extend([name] if group is features else [])
-            return action(*tensors, group=group, **options)
+        def run(*tensors: torch.Tensor, group: Any, tag: int = 0, **options: Any) -> Any:
+            messages.extend([name] if group is features else ["back"] if tag else [])
+            return action(*tensors, group=group, tag=tag, **options)
 
         return mock.patch.object(dist, name, run)
 

@@ -60,8 +60,15 @@ def test_stages_train_and_evaluate_the_bytes_of_the_whole(network, leaves, ranks
 
 def test_no_features_wait_for_logits_in_evaluation(run_on_ranks):
     """NCCL does what a group is given one after another, so that stages would take turns."""
-    ((messages,), *_) = run_on_ranks(f"{RANKS}:features_sent", 3, [{}])
+    ((messages,), *_) = run_on_ranks(f"{RANKS}:features_sent", 3, [{"schedule": "1f1b"}])
     assert messages == [["isend"] * 4, ["recv", "isend"] * 4, ["recv"] * 4]
+
+
+def test_no_batch_waits_for_another_to_come_round_in_evaluation(run_on_ranks):
+    """Of two batches the first stage is done before the first rank waits for the second stage of one of them."""
+    ((messages,), _) = run_on_ranks(f"{RANKS}:features_sent", 2, [{"schedule": "interleaved"}])
+    first, second = ["isend"] * 2 + ["back", "isend"] * 2, ["recv", "back"] * 2 + ["recv"] * 2
+    assert messages == [first * 2, second * 2]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ leaf: the weights are the same bits as without the pipeline.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,44 +147,59 @@ class PipelineEngine(TorchEngine):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """See `Engine.forward`; in evaluation alone. Every rank of the pipeline returns the logits; a collective."""
-        return self._received_logits(*self._start_forward(images))
+        return self._received_logits(*self._start_forwards([images])[0])
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
         """See `Engine.outputs`: stages work on different batches at the same time."""
-        waiting: deque[tuple[Batch, torch.Tensor, Any]] = deque()
-        for batch in batches:
-            waiting.append((batch, *self._start_forward(batch.images)))
-            if len(waiting) == self.pipeline.size:
-                oldest, logits, work = waiting.popleft()
-                yield oldest, self._received_logits(logits, work)
+        batches, waiting = iter(batches), list[tuple[Batch, torch.Tensor, Any]]()
+        while following := [*islice(batches, self.pipeline.size)]:
+            started = self._start_forwards([batch.images for batch in following])
+            for batch, logits, work in waiting:
+                yield batch, self._received_logits(logits, work)
+            waiting = [(batch, *one) for batch, one in zip(following, started, strict=True)]
         for batch, logits, work in waiting:
             yield batch, self._received_logits(logits, work)
 
-    def _start_forward(self, images: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Run this rank's stages in evaluation; return the logits, and on other ranks than the last who brings them."""
+    def _start_forwards(self, batches: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any]]:
+        """Run this rank's stages on batches of images in evaluation, each stage on all of them before its next stage.
+
+        Returns:
+            the logits of each batch, and on other ranks than the last the work that brings them.
+        """
         assert not self.module.training
-        pipeline, traced = self.pipeline, self._staged.traced(images.shape)
-        logits = torch.empty(len(images), traced.output.shape[1])
-        before, after = (pipeline.rank - 1) % pipeline.size, (pipeline.rank + 1) % pipeline.size
+        pipeline, started = self.pipeline, list[tuple[torch.Tensor, Any]]()
         for stage in self._own:
-            inputs = images
-            if stage:
-                boundary, features = self._boundaries[stage - 1], traced.features[self._staged.cuts[stage - 1]]
-                row = torch.empty(features.numel(), dtype=boundary.dtype, device=images.device)
-                with communication():
-                    dist.recv(row, group=pipeline.group, group_src=before)
-                inputs = boundary.evaluated.unpack(row, features.shape).clone()
-            result = self._staged.run(stage, inputs, images.shape)
-            if stage < self.count - 1:
-                self._send(self._boundaries[stage].evaluated.pack(result), after, pipeline.group)
-            else:
-                logits = result
-        shared = logits.cpu()  # in a group of their own: NCCL would let the next features wait for these logits
+            for images in batches:
+                inputs = self._received_features(stage, images) if stage else images
+                result = self._staged.run(stage, inputs, images.shape)
+                if stage < self.count - 1:
+                    self._send_features(stage, result)
+                    continue
+                shared = result.cpu()  # in another group: NCCL would let the next features wait for these logits
+                for rank in range(pipeline.size - 1):
+                    self._send(shared, rank, pipeline.signal_group)
+                started.append((result, None))
+        for images in batches[len(started) :]:
+            logits = torch.empty(len(images), self._staged.traced(images.shape).output.shape[1])
+            started.append((logits, dist.irecv(logits, group=pipeline.signal_group, group_src=pipeline.size - 1)))
+        return started
+
+    def _received_features(self, stage: int, images: torch.Tensor) -> torch.Tensor:
+        pipeline, boundary = self.pipeline, self._boundaries[stage - 1]
+        features = self._staged.traced(images.shape).features[self._staged.cuts[stage - 1]]
+        # From the last rank to the first in another group, too: under NCCL both could wait for each other.
+        group, tag = (pipeline.group, 0) if pipeline.rank else (pipeline.signal_group, stage)
+        row = torch.empty(features.numel(), dtype=boundary.dtype, device="cpu" if tag else images.device)
+        with communication():
+            dist.recv(row, group=group, group_src=(pipeline.rank - 1) % pipeline.size, tag=tag)
+        return boundary.evaluated.unpack(row.to(images.device), features.shape).clone()
+
+    def _send_features(self, stage: int, features: torch.Tensor) -> None:
+        row = self._boundaries[stage].evaluated.pack(features)
         if self._is_last:
-            for rank in range(pipeline.size - 1):
-                self._send(shared, rank, pipeline.signal_group)
-            return logits, None
-        return shared, dist.irecv(shared, group=pipeline.signal_group, group_src=pipeline.size - 1)
+            self._send(row.cpu(), 0, self.pipeline.signal_group, stage + 1)
+        else:
+            self._send(row, self.pipeline.rank + 1, self.pipeline.group)
 
     def _received_logits(self, logits: torch.Tensor, work: Any) -> torch.Tensor:
         if work is not None:
