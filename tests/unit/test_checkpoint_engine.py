@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.recipe.optimizer import build_optimizer
+from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.scores import ScoreSums
 
 pytestmark = pytest.mark.usefixtures("no_sync")
@@ -151,7 +153,44 @@ def test_a_file_is_written_after_the_copies_from_the_gpu_are_complete(tmp_path):
     snapshot.take(make_engine("adamw", seed=0).state(), ScoreSums(3, ALONE.device).state())
     # Stands for the event behind copies that are still under way.
     key = next(iter(snapshot.tensors))
-    snapshot._copied = SimpleNamespace(synchronize=lambda: snapshot.tensors[key].fill_(7))
+    snapshot.copied = SimpleNamespace(synchronize=lambda: snapshot.tensors[key].fill_(7))
     write_shard(tmp_path / "shard", snapshot)
     with safe_open(tmp_path / "shard", "pt") as stored:
         assert set(stored.get_tensor(key).flatten().tolist()) == {7}
+
+
+class QueuedCopies:
+    """Stands for the end of copies on a stream of a GPU: keeps what they would have copied when it is waited for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.copied = engine, list[dict[str, torch.Tensor]]()
+
+    def wait(self) -> None:
+        self.copied.append(self.now())
+
+    def now(self) -> dict[str, torch.Tensor]:
+        shards = self._engine.state().shards
+        return {f"{shard.name} {kind}": one.clone() for shard in shards for kind, one in shard.tensors.items()}
+
+
+@pytest.mark.parametrize("change", ["a step", "a skipped step", "an average in use"])
+def test_nothing_changes_before_a_save_has_copied_it(change):
+    """Forward and backward of the next step do not wait."""
+    engine = make_engine("adamw", seed=0)
+    averages = WeightAverages(engine, 0.9, 0, 10)
+    train(engine, range(2))
+    copies = QueuedCopies(engine)
+    expected = copies.now()
+    engine.wait_before_change(copies)
+    if change == "an average in use":
+        with averages.in_use():
+            assert any(not torch.equal(expected[name], now) for name, now in copies.now().items())
+    else:
+        loss = engine.forward(torch.randn(8, 4)).square().mean()
+        engine.backward(loss * math.nan if change == "a skipped step" else loss)
+        assert not copies.copied
+        engine.step()
+        averages.after_step(applied=change == "a step", step=3)
+    (copied,) = copies.copied  # once
+    assert copied.keys() == expected.keys()
+    assert all(torch.equal(copied[name], expected[name]) for name in expected)

@@ -32,17 +32,25 @@ BLOCK = 2**27  # bytes; a larger tensor has its own
 
 
 class Snapshot:
-    """A copy of this rank's part of the training state in CPU memory, in tensors that are reused."""
+    """A copy of this rank's part of the training state in CPU memory, in tensors that are reused.
+
+    Attributes:
+        tensors: the copy, by key.
+        copied: the end of the copies that are queued on a GPU, for which whatever changes its source must wait.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.copied: torch.cuda.Event | None = None
         self._kinds: dict[str, tuple[str, torch.dtype, torch.Size]] = {}
-        self._copied: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def take(
         self, state: EngineState, epoch_sums: torch.Tensor | None, left_out: Collection[str] = (), rank: int = 0
     ) -> None:
-        """Copy the current state; on a GPU the copies are queued, before the next step changes the state.
+        """Copy the current state; on a GPU the copies are queued, on a stream of their own beside the next step's.
+
+        Buffers and sums, which that step's forward changes, are copied before it; for the others see `copied`.
 
         Args:
             state: of the engine.
@@ -51,30 +59,42 @@ class Snapshot:
             left_out: names of the parameters that are in the file of frozen weights.
             rank: among those with images of their own.
         """
-        sources = {
-            box_key(kind, shard.name, shard.offsets): tensor
-            for shard in state.shards
-            if shard.name not in left_out
-            for kind, tensor in shard.tensors.items()
-        }
+        first, then = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, versions in state.buffers.items():
             for leaf, buffer in zip(state.leaves, versions, strict=True):
-                sources[box_key(BUFFER, name, (leaf, *[0] * buffer.ndim))] = buffer[None]
+                first[box_key(BUFFER, name, (leaf, *[0] * buffer.ndim))] = buffer[None]
         if epoch_sums is not None:
-            sources[box_key(EPOCH_SUMS, "", (rank, 0))] = epoch_sums[None]
+            first[box_key(EPOCH_SUMS, "", (rank, 0))] = epoch_sums[None]
+        for shard in state.shards:
+            if shard.name not in left_out:
+                then |= {box_key(kind, shard.name, shard.offsets): one for kind, one in shard.tensors.items()}
+        sources = first | then
         kinds = {name: (source.device.type, source.dtype, source.shape) for name, source in sources.items()}
         if kinds != self._kinds:
             self.tensors = {}  # frees them first
             self._kinds, self.tensors = kinds, _memory_for(sources)
+        self._copy(first)
+        gpu = next((source.device for source in sources.values() if source.device.type == "cuda"), None)
+        if gpu is None:
+            self._copy(then)
+            return
+        self._stream = self._stream or torch.cuda.Stream(gpu)
+        self._stream.wait_stream(torch.cuda.current_stream(gpu))
+        with torch.cuda.stream(self._stream):
+            self._copy(then)
+        for source in then.values():
+            if source.is_cuda:
+                source.record_stream(self._stream)  # its memory stays until then, whoever releases it
+        self.copied = self._stream.record_event()
+
+    def _copy(self, sources: Mapping[str, torch.Tensor]) -> None:
         for name, source in sources.items():
             self.tensors[name].copy_(source.detach(), non_blocking=True)
-        gpus = {source.device for source in sources.values() if source.device.type == "cuda"}
-        self._copied = torch.cuda.current_stream(gpus.pop()).record_event() if gpus else None
 
     def wait(self) -> None:
         """Wait until the copies are complete; called by the thread that writes them, not by the one that trains."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self.copied is not None:
+            self.copied.synchronize()
 
 
 def _memory_for(sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

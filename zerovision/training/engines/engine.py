@@ -197,6 +197,10 @@ class Engine(Protocol):
     def state(self) -> EngineState:
         """Return this rank's part of the training state as live tensors; no collective, but it may wait for a GPU."""
 
+    def wait_before_change(self, copied: torch.cuda.Event) -> None:
+        """Let the GPU wait for copies of the state's shards before it changes them; the host does not wait."""
+        copied.wait()
+
     def load_state(
         self,
         tensors: Mapping[str, TakeBox],

@@ -38,6 +38,7 @@ class TorchEngine(Engine):
         self.loss_scale = self.updates.loss_scale
         self._accumulation_steps, self._micro_steps, self._part = setup.accumulation_steps, 0, setup.part
         self._leaves = setup.leaves
+        self._copied: torch.cuda.Event | None = None
         self.buffers = ModelBuffers(self.module, setup.leaves, device)
         self._distribution: Zero1 | Fsdp2 = (Zero1 if setup.plan.zero_stage == 1 else Fsdp2)(setup)
         create_state(self.optimizer, self._trained())
@@ -82,6 +83,7 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def _update_weights(self) -> StepResult:
+        self._wait_for_copies()
         norm = self._part.sum(self._distribution.sum_gradients()).sqrt() / self.updates.scale
         result = self.updates.apply(norm, lambda: self._update(norm))
         for parameter in self._trained():
@@ -101,10 +103,19 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
+        self._wait_for_copies()
         self._distribution.settle()
         for parameter in self._trained():
             change(parameter, self.optimizer.state[parameter])
         self._distribution.share_weights()
+
+    def wait_before_change(self, copied: torch.cuda.Event) -> None:
+        self._copied = copied
+
+    def _wait_for_copies(self) -> None:
+        if self._copied is not None:
+            self._copied.wait()
+        self._copied = None
 
     def state(self) -> EngineState:
         shapes, kinds = self._part.shapes(parameter_shapes(self.module)), moment_kinds(self.optimizer)

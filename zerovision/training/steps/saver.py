@@ -172,6 +172,8 @@ class Saver(Observer):
         sums = self._state.sums.state() if self._world.replica.is_main else None
         saved = state if state.saves_buffers else dataclasses.replace(state, buffers={})
         self._snapshot.take(saved, sums, self._frozen.names if self._frozen else (), self._world.data.rank)
+        if self._snapshot.copied is not None:
+            engine.wait_before_change(self._snapshot.copied)
         save = self._running = _Save(
             checkpoint_name(progress),
             position=self._run.plan.position(progress),
