@@ -101,7 +101,7 @@ def activations(
         pieces = _Pieces(network, places, live, images.nbytes)
         live.ignore([images, *network.parameters(), *network.buffers(), *gradients])
         with live, warnings.catch_warnings(action="ignore"):
-            # Autocast's cache keeps copies of weights until forward ends: in a pipeline, that of a stage.
+            # Autocast's cache keeps copies of weights until forward ends: of a part, if places divide it.
             with torch.autocast("cpu", dtype=DTYPES.get(precision), enabled=lower, cache_enabled=not places):
                 logits = network(images)
             saved = live.now

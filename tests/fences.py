@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES, TASKS = "zerovision/training/engines", "zerovision/training/tasks"
 FENCES = {  # what names it, its own files, limit
-    "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed/", 26),
-    "pipeline": (r"pipeline|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 13),
+    "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed/", 10),
+    "pipeline": (r"pipeline|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 8),
     "several labels": (r"multilabel|label_sets", rf"{TASKS}/", 1),
-    "tensor": (r"tensor_parallel|TensorPart|engines\.tensor\b|world\.tensor", rf"{ENGINES}/tensor/", 5),
+    "tensor": (r"tensor_parallel|TensorPart|engines\.tensor\b|world\.tensor", rf"{ENGINES}/tensor/", 1),
     "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", rf"{TASKS}/", 2),
-    "islands": (r"island", rf"{ENGINES}/islands/", 5),
+    "islands": (r"island", rf"{ENGINES}/islands/", 4),
     "teacher": (r"teacher|distill", rf"{TASKS}/", 2),
 }
 MOST_PARAMETERS, FUNCTIONS_LIMIT = 6, 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerovision.training.engines.pipeline import bubble
+from zerovision.training.config import TrainConfig
+from zerovision.training.engines.pipeline import Pipeline
 
 RANKS = "tests.training.pipeline_ranks"
 # Network, leaves of a step, ranks, stages, and what else is asked for.
@@ -83,7 +84,8 @@ def test_no_batch_waits_for_another_to_come_round_in_evaluation(run_on_ranks):
 )
 def test_a_rank_waits_as_long_as_is_logged(micro_batches, schedule, split, expected, run_on_ranks):
     """With blocks that sleep: a busy machine, which slows all else down, leaves the schedule as it is."""
-    assert bubble(2, schedule, micro_batches) == expected
+    words = {"pipeline_schedule": schedule, "gradient_accumulation_steps": micro_batches}
+    assert Pipeline(TrainConfig(pipeline_parallel=2, **words)).waits() == expected
     case = {"micro_batches": micro_batches, "schedule": schedule, "split": split, "block_s": 0.05}
     ((found,), _) = run_on_ranks(f"{RANKS}:wait_share", 2, [case])
     assert found == pytest.approx(expected, abs=0.06)

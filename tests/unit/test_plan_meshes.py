@@ -15,7 +15,7 @@ from zerovision.planning.plan_command import parse, run
 from zerovision.planning.plan_output import command_of
 from zerovision.planning.recommend import recommend
 from zerovision.planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
-from zerovision.planning.stages import pipeline_of
+from zerovision.planning.stages import stages_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 
@@ -25,7 +25,7 @@ JOB = PlannedJob(CONFIG, Machine(find_gpu("a100-40gb"), 4), 4, 1000, 160, 100_00
 
 def staged(**changes):
     settings = {"pipeline_parallel": 2, "gradient_accumulation_steps": 4, "precision": "fp32"} | changes
-    return pipeline_of(JOB.workload, dataclasses.replace(CONFIG, **settings), settings["precision"], "cuda")
+    return stages_of(JOB.workload, dataclasses.replace(CONFIG, **settings), settings["precision"], "cuda")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -67,7 +67,7 @@ def test_members_of_an_ensemble_are_dealt_out():
     names = "timm:test_vit,timm:test_resnet,timm:test_vit"
     config = dataclasses.replace(CONFIG, model_type="ensemble", ensemble_members=names, pipeline_parallel=2)
     job = dataclasses.replace(JOB, config=config, ranks=2)
-    shares = pipeline_of(job.workload, config, "fp32", "cuda")
+    shares = stages_of(job.workload, config, "fp32", "cuda")
     assert sum(share.sizes.parameters for share in shares) == job.workload.sizes.parameters
     two = evaluate(job, config)
     alone = dataclasses.replace(config, pipeline_parallel=1)

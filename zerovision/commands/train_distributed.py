@@ -58,7 +58,7 @@ def main() -> int:
     exit_code = run_script("error", list, train)
     finish_output(LEAVE_SECONDS)
     # Not sys.exit: everything is closed and synced by now, and taking the interpreter down under the threads of gloo,
-    # NCCL and DeepSpeed now and then ends in an abort after a run that went well (about 1 in 50 here).
+    # NCCL and others now and then ends in an abort after a run that went well (about 1 in 50 here).
     os._exit(exit_code)
 
 

@@ -237,7 +237,7 @@ class Agent:
         environment |= malloc_variables(environment, self._gpus > 0)
         # More threads than cores is not a little slower: 2 ranks with 2 threads on 2 cores took 15 times as long.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // order["local_size"])))
-        # With ninja, which DeepSpeed needs to compile its operators.
+        # With ninja, which an engine's operators are compiled by.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
         return environment
 

@@ -15,9 +15,9 @@ from zerovision.training.base.units import format_bytes
 Verdict = Literal["ok", "warning", "wrong"]
 HERE = "here"
 MIB, GIB = 2**20, 2**30
-# Shared memory of one rank: DeepSpeed's buffer of a CPU rank, deepspeed_allreduce_buffer_*, has 66 MiB.
+# Shared memory of one rank: an engine's buffer for the all-reduce of CPU ranks has 66 MiB.
 SHARED_BYTES_PER_RANK = 66 * MIB
-MEMORY_BYTES_PER_RANK = GIB  # before it has a model: torch, deepspeed and their libraries
+MEMORY_BYTES_PER_RANK = GIB  # before it has a model: torch, an engine and their libraries
 LOG_BYTES = 100 * MIB  # of logs and small checkpoints, at least
 OPEN_FILES_OF_A_RANK = 256  # libraries, loader workers, log files; and sockets to every other rank
 HOT_C = 84.0
@@ -178,7 +178,7 @@ def assess_gpu_health(gpus: Sequence[Facts]) -> list[Row]:
 def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) -> list[Row]:
     """Compare memory, /dev/shm, open files, the log folder, and a container's cores with what the ranks need.
 
-    Ranks, NCCL, DeepSpeed and loader workers exchange data through /dev/shm. If it is full, one ends in a bus error.
+    Ranks, NCCL and loader workers exchange data through /dev/shm. If it is full, one ends in a bus error.
     """
     free, total, shm_free, shm_total = (
         format_bytes(facts[f"{name}_bytes"]) for name in ("memory_free", "memory", "shm_free", "shm")

@@ -3,7 +3,7 @@
 A remote shell parses the command of ssh, so it consists of constants only, quoted; whatever a user gives (arguments,
 variables, folders) is sent to the program's standard input.
 
-Hostfiles are read strictly: DeepSpeed reads `slots=4abc` as 4, takes `slots=0`, and runs `-oProxyCommand=...` as a
+Hostfiles are read strictly: other launchers read `slots=4abc` as 4, take `slots=0`, and run `-oProxyCommand=...` as a
 command. Each line is `name slots=N`; blank lines and comments (#) are allowed. Imports no torch.
 """
 

@@ -83,7 +83,7 @@ def import_ahead(names: str) -> None:
         return
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     before = dict(os.environ)
-    # A library that looks for GPUs shall not use CUDA for it. DeepSpeed would where NVML is missing.
+    # A library that looks for GPUs shall not use CUDA for it, as one would where NVML is missing.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("DS_ACCELERATOR", "cuda")
     gc.disable()

@@ -16,6 +16,7 @@ import psutil
 from zerovision.launch.local_ranks import CHANNEL_VARIABLE, LONGEST_ORDER
 from zerovision.launch.process_tree import is_alive, send
 from zerovision.training.base.places import LAUNCH
+from zerovision.training.engines.ways import OUR_ENGINE
 from zerovision.training.observe.memory_limit import OWN_LIMITS
 
 LOCAL_RANKS = str(LAUNCH / "local_ranks.py")
@@ -29,11 +30,12 @@ def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
     """Return the beginning of the command that starts ranks from one process, with what they will import.
 
     Args:
-        engine: of the configuration.
+        engine: of the configuration; one that is not ours is the library of this name.
         has_gpus: whether the ranks use GPUs.
     """
-    # Not for CPU ranks: how GPUs are counted here may miss some, and DeepSpeed keeps the kind that it is imported for.
-    preloaded = [*PRELOADED, *(["deepspeed"] if has_gpus and engine == "deepspeed" else [])]
+    # Not for CPU ranks: how GPUs are counted here may miss some, and an engine may keep the kind that it is imported
+    # for.
+    preloaded = [*PRELOADED, *([engine] if has_gpus and engine not in OUR_ENGINE else [])]
     return [sys.executable, "-u", LOCAL_RANKS, f"--preload={','.join(preloaded)}"]
 
 

@@ -98,14 +98,14 @@ def shell_exit_code(code: int) -> int:
 
 
 def extensions_folder() -> str:
-    """Return where DeepSpeed compiles its operators: a cache keyed by name only, so each environment has its own."""
+    """Return where torch compiles operators: a cache keyed by name only, so each environment has its own."""
     return os.environ.get("TORCH_EXTENSIONS_DIR") or f"{sys.prefix}/torch_extensions"
 
 
 def remove_stale_build_locks(folder: Path) -> None:
     """Remove the locks of compile jobs that no longer run; of others that may, on another machine, print a note.
 
-    A rank signs its locks (`engines.deepspeed.engine`), and torch keeps a lock's file open while it compiles:
+    A rank that compiles signs its locks, and torch keeps a lock's file open while it compiles:
     so it is known of those that were made here. One without our signature is stale after `LONGEST_BUILD_SECONDS`.
     """
     locks = {str(path) for path in folder.glob("**/lock")}

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zerovision.planning.recommend import reason
+from zerovision.planning.recommend import MESH, reason
 from zerovision.planning.search import Option, PlannedJob, filling_batch, options
 from zerovision.training.base.units import format_bytes, format_duration, plural
 from zerovision.training.config import TrainConfig
@@ -43,7 +43,9 @@ def print_plan(
         step_s: that a step of the chosen micro-batch took on this machine; None if it was not measured.
         as_json: instead of text.
     """
-    filled = filling_batch(job, chosen) if job.has_gpus and chosen.config.pipeline_parallel == 1 else None
+    words = chosen.config
+    can_fill = job.has_gpus and words.ranks_per_replica == words.ranks_per_layer  # stages have memories of their own
+    filled = filling_batch(job, chosen) if can_fill else None
     content = _described(job, options(job), filled)
     best = content["recommended"] = _of_option(job, chosen) | {
         "reason": reason(job, chosen, rungs),
@@ -58,7 +60,6 @@ def print_plan(
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
     console.print(_table(content))
-    words = chosen.config
     per = "per GPU" if words.ranks_per_replica == 1 else f"per {words.ranks_per_replica} GPUs"
     console.print(
         f"{plural(words.micro_batch, 'image')} of {job.image_size} pixels {per} x "
@@ -106,7 +107,7 @@ def _table(content: dict[str, Any]) -> Table:
     rows, best = content["options"], content["recommended"]
     found = next((row for row in rows if best == best | row), best)
     for row in rows if found in rows else [*rows, found]:
-        mesh = [f", {kind} {row[f'{kind}_parallel']}" for kind in ("tensor", "pipeline") if row[f"{kind}_parallel"] > 1]
+        mesh = [f", {flag.partition('_')[0]} {row[flag]}" for flag in MESH if row[flag] > 1]
         name = "".join([f"{row['strategy']}, {row['engine']}", *mesh, " *" if row is found else ""])
         parts = [sum(row["memory_bytes"][part] for part in names) for names in PARTS.values()]
         cells = [f"{part / 1e9:.2f}" for part in (*parts, row["peak_bytes"])]
@@ -120,7 +121,7 @@ def command_of(job: PlannedJob, chosen: Option) -> list[str]:
 
 
 def _of_option(job: PlannedJob, option: Option) -> dict[str, Any]:
-    sizes = ("batch_size", "gradient_accumulation_steps", "tensor_parallel", "pipeline_parallel")
+    sizes = ("batch_size", "gradient_accumulation_steps", *MESH)
     settings = ("strategy", *sizes, "activation_checkpointing", "offload")
     return {
         **{name: getattr(option.config, name) for name in settings},

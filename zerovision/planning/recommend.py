@@ -2,7 +2,8 @@
 
 On each rung it is the default engine, or the first other one with which it fits. The rungs are those of
 `out_of_memory.next_rung`, the fastest settings first, which a run that is out of memory goes down too.
-docs/dev/strategies.md draws them. After stage 3, before costlier ones, the smallest tensor group or pipeline is tried.
+docs/dev/strategies.md draws them. After stage 3, before costlier ones, the fewest ranks that can share a copy of the
+model are tried.
 """
 
 from __future__ import annotations
@@ -21,16 +22,14 @@ from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import format_bytes, plural
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
-from zerovision.training.engines.pipeline import Pipeline, bubble
+from zerovision.training.engines.settings import WAYS
 from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import OUR_ENGINE
 from zerovision.training.out_of_memory import Rung, next_rung
 
 SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
-SIZES = (2, 4, 8, 16)  # of a tensor group or a pipeline
-MESH = {
-    "tensor_parallel": "ranks compute every layer together, each with a part of its weights",
-    "pipeline_parallel": "each rank has consecutive layers, or members of an ensemble",
-}
+SIZES = (2, 4, 8, 16)  # ranks that share a copy of the model
+MESH = {way.flag: way for way in reversed(WAYS) if way.division}  # what is tried first, first
 
 
 def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
@@ -40,7 +39,7 @@ def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
         UserError: if the ranks or settings do not go together, or nothing fits, with the nearest thing that works.
     """
     config, rungs = job.config, list[Rung]()
-    asked = config.ranks_per_replica > 1 or config.engine not in ("auto", "torch") or config.deepspeed_config
+    asked = config.ranks_per_replica > 1 or config.engine not in OUR_ENGINE or config.has_own_sharding
     tries_meshes = not asked
     while (fitting := next((each for each in engines_of(job, config) if fits(job, each)), None)) is None:
         rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
@@ -60,16 +59,17 @@ def _costs_more_than_a_mesh(rung: Rung) -> bool:
 
 
 def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
-    """Return the first tensor groups or pipelines that fit, the smallest first; an update has the images of the job.
+    """Return the first mesh that fits, the smallest first; an update has the images of the job.
 
     Args:
         job: that does not fit as it is.
         batch_size: images at a time.
     """
-    groups, pipelines = ([{kind: size} for size in SIZES] for kind in MESH)
+    kinds = [{flag: size} for flag in MESH for size in SIZES]
     # Over several machines: a group on each, whose stages they are (Narayanan et al. 2021, section 3.2).
-    of_groups = [{"tensor_parallel": job.machine.ranks} | pipeline for pipeline in pipelines]
-    for divided in (*groups, *pipelines, *(of_groups if job.ranks > job.machine.ranks > 1 else [])):
+    of_a_machine = {flag: job.machine.ranks for flag, way in MESH.items() if way.divides_layers}
+    of_groups = [of_a_machine | stages for stages in kinds if not of_a_machine.keys() & stages.keys()]
+    for divided in (*kinds, *(of_groups if job.ranks > job.machine.ranks > 1 else [])):
         with contextlib.suppress(UserError):  # ranks or a model that cannot be divided so
             for config in _candidates(job, divided, batch_size):
                 if fits(job, config):
@@ -97,9 +97,8 @@ def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
     names = ("strategy", *MESH, "batch_size", "gradient_accumulation_steps", "activation_checkpointing")
     values = {name: getattr(mesh, name) for name in names}
     changes = {name: value for name, value in values.items() if value != getattr(config, name)}
-    cost = ", ".join(MESH[kind] for kind in MESH if kind in changes)
-    if Pipeline(mesh).uses_own():
-        waits = bubble(mesh.pipeline_parallel, mesh.pipeline_schedule, mesh.gradient_accumulation_steps)
+    cost = ", ".join(way.division for flag, way in MESH.items() if flag in changes)
+    if waits := sum(way(mesh).waits() for way in MESH.values()):
         cost += f", and waits for {waits:.0%} of a step"
     seen = mesh.micro_batch
     return Rung(changes, cost, batchnorm_images=seen if seen != config.micro_batch else 0)

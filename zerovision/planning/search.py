@@ -14,7 +14,7 @@ from zerovision.models.sides import ImageSize
 from zerovision.planning.machines import CPU, Gpu, Machine
 from zerovision.planning.memory import MemoryPlan, ModelSizes, RankShare, plan_memory
 from zerovision.planning.run_workload import Workload, workload_of
-from zerovision.planning.stages import pipeline_of
+from zerovision.planning.stages import stages_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
@@ -148,11 +148,12 @@ def memory_of(
         check_config(config, FLAG_OF)
     plan, workload = job.plan_for(config), job.workload_for(config)
     name = resolve_engine(config, plan, workload.network, needing_torch(config))
+    is_cut = config.ranks_per_replica > config.ranks_per_layer  # into stages
     if not counts_activations:  # nor what a stage has, for which they are counted
-        sizes = ModelSizes(0, 0, 0) if config.pipeline_parallel > 1 else workload.sizes
+        sizes = ModelSizes(0, 0, 0) if is_cut else workload.sizes
         shares: Sequence[RankShare] = [RankShare(sizes, NO_ACTIVATIONS, workload.whole_bytes)]
-    elif config.pipeline_parallel > 1:
-        shares = pipeline_of(workload, config, job.precision, job.device)
+    elif is_cut:
+        shares = stages_of(workload, config, job.precision, job.device)
     else:
         channels_last = job.has_gpus or (name == "torch" and plan.zero_stage == 1)
         settings = (config.micro_batch, job.precision, job.device, config.activation_checkpointing, channels_last)

@@ -30,7 +30,7 @@ from zerovision.training.engines.pipeline.cuts import (
 
 
 @functools.lru_cache(maxsize=64)
-def pipeline_of(workload: Workload, config: TrainConfig, precision: str, device: str) -> tuple[RankShare, ...]:
+def stages_of(workload: Workload, config: TrainConfig, precision: str, device: str) -> tuple[RankShare, ...]:
     """Cut a network; return what each rank has of it.
 
     Args:
@@ -72,7 +72,7 @@ def pipeline_of(workload: Workload, config: TrainConfig, precision: str, device:
 def _members_of(
     workload: Workload, ensemble: Ensemble, config: TrainConfig, precision: str, device: str
 ) -> tuple[RankShare, ...]:
-    """Deal the members of the workload's network out; other arguments as of `pipeline_of`."""
+    """Deal the members of the workload's network out; other arguments as of `stages_of`."""
     settings = (config.micro_batch, precision, device, config.activation_checkpointing, True)
     costs = []
     for member in ensemble.members:

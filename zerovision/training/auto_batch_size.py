@@ -30,6 +30,7 @@ from zerovision.training.config.global_batch import (
     micro_batches,
     usual_global_batch,
 )
+from zerovision.training.engines.settings import WAYS
 from zerovision.training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
 from zerovision.training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
 from zerovision.training.prepare import RunFacts, memory_facts
@@ -42,8 +43,8 @@ STEPS = 2  # updates of a trial: the first one chooses kernels and fills caches
 TRIAL_FOLDER = "batch-size-trial"
 # What memory depends on beside the recipe.
 OF_MEMORY = (
-    *("strategy", "precision", "offload", "engine", "replicate_across", "deepspeed_config"),
-    *("activation_checkpointing", "compile", "tensor_parallel"),
+    *("strategy", "precision", "offload", "engine", "replicate_across", "activation_checkpointing", "compile"),
+    *(name for way in WAYS for name in way.resumable),
 )
 
 

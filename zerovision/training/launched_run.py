@@ -45,7 +45,7 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
     is_planned = config.strategy in OF_LAUNCHERS  # the launcher finds one
     check_config(dataclasses.replace(config, strategy="ddp") if is_planned else config, FLAG_OF)
     environment = environment_for_ranks() | {CALLER_VARIABLE: str(os.getpid())}
-    # As an activated environment has it: DeepSpeed compiles with a ninja from there.
+    # As an activated environment has it: an engine's operators are compiled with a ninja from there.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     command = [sys.executable, *LAUNCHER, *launch_words(config, gpus)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL

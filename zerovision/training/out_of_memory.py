@@ -119,7 +119,7 @@ def _recompute(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung
 
 def _shard(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
     """Shard more; the volumes are those of Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7)."""
-    if ranks == 1 or config.deepspeed_config or not (has_gpus or config.engine in ("deepspeed", "torch")):
+    if ranks == 1 or config.has_own_sharding or not (has_gpus or config.engine != "auto"):
         return
     costs = {2: "gradients are sharded, for the communication of ddp", 3: "weights too, for half more communication"}
     for strategy, plan in STRATEGIES.items():
@@ -128,7 +128,7 @@ def _shard(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
 
 
 def _offload(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
-    if not has_gpus or config.deepspeed_config:
+    if not has_gpus or config.has_own_sharding:
         return
     kinds = ("none", "optimizer", "all")
     for kind in kinds[kinds.index(config.offload) + 1 :]:

@@ -29,6 +29,7 @@ from zerovision.training.base.run_folder import (
     TEST_EVALUATION,
     WEIGHTS,
 )
+from zerovision.training.engines.settings import WAYS
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
 # Of rank 0; in lines of some versions and devices only.
@@ -313,7 +314,7 @@ def read_run(folder: Path) -> RunFiles:
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
     """Return the number of images of an optimizer step over all ranks, None if a factor of it is unknown."""
     factors = (config.get("batch_size"), config.get("gradient_accumulation_steps", 1), environment.get("ranks"))
-    shared_by = (config.get("tensor_parallel", 1), config.get("pipeline_parallel", 1))
+    shared_by = [config.get(way.flag, 1) for way in WAYS if way.division]
     if not all(isinstance(factor, int) and factor > 0 for factor in (*factors, *shared_by)):
         return None
     return math.prod(factors) // math.prod(shared_by)

@@ -20,7 +20,7 @@ OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 def current_folder_kept_out() -> Iterator[None]:
     """Let every Python process that is started inside the block have -P; also a decorator.
 
-    Those of `-c` and `-m`, such as multiprocessing's and deepspeed's own, would import a random.py that lies in the
+    Those of `-c` and `-m`, such as multiprocessing's own, would import a random.py that lies in the
     current folder. Outside, the caller's own processes stay as they are.
     """
     before = os.environ.get(SAFE_PATH)

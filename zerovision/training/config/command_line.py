@@ -128,7 +128,7 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
     def add_local_rank(self) -> None:
-        """Add what the deepspeed launcher adds to every rank's command line; the environment has the same number."""
+        """Add what other launchers add to every rank's command line; the environment has the same number."""
         self.add_value("--local_rank", int, "a whole number", help=argparse.SUPPRESS)
 
     @property

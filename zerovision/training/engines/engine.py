@@ -202,10 +202,7 @@ class Engine(Protocol):
         copied.wait()
 
     def load_state(
-        self,
-        tensors: Mapping[str, TakeBox],
-        buffers: Mapping[str, torch.Tensor],
-        applied_steps: int,
+        self, tensors: Mapping[str, TakeBox], buffers: Mapping[str, torch.Tensor], applied_steps: int
     ) -> None:
         """Load the state of any engine under any strategy; a collective.
 

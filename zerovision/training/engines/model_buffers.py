@@ -1,7 +1,7 @@
 """A model's buffers over leaves and ranks: BatchNorm's running statistics, for the most part.
 
 They follow a leaf's samples under PyTorch's engine, which has one version of them per leaf, and a
-rank's under DeepSpeed, which neither broadcasts nor averages buffers. They are averaged before every evaluation, so
+rank's under another, which neither broadcasts nor averages buffers. They are averaged before every evaluation, so
 that the reported accuracy is that of the saved file.
 """
 
@@ -22,7 +22,7 @@ AVERAGE = "average/"  # prefix of a running average's name
 
 
 def buffers_elsewhere(module: nn.Module) -> list[str]:
-    """Return the names of the buffers of a pipeline's stages that other ranks have: they are here without data."""
+    """Return the names of the buffers of parts of the model that other ranks have: they are here without data."""
     return [name for name, buffer in module.named_buffers() if buffer.is_meta]
 
 
@@ -156,7 +156,7 @@ class ModelBuffers:
         for rows in (*self._rows, *self._averages):
             if rows.is_floating_point():
                 sent_bytes += (world.size - 1) * rows.nbytes
-                # Of islands, which have leaves of their own, the world has more ranks.
+                # Where groups of ranks have leaves of their own, the world has more ranks.
                 order = self._leaves._replace(ranks=world.size).order()
                 every = gather_rows(rows.reshape(-1), world).view(-1, rows.shape[1])[order]
                 mean = every[0].clone()

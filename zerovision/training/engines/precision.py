@@ -1,9 +1,9 @@
 """Precision: the choice of a dtype, autocast around the model, and the dynamic loss scale of fp16.
 
 Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 under every precision;
-autocast uses bf16 or fp16 for the operations that gain from it. DeepSpeed's `bf16.enabled` would cast the weights but
-not BatchNorm's buffers, and its `torch_autocast` in fp16 checks each shard for overflow on its own; so DeepSpeed gets
-an fp32 model inside a module that runs it under `torch.autocast`.
+autocast uses bf16 or fp16 for the operations that gain from it. An engine's own modes would cast the weights but not
+BatchNorm's buffers, or check each shard for overflow on its own; so each engine gets an fp32 model inside a module that
+runs it under `torch.autocast`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def under_autocast(module: nn.Module, precision: str, device: torch.device) -> n
 class UnderAutocast(nn.Module):
     """Runs a model under autocast and returns fp32; the model itself and its parameters' names do not change.
 
-    Not a context around the engine's call: DeepSpeed disables an enclosing autocast on GPUs.
+    Not a context around the engine's call: an engine may disable an enclosing autocast on GPUs.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -55,12 +55,7 @@ STRATEGIES: dict[str, ParallelPlan] = {
 }
 
 
-def plan_of(
-    strategy: str,
-    ranks: int,
-    offload: str = "none",
-    shards: int = 0,
-) -> ParallelPlan:
+def plan_of(strategy: str, ranks: int, offload: str = "none", shards: int = 0) -> ParallelPlan:
     """Return the plan of a strategy, a key of `STRATEGIES`.
 
     Args:
@@ -70,9 +65,4 @@ def plan_of(
         shards: ranks over which one copy of the training state is divided, a divisor of `ranks`; 0 for all of them.
     """
     shards = shards or ranks
-    return dataclasses.replace(
-        STRATEGIES[strategy],
-        shards=shards,
-        replicas=ranks // shards,
-        offload=offload,
-    )
+    return dataclasses.replace(STRATEGIES[strategy], shards=shards, replicas=ranks // shards, offload=offload)

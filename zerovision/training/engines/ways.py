@@ -26,12 +26,13 @@ class Way(Mode):
     """A way to share the work of a training among ranks.
 
     Attributes:
-        shares_replica: whether its ranks have one copy of the model together, as many as `flag` says.
+        division: in words, how as many ranks as `flag` says have one copy of the model together; '' if they do
+            not.
         divides_layers: whether each of its ranks has a part of every layer.
         engine: the value of `--engine` that asks for it; '' for a way of PyTorch's engine.
     """
 
-    shares_replica: ClassVar[bool] = False
+    division: ClassVar[str] = ""
     divides_layers: ClassVar[bool] = False
     engine: ClassVar[str] = ""
 
@@ -42,10 +43,14 @@ class Way(Mode):
 
     def ranks(self) -> int:
         """Return how many ranks share one copy of the model by it."""
-        return getattr(self.config, self.flag) if self.shares_replica else 1
+        return getattr(self.config, self.flag) if self.division else 1
 
     def check_machine(self, ranks: int) -> None:
         """Raise a UserError if its ranks cannot be placed on machines of so many."""
+
+    def waits(self) -> float:
+        """Return the share of a step in which a rank waits for others."""
+        return 0.0
 
     def kept_values(self) -> int:
         """Return how many values it keeps for each trained weight."""

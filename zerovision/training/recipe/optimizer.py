@@ -235,7 +235,7 @@ def _groups(
     """Return what tells the rule and the group of a weight."""
     groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
     group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
-    return lambda weight: group_of.get(weight, groups[0])  # DeepSpeed fills its groups at stage 3 in each step
+    return lambda weight: group_of.get(weight, groups[0])  # an engine may fill its groups in each step
 
 
 def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> None:

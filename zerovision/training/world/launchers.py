@@ -84,7 +84,7 @@ def environment_for_ranks() -> dict[str, str]:
 
 
 def adopt_rank() -> None:
-    """Give a process of srun torchrun's variables, by which PyTorch, DeepSpeed and we know the ranks.
+    """Give a process of srun torchrun's variables, by which PyTorch, engines and we know the ranks.
 
     Does nothing if they are set, or if the process is the only one.
 

@@ -207,7 +207,7 @@ def _choose_interface(*, is_alone: bool) -> None:
 def _configure_libraries(*, deterministic: bool) -> None:
     """Set PyTorch's switches and variables for its libraries; must come before CUDA's first use."""
     if "RANK" not in os.environ:
-        # For DeepSpeed, which looks for MPI if they are missing; nothing listens on this port.
+        # For libraries that look for MPI if they are missing; nothing listens on this port.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT_OF_NONE)
     # Otherwise the last bit of MKL's products may depend on a matrix's address.
     os.environ.setdefault("MKL_CBWR", "AUTO")

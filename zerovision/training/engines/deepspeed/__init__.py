@@ -23,6 +23,11 @@ class DeepSpeedSettings:
 
     deepspeed_config: str = option("", "DeepSpeed JSON file to use instead of the strategy's own.")
 
+    @property
+    def has_own_sharding(self) -> bool:
+        """Whether a file of the user's says what is sharded, so that nothing else may change it."""
+        return bool(self.deepspeed_config)
+
 
 class DeepSpeed(Way):
     """The training state sharded by DeepSpeed."""

@@ -27,7 +27,7 @@ class PipelineSettings:
     pipeline_parallel: int = option(
         1,
         "Stages of consecutive layers to cut the model into, each on its own rank. For an ensemble: ranks to "
-        "distribute the members over (ddp, not --engine deepspeed).",
+        "distribute the members over (ddp, engine torch).",
         low=1,
         high=1024,
     )
@@ -47,7 +47,7 @@ class Pipeline(Way):
     """Consecutive layers, or members of an ensemble, on ranks of their own."""
 
     flag = "pipeline_parallel"
-    shares_replica = True
+    division = "each rank has consecutive layers, or members of an ensemble"
     goes_with: ClassVar[Values] = {
         **{"strategy": ("ddp",), "engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED},
         **{"sync_batchnorm": (False,), "local_steps": (1,)},
@@ -95,6 +95,14 @@ class Pipeline(Way):
                 f"--gradient-accumulation-steps {rounds * stages} or {(rounds + 1) * stages}, or 1f1b."
             )
 
+    def waits(self) -> float:
+        """Return the share, if all stages take equally long.
+
+        Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+        """
+        others, rounds = self.config.pipeline_parallel - 1, stages_per_rank(self.config.pipeline_schedule)
+        return others / (self.config.gradient_accumulation_steps * rounds + others) if self.uses_own() else 0.0
+
     def prepare(self, module: nn.Module, world: World) -> None:
         from zerovision.training.world.collectives import agreed
 
@@ -117,11 +125,3 @@ class Pipeline(Way):
 def stages_per_rank(schedule: str) -> int:
     """Return the stages of each rank: an interleaved schedule goes round twice."""
     return 2 if schedule == "interleaved" else 1
-
-
-def bubble(ranks: int, schedule: str, micro_batches: int) -> float:
-    """Return the share of a step in which a rank waits, if all stages take equally long.
-
-    Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
-    """
-    return (ranks - 1) / (micro_batches * stages_per_rank(schedule) + ranks - 1)

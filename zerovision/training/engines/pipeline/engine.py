@@ -23,7 +23,7 @@ from zerovision.training.base.timing import SpanClock, communication
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import EngineSetup, Loss, StepInput, StepResult, TimedEngine
 from zerovision.training.engines.parameter_shards import CONVOLUTION_DIMENSIONS
-from zerovision.training.engines.pipeline import bubble, stages_per_rank
+from zerovision.training.engines.pipeline import Pipeline, stages_per_rank
 from zerovision.training.engines.pipeline.cuts import (
     Trace,
     balanced_cuts,
@@ -58,7 +58,7 @@ def _choose_cuts(
     else:
         cuts = agreed(lambda: named_cuts(traced, config.pipeline_split, count, "--pipeline-split"), world)
     shares = shares_of_stages(traced, places, seconds, cuts)
-    waits = bubble(ranks, schedule, setup.accumulation_steps)
+    waits = Pipeline(config).waits()
     taken = ", ".join(f"{share:.0%}" for share in shares)
     setup.notes.append(
         f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take {taken} of a "

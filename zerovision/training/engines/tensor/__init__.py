@@ -35,7 +35,8 @@ class Tensor(Way):
     """Layers that several ranks compute together."""
 
     flag = "tensor_parallel"
-    shares_replica = divides_layers = True
+    division = "ranks compute every layer together, each with a part of its weights"
+    divides_layers = True
     goes_with: ClassVar[Values] = {
         **{"engine": OUR_ENGINE, "compile": NOT_COMPILED, "offload": ("none",), "tune": ("full",)},
         **{"replicate_across": ("none",), "local_steps": (1,), "optimizer": ELEMENT_WISE},
