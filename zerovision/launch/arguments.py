@@ -178,7 +178,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     """
     launcher = LAUNCHERS[script]
     names = launcher.positional.split()
-    if flag := next((word for word in arguments[: len(names)] if re.match("--?[a-zA-Z]", word)), ""):
+    if flag := next((word for word in arguments[: len(names)] if re.match("--?[a-zA-Z]|--$", word)), ""):
         raise UserError(
             f"{shown(flag)} stands among the first {len(names)} arguments, which are words: {' '.join(names)}. "
             "Flags come after them. --help shows examples."
