@@ -26,12 +26,12 @@ _PLACES = {  # of what `import zerovision` offers, imported when it is used
     "TrainConfig": "training.config",
     "UserError": "training.base.errors",
     "WHOLE_PARAMETER": "training.recipe.rules",
-    "evaluate": "delivery.from_python",
+    "evaluate": "commands.from_python",
     "load_model": "training.checkpoint.weights",
     "load_plugins": "training.base.plugins",
-    "predict": "delivery.from_python",
+    "predict": "commands.from_python",
     "preprocess": "training.checkpoint.weights",
-    "train": "delivery.from_python",
+    "train": "commands.from_python",
 }
 __all__ = [*_PLACES]  # noqa: PLE0604
 

@@ -60,10 +60,10 @@ def main() -> int:
 
 def _print(text: str) -> None:
     """Print to somebody who may stop reading, such as `head`."""
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+    from zerovision.training.base.lasting_output import report_failed_output
+
+    report_failed_output(is_product=False)
+    print(text, end="")
 
 
 def _launch(words: list[str]) -> int:

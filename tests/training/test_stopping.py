@@ -5,11 +5,15 @@ And a run that gives up by itself says why, on the console and in its report.
 
 from __future__ import annotations
 
+import contextlib
 import html
+import json
+import os
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -31,7 +35,7 @@ def start(logs, name, *flags):
     return begin(["bash", "scripts/launch_distributed.sh", *WORDS, *FLAGS, *flags, *own])
 
 
-def begin(line):
+def begin(line, **options):
     return subprocess.Popen(
         line,
         cwd=ROOT,
@@ -39,6 +43,7 @@ def begin(line):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        **options,
         # A background job of a shell inherits SIGINT ignored, and the launcher rightly leaves it so.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -54,6 +59,19 @@ def wait_until(condition, process):
     raise AssertionError(f"waited in vain: {process.communicate()}")
 
 
+def wait_for_the_end(processes):
+    deadline = time.monotonic() + 60
+    while left := processes():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def is_alive_in(session, process):
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE and os.getsid(process.pid) == session
+    return False
+
+
 def has_reached(folder, step):
     return (folder / "metrics.jsonl").exists() and any(m["step"] >= step for m in read_metrics(folder, "step"))
 
@@ -67,6 +85,56 @@ def ranks_of(run_name):
             found.append(process)
     pids = {process.pid for process in found}
     return [process for process in found if process.info["ppid"] not in pids]
+
+
+@pytest.mark.slow
+def test_a_killed_training_of_some_minutes_keeps_its_epochs(tmp_path):
+    line = [sys.executable, "scripts/train.py", "digits", "--minutes", "0.6", "--epochs", "1000", *FLAGS]
+    line += ["--model-type", MODEL, "--log-dir", str(tmp_path), "--report", "false"]
+    process, folder = begin(line), tmp_path / "runs" / "digits"
+    wait_until(lambda: [*folder.glob("checkpoints/step-*/manifest.json")], process)
+    epochs = json.loads((folder / "config.json").read_text())["epochs"]
+    process.kill()
+    process.wait()
+    wait_for_the_end(lambda: ranks_of("digits"))
+    process = begin([*line, "--run-name", "digits", "--resume", "auto"])
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "resuming from" in output
+    assert json.loads((folder / "config.json").read_text())["epochs"] == epochs
+    assert 1 < epochs < 1000
+    assert read_metrics(folder, "epoch")[-1]["epoch"] == epochs
+
+
+CALL = """
+import sys, zerovision
+settings = dict(model_type="basic_cnn", image_size=8, epochs=4, workers="2", report=False, progress="off", seed=1)
+result = zerovision.train("digits", log_dir=sys.argv[1], run_name="digits", resume=sys.argv[2], **settings)
+print("the next line of the script")
+"""
+
+
+@pytest.mark.parametrize("whom", ["the process", "its group"])  # as a notebook does, and a terminal
+def test_ctrl_c_in_a_python_program_saves_and_interrupts_it(tmp_path, whom):
+    call = [sys.executable, "-c", CALL, str(tmp_path)]
+    process, folder = begin([*call, "never"], start_new_session=True), tmp_path / "runs" / "digits"
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and read_metrics(folder, "epoch"), process)
+    (os.kill if whom == "the process" else os.killpg)(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "the next line" not in output
+    *_, last = errors.splitlines()
+    assert last.startswith("KeyboardInterrupt: run digits is stopped: the same call with run_name='digits' and resume")
+    assert "[rank0]" not in errors
+    wait_for_the_end(lambda: [one for one in psutil.process_iter() if is_alive_in(process.pid, one)])
+    again = begin([*call, "auto"])
+    output, errors = again.communicate()
+    assert again.returncode == 0, errors
+    assert "resuming from" in output
+    whole = begin([*call[:-1], str(tmp_path / "whole"), "never"])
+    assert whole.wait() == 0
+    weights = [folder, tmp_path / "whole" / "runs" / "digits"]
+    assert len({(one / "model.safetensors").read_bytes() for one in weights}) == 1
 
 
 def rank_0_of(run_name):

@@ -6,12 +6,16 @@ import html
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import zerovision
+from zerovision.delivery.trained_model import read_run_config
+from zerovision.training.run import run
+from zerovision.training.steps.carrier import Start
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -86,7 +90,7 @@ def test_notebooks_show_tables(result, tmp_path):
     assert "<b>" not in shown
     assert f"{predictions[1].labels[0]} {100 * predictions[1].probabilities[0]:.2f} %" in html.unescape(shown)
     of_run = result._repr_html_()
-    assert len(re.findall("<tr>", of_run)) == 1 + len(result.evaluation["classes"])
+    assert len(re.findall("<tr>", of_run)) == 2 + len(result.evaluation["classes"]) + len(result.choices)
     assert (result.folder / "report.html").as_uri() in of_run
 
 
@@ -105,6 +109,29 @@ def test_a_wrong_setting_is_refused_where_it_is_given(settings, message, tmp_pat
     with pytest.raises(zerovision.UserError, match=message):
         zerovision.train(settings.pop("data"), log_dir=tmp_path, **settings)
     assert not [*tmp_path.rglob("*/*")]
+
+
+def test_trained_weights_begin_with_the_head_and_a_run_that_goes_on_keeps_what_it_has(result, tmp_path):
+    given = SMALL | {"weights": result.weights, "log_dir": tmp_path, "run_name": "tuned"}
+    tuned = zerovision.train("fake", **given)
+    head = zerovision.evaluate(tmp_path / "runs" / "tuned-head", output=None)
+    assert tuned.config.weights == str(tmp_path / "runs" / "tuned-head" / "model.safetensors")
+    assert head.samples == tuned.evaluation.samples
+    assert tuned.choices["optimizer"][0] == tuned.config.optimizer
+    longer = zerovision.train("fake", **given | {"epochs": 2, "resume": "auto"})
+    assert (longer.folder, longer.config.epochs, longer.choices) == (tuned.folder, 2, {})
+    assert longer.config.learning_rate == tuned.config.learning_rate
+    assert not (tmp_path / "runs" / "tuned-2").exists()
+
+
+def test_minutes_count_from_the_call(tmp_path):
+    """Not from the start of the process: a notebook is hours old."""
+    data = {"data": "fake", "log_dir": str(tmp_path), "minutes": 0.5, "report": False}
+    for name, began in (("now", time.time()), ("earlier", time.time() - 60)):
+        config = zerovision.TrainConfig(run_name=name, **SMALL | data | {"epochs": 3})
+        assert run(config, Start(began=began)) == 0
+    epochs = {name: read_run_config(tmp_path / "runs" / name).epochs for name in ("now", "earlier")}
+    assert epochs == {"now": 3, "earlier": 1}
 
 
 def test_several_ranks_train_the_same_as_one(result, tmp_path):

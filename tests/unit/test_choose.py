@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from zerovision.commands.train import TrainSettings, describe, with_head
+import zerovision
+from zerovision.commands.train import TrainSettings
+from zerovision.delivery.trained_model import read_run_config
 from zerovision.launch.arguments import read_arguments
 from zerovision.planning.choose import EFFORTS, Facts, Published, choose, has_head_first, of_head
 from zerovision.planning.choose_facts import gather
+from zerovision.planning.chosen_run import choose_run, describe, with_head
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
+from zerovision.training.config.file import read_preset
 
 ROOT = Path(__file__).resolve().parents[2]
 PHOTOGRAPHS = Facts(images=3000, classes=10, rarest=200, commonest=400, side=400, has_val=True)
@@ -167,7 +173,6 @@ def test_facts_of_an_array():
         (["--epochs", "3", "photos"], "'--epochs' comes before DATA"),
         (["photos", "--epoch", "3"], "unknown argument '--epoch'"),
         (["photos", "--max-restart", "3"], "Did you mean '--max-restarts'?"),
-        (["photos", "--resume", "auto"], "--resume goes on with a run"),
         (["photos", "--data", "digits"], "but DATA is 'photos'"),
         (["photos", "--effort", "minute"], "Did you mean 'minutes'?"),
     ],
@@ -179,22 +184,66 @@ def test_mistakes_are_one_line(words, said):
     assert "\n" not in str(caught.value)
 
 
-def test_one_word_trains_a_folder(tmp_path):
+@pytest.fixture
+def given(tmp_path) -> dict:
+    return {"data": "digits", "log_dir": str(tmp_path), "model_type": "vgg"}
+
+
+def test_a_rate_that_is_not_chosen_is_the_networks_own(given):
+    given |= {"optimizer": "adamw", "model_type": "mobilenet"}
+    chosen = choose_run(given, "", (1, 0), FLAG_OF, is_launched=True)
+    assert "learning_rate" not in chosen.choices
+    assert chosen.config.learning_rate == chosen.config.default_rate != TrainConfig.learning_rate
+
+
+def test_a_preset_and_a_setting_override_what_is_chosen(given):
+    chosen = choose_run(given | {"preset": "cifar10", "epochs": 3}, "", (1, 0), FLAG_OF, is_launched=True)
+    preset = read_preset("cifar10")
+    assert not {*preset, "epochs", "minutes"} & {*chosen.choices}
+    assert chosen.config.epochs == 3
+    assert chosen.config.optimizer == preset["optimizer"]
+
+
+def test_only_a_launcher_finds_a_strategy(given):
+    given |= {"strategy": "auto"}
+    assert choose_run(given, "", (2, 0), FLAG_OF, is_launched=True).config.strategy == "auto"
+    with pytest.raises(UserError, match="--strategy auto is for the launchers"):
+        choose_run(given, "", (1, 0), FLAG_OF, is_launched=False)
+
+
+def test_two_runs_at_once_have_a_name_each(given):
+    """Also before either has written anything."""
+    runs = [choose_run(given, "", (1, 0), FLAG_OF, is_launched=True) for _ in range(2)]
+    assert [one.config.run_name for one in runs] == ["digits", "digits-2"]
+    assert runs[0].train(lambda _config: 2) == 2
+    assert not runs[0].folder.path.exists(), "refused: nothing is left of it"
+
+
+def test_a_resume_needs_the_name_of_a_run(given):
+    with pytest.raises(UserError, match="resume auto goes on with a run: add --run-name"):
+        choose_run(given | {"resume": "auto"}, "", (1, 0), FLAG_OF, is_launched=True)
+
+
+def test_the_minutes_of_a_run_are_those_that_are_left(given):
+    chosen = choose_run(given | {"minutes": 5.0}, "", (1, 0), FLAG_OF, is_launched=True)
+    seen = []
+    dataclasses.replace(chosen, began=time.time() - 120).train(lambda config: seen.append(config.minutes) or 0)
+    assert 2.9 < seen[0] <= 3
+
+
+def test_one_word_trains_a_folder_and_python_chooses_the_same(tmp_path, monkeypatch):
     folder = make_photos(tmp_path / "my photos")
     flags = ["--effort=seconds", "--minutes=1", "--epochs=3", "--report=false", f"--data-root={tmp_path}/cache"]
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(folder), *flags]
     command += [f"--log-dir={tmp_path}/logs", "--pretrained=false", "--max-restarts=0"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    runs = [
-        subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-        for _ in range(2)
-    ]
-    assert [one.returncode for one in runs] == [0, 0], runs[0].stderr
+    first = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
     run = tmp_path / "logs" / "runs" / "my-photos"
     config = json.loads((run / "config.json").read_text())
     assert 1 <= config["epochs"] <= 3
     assert config["minutes"] == 0  # which the epochs are of now
-    said = runs[0].stdout
+    said = first.stdout
     assert (run / "choice.txt").read_text() in said
     assert "1 unreadable image(s) skipped" in said
     scores = json.loads((run / "evaluation" / "scores.json").read_text())
@@ -206,4 +255,14 @@ def test_one_word_trains_a_folder(tmp_path):
     evaluate = [sys.executable, str(ROOT / script), *words, "--output", str(tmp_path / "scores")]
     again = subprocess.run(evaluate, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert (run.parent / "my-photos-2" / "model.safetensors").is_file()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    settings = {"minutes": 1, "epochs": 3, "report": False, "data_root": tmp_path / "cache", "pretrained": False}
+    result = zerovision.train(folder, effort="seconds", log_dir=tmp_path / "logs", **settings)
+    assert result.folder.name == "my-photos-2"
+    lines = [(one / "choice.txt").read_text().replace("my-photos-2", "my-photos") for one in (run, result.folder)]
+    assert lines[0] == lines[1]
+    assert all(reason in lines[1] for _value, reason in result.choices.values())
+    other = {"epochs": 0, "run_name": "", "minutes": 0}  # the first is by the speed
+    assert vars(result.config) | other == vars(read_run_config(run)) | other
+    assert result.choices["batch_size"][0] == result.config.batch_size
+    assert all(html.escape(reason) in result._repr_html_() for _value, reason in result.choices.values())

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ def process_state() -> list[object]:
     return [
         {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        sys.excepthook,
         dist.is_initialized(),
         (torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32),
         (torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32),
@@ -260,6 +262,7 @@ def test_numbers_are_those_of_the_flags(digits, function, given, message):
 
 
 def test_a_process_group_of_the_users_is_left_alone():
+    hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(UserError, match=r"destroy_process_group\(\) first"), preserved_process():
@@ -267,3 +270,4 @@ def test_a_process_group_of_the_users_is_left_alone():
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook

@@ -32,13 +32,16 @@ def train(arguments: list[str]) -> int:
         return 0
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
     # Imported late: `--help` and the launchers' check need none of it.
+    import psutil
+
     from zerovision.delivery.end_of_run import leave_files
     from zerovision.planning.search import predicted_tensors
     from zerovision.training.base.run_lock import Origin
     from zerovision.training.run import run
     from zerovision.training.steps.carrier import Start
 
-    start = Start(Origin.of(os.environ), heartbeat, predicted_tensors)
+    started = psutil.Process().create_time()
+    start = Start(Origin.of(os.environ), heartbeat, predicted_tensors, began=started)
     try:
         exit_code = run(config, start, leave_files)
     except UserError:

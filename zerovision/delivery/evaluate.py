@@ -22,12 +22,12 @@ from zerovision.delivery.evaluation_data import EvaluationData, load_evaluation_
 from zerovision.delivery.evaluation_files import write_evaluation
 from zerovision.delivery.fit_calibration import Calibrator, read_reject
 from zerovision.delivery.settings import EvaluateSettings
-from zerovision.delivery.trained_model import TrainedModel, find_model, slug
+from zerovision.delivery.trained_model import TrainedModel, find_model
 from zerovision.delivery.views import checked_views, views_of
 from zerovision.training.base.atomic_write import errors_of_writing
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.points import show_score
-from zerovision.training.base.run_folder import CARD, EVALUATION, TEST_EVALUATION
+from zerovision.training.base.run_folder import CARD, EVALUATION, TEST_EVALUATION, slug
 from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig

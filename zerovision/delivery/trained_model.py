@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,11 +111,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"'{path}' is damaged: it is not a JSON object. Restore it, or remove it.")
     return content
-
-
-def slug(name: str) -> str:
-    """Return a name as part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
 
 
 def _is_run(folder: Path) -> bool:

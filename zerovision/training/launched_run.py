@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import os
 import selectors
 import subprocess
@@ -15,7 +14,7 @@ from zerovision.training.base.heartbeat import CALLER_VARIABLE
 from zerovision.training.base.places import LAUNCH
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE
 from zerovision.training.config import FLAG_OF, TrainConfig
-from zerovision.training.config.check import OF_LAUNCHERS, check_config, check_launched_strategy
+from zerovision.training.config.check import check_launched
 from zerovision.training.config.file import read_preset
 from zerovision.training.config.values import WORDS_OF_LAUNCH, changed_flags
 from zerovision.training.world.launchers import environment_for_ranks
@@ -41,9 +40,7 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
     """
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS_PER_NODE:
         raise UserError(f"gpus {shown(gpus)}: expected a whole number from 1 to {MOST_GPUS_PER_NODE}.")
-    check_launched_strategy(config.strategy)
-    is_planned = config.strategy in OF_LAUNCHERS  # the launcher finds one
-    check_config(dataclasses.replace(config, strategy="ddp") if is_planned else config, FLAG_OF)
+    check_launched(config, FLAG_OF)
     environment = environment_for_ranks() | {CALLER_VARIABLE: str(os.getpid())}
     # As an activated environment has it: an engine's operators are compiled with a ninja from there.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])

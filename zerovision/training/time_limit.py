@@ -10,8 +10,6 @@ import statistics
 import time
 from itertools import pairwise
 
-import psutil
-
 from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.points import StepPoint
 from zerovision.training.base.run_logger import Loggers, RunLogger
@@ -39,7 +37,7 @@ class _StepTimes(RunLogger):
 def limit_epochs(run: Run) -> Run:
     """Return the run with no more epochs than `--minutes` allow, and a note for the log; a collective.
 
-    The minutes are counted from the start of the process. A run that goes on keeps its epochs, see `saved_and_given`.
+    A run that goes on keeps its epochs, see `saved_and_given`.
     """
     config, world = run.config, run.world
     if not config.minutes or config.solver == "lbfgs":  # which has no epochs
@@ -49,8 +47,8 @@ def limit_epochs(run: Run) -> Run:
         first, others = broadcast_object(_epoch_seconds(run), world)
     except TrialStopped:  # as the run, which is about to end
         return run.changed(minutes=0.0)
-    age = broadcast_object(time.time() - psutil.Process().create_time(), world)
-    left = 60 * config.minutes - age - END_SECONDS
+    spent = broadcast_object(time.time() - run.start.began, world)
+    left = 60 * config.minutes - spent - END_SECONDS
     epochs = max(1, min(config.epochs, 1 + int((left - first) / others)))
     note = f"--minutes {config.minutes:g}: {plural(epochs, 'epoch')} of {format_duration(others)} each"
     if first > left:

@@ -28,11 +28,11 @@ from zerovision.delivery.export.export_job import ExportJob, load_calibration_im
 from zerovision.delivery.export.output_folder import PREPROCESSING, check_output, files_about, unfinished_files
 from zerovision.delivery.export.pictures import FromPictures
 from zerovision.delivery.settings import ExportSettings
-from zerovision.delivery.trained_model import TrainedModel, find_model, slug
+from zerovision.delivery.trained_model import TrainedModel, find_model
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import printable
-from zerovision.training.base.run_folder import EXPORT
+from zerovision.training.base.run_folder import EXPORT, slug
 from zerovision.training.base.small_files import sha256_of
 from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import load_model

@@ -16,7 +16,7 @@ from torch import nn
 
 from zerovision.delivery.evaluation_data import audit_options
 from zerovision.delivery.settings import ImageSettings
-from zerovision.delivery.trained_model import find_model, slug
+from zerovision.delivery.trained_model import find_model
 from zerovision.extras.audit.catalogue import Catalogue, embeddings, picture_features
 from zerovision.extras.audit.copies import find_copies
 from zerovision.extras.audit.findings import (
@@ -41,7 +41,7 @@ from zerovision.models.timm_models import check_timm_name
 from zerovision.training.base.atomic_write import errors_of_writing, replacing
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.places import log_folder
-from zerovision.training.base.run_folder import shown_path
+from zerovision.training.base.run_folder import shown_path, slug
 from zerovision.training.base.settings import RunSettings
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -88,3 +89,8 @@ def shown_path(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def slug(name: str) -> str:
+    """Return a name as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")

@@ -50,6 +50,15 @@ def check_launched_strategy(name: str) -> None:
         raise unknown_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
 
 
+def check_launched(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
+    """Check the configuration of ranks that a launcher will start, which may find the strategy; see `check_config`."""
+    check_launched_strategy(config.strategy)
+    if config.strategy not in OF_LAUNCHERS:
+        return check_config(config, label_of)
+    found = dataclasses.replace(config, strategy=TrainConfig.strategy)
+    return dataclasses.replace(check_config(found, label_of), strategy=config.strategy)
+
+
 def _only(value: object, *names: str) -> dict[str, tuple[object, ...]]:
     return dict.fromkeys(names, (value,))
 

@@ -36,7 +36,7 @@ from zerovision.training.base.lasting_output import ReaderGone, report_failed_ou
 from zerovision.training.base.places import as_typed, cure_of_missing
 from zerovision.training.base.plugins import load_plugins
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
-from zerovision.training.config.check import check_config
+from zerovision.training.config.check import check_config, check_launched
 from zerovision.training.config.saved import saved_and_given
 from zerovision.training.config.values import (
     allowed_names,
@@ -278,13 +278,16 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
     return settled(values | flags, preset, label_of), given["check_config"]
 
 
-def settled(values: dict[str, Any], preset: Mapping[str, Any], label_of: Mapping[str, str]) -> TrainConfig:
+def settled(
+    values: dict[str, Any], preset: Mapping[str, Any], label_of: Mapping[str, str], *, is_launched: bool = False
+) -> TrainConfig:
     """Return the checked configuration of what is given, of the run that goes on, and of a preset.
 
     Args:
         values: what is given, by field.
         preset: of `read_preset`.
         label_of: as of `check_config`.
+        is_launched: whether a launcher is still to start the ranks, and may find the strategy.
 
     Raises:
         UserError: for the first value that is wrong.
@@ -293,7 +296,7 @@ def settled(values: dict[str, Any], preset: Mapping[str, Any], label_of: Mapping
         values["plugin"] = load_plugins(values["plugin"])
     settings = saved_and_given(values, preset)
     try:
-        config = check_config(_named(settings), label_of)
+        config = (check_launched if is_launched else check_config)(_named(settings), label_of)
     except UserError as error:
         of_preset = {name: value for name, value in preset.items() if name not in values}
         raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None

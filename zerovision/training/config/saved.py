@@ -34,7 +34,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     Raises:
         UserError: if the run was made with plug-ins that are not loaded.
     """
-    saved = _saved(given)
+    saved = saved_settings(given)
     if needed := names_of(saved.pop(PLUGIN, "")):
         require_plugins("this run", needed)
     if not saved:
@@ -66,7 +66,7 @@ def _name(of_hub: str) -> str:
     return of_hub.partition("@")[0]
 
 
-def _saved(given: Mapping[str, Any]) -> dict[str, Any]:
+def saved_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the folder of the run says that goes on, {} if none does."""
     place = TrainConfig(**{name: given[name] for name in ("run_name", "log_dir", "resume") if name in given})
     if place.resume == "never":

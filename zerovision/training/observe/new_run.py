@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zerovision.training.base.atomic_write import check_renames, remove_leftovers
 from zerovision.training.base.errors import AnotherStartNeededError, UserError, one_line, shown
 from zerovision.training.base.places import log_folder
-from zerovision.training.base.run_folder import CHECKPOINTS, EXPORT, LAST, WEIGHTS, RunFolder
+from zerovision.training.base.run_folder import CHECKPOINTS, EXPORT, LAST, WEIGHTS, RunFolder, slug
 from zerovision.training.base.run_lock import LOCK, Origin, lock_run
 from zerovision.training.observe.settings import ObserveSettings
 
+if TYPE_CHECKING:
+    from zerovision.training.config import TrainConfig
+
+LONGEST_NAME = 60  # of data, in the name of a run
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -127,6 +133,15 @@ def new_name(log_dir: Path, name: str) -> str:
             (runs / one).mkdir()
             break
     return one
+
+
+def named_after_data(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of a run with a name: if nobody chose one, its data's, for which it makes a folder."""
+    if config.run_name:
+        return config
+    stem = Path(os.path.expanduser(config.data.rstrip("/"))).name.partition(".")[0]
+    name = slug(stem.rpartition(":")[2]).strip("-_")[:LONGEST_NAME] or "run"
+    return dataclasses.replace(config, run_name=new_name(run_folder(config, name).log_dir, name))
 
 
 def _check_renames(folder: RunFolder) -> None:

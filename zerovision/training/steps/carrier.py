@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ class Start:
         groups: equal ones of ranks, of which each trains by itself.
         notes: lines for the log.
         events: of the engine, for metrics.jsonl: kind -> values.
+        began: when the minutes of `--minutes` began, in seconds since 1970.
     """
 
     origin: Origin = field(default_factory=Origin)
@@ -60,6 +62,7 @@ class Start:
     groups: int = 1
     notes: tuple[str, ...] = ()
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,10 @@ _GENERATORS = threading.RLock()  # one thread would restore what another has dra
 def preserved_process() -> Iterator[None]:
     """Restore what a run changes in its process, unless a launcher started it; a decorator, too.
 
-    Restored are signal handlers, the environment, the CPU's random generators and PyTorch's global settings; the
-    process group is destroyed. The process of a launched rank belongs to the run: a signal that comes after its end
-    must still find the run's handlers. If another thread trains or evaluates, this one waits for its end.
+    Restored are signal handlers, the hook for exceptions, the environment, the CPU's random generators and PyTorch's
+    global settings; the process group is destroyed. The process of a launched rank belongs to the run: a signal that
+    comes after its end must still find the run's handlers. If another thread trains or evaluates, this one waits for
+    its end.
 
     Raises:
         UserError: if the process has a process group already.
@@ -54,12 +55,13 @@ def preserved_process() -> Iterator[None]:
 def _restored_process() -> Iterator[None]:
     if dist.is_initialized():
         raise UserError("this process has a process group: call torch.distributed.destroy_process_group() first.")
-    environment = dict(os.environ)
+    environment, excepthook = dict(os.environ), sys.excepthook
     try:
         with _restored_generators(), preserved_torch_settings(), handling_stop_signals():
             yield
     finally:
         stop_world()
+        sys.excepthook = excepthook  # init_process_group's puts [rank0] before each line
         os.environ.clear()
         os.environ.update(environment)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import html
 import os
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,20 @@ from zerovision.delivery import evaluate as evaluation
 from zerovision.delivery import predict as prediction
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.predict import Prediction
-from zerovision.delivery.trained_model import slug
+from zerovision.delivery.trained_model import read_run_config
+from zerovision.planning.choose import Choices
+from zerovision.planning.chosen_run import choose_run
+from zerovision.planning.search import predicted_tensors
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE, UserError
-from zerovision.training.base.run_folder import EVALUATION, REPORT, WEIGHTS
+from zerovision.training.base.run_folder import CONFIG, EVALUATION, REPORT, WEIGHTS
 from zerovision.training.base.units import percent
 from zerovision.training.config import TrainConfig
-from zerovision.training.config.check import OF_LAUNCHERS
-from zerovision.training.config.command_line import settled
-from zerovision.training.config.file import labels_of, read_preset, read_values
+from zerovision.training.config.file import labels_of, read_values
+from zerovision.training.config.values import show_value
 from zerovision.training.observe.evaluation import read_scores
-from zerovision.training.observe.new_run import new_name, run_folder
 from zerovision.training.run import run
+from zerovision.training.steps.carrier import Start
+from zerovision.training.world.gpus import usable_gpus
 from zerovision.training.world.signals import STOP_SIGNALS
 
 CALL = "train()"  # in messages
@@ -90,12 +92,14 @@ class Result:
         exit_code: 0, or 128 and the number of a signal that stopped it: the same call with `resume="auto"` goes on.
         config: its settings.
         evaluation: of the best epoch on the validation images; None if it was stopped before the first.
+        choices: what was chosen, by setting: the value and the reason; empty for a run that went on.
     """
 
     folder: Path
     exit_code: int
     config: TrainConfig
     evaluation: Evaluation | None
+    choices: Choices
 
     @property
     def weights(self) -> Path:
@@ -115,43 +119,50 @@ class Result:
         link = f' <a href="{html.escape(report.absolute().as_uri())}">report</a>' if report.exists() else ""
         stopped = f" stopped by signal {self.exit_code - 128};" if self.exit_code else ""
         shown_scores = self.evaluation._repr_html_() if self.evaluation else ""
-        return f"<p><b>{html.escape(self.folder.name)}</b>:{stopped} {self.config.model_type}{link}</p>{shown_scores}"
+        head = f"<p><b>{html.escape(self.folder.name)}</b>:{stopped} {html.escape(self.config.model_type)}{link}</p>"
+        choices = [[name, show_value(value), reason] for name, (value, reason) in self.choices.items()]
+        return f"{head}{shown_scores}{_table(['setting', 'chosen', 'why'], choices) if choices else ''}"
 
 
-def train(data: str | Path, *, gpus: int | None = None, **settings: Any) -> Result:
-    """Train a network on images, as `scripts/train_distributed.py` or a launcher does.
+def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **settings: Any) -> Result:
+    """Train a network on images, as `zerovision train` does: what is not given is chosen, and printed with its reason.
 
     Args:
         data: what `--data` takes, such as a folder of photographs.
         gpus: ranks on this machine, a GPU each (CPU ranks if it has none), started by the launcher; None to train in
-            this process.
-        settings: the flags, with `_` for `-`: `epochs=5`, `model_type="resnet18"`; paths may be `Path`, and of several
-            plug-ins a list.
+            this process, on one GPU if there is one.
+        effort: how much to spend: "seconds", "minutes", "hours" or "best"; by default "minutes", or what the setting
+            `minutes` allows.
+        settings: the flags, with `_` for `-`: `epochs=5`, `model_type="resnet18"`; each overrides a choice. Paths may
+            be `Path`, and of several plug-ins a list.
 
     Returns:
-        What the training has left; also if Ctrl-C or another signal stopped it.
+        What the training has left; also if SIGTERM or SIGUSR1 stopped it.
 
     Raises:
         UserError: for a setting that is wrong or unknown, and for data that cannot be used.
+        KeyboardInterrupt: after Ctrl-C, once a checkpoint is saved.
         RuntimeError: if the training failed otherwise; what happened is on standard error.
     """
-    config = _configured({"data": data} | settings, gpus)
-    if not config.run_name:
-        folder = run_folder(config, "new")
-        name = new_name(folder.log_dir, slug(Path(config.data).name) or "run")
-        config = dataclasses.replace(config, run_name=name)
-    folder = run_folder(config)
-    try:
-        code = run(config, deliver=leave_files, gpus=gpus, raises=True)
-    finally:
-        with contextlib.suppress(OSError):
-            folder.path.rmdir()  # if nothing is in it
+    present = len(usable_gpus())
+    ranks = gpus or 1
+    facts = (ranks, min(present, ranks) if gpus is None else ranks if present else 0)
+    chosen = choose_run(_read(data, settings), effort, facts, labels_of(CALL), is_launched=gpus is not None)
+
+    def train_stage(config: TrainConfig) -> int:
+        return run(config, Start(plan_memory=predicted_tensors), leave_files, gpus=gpus, raises=True)
+
+    code, folder = chosen.train(train_stage), chosen.folder
     if code == USER_ERROR_EXIT_CODE:
         raise UserError("the training was refused: standard error has the reason.")
+    if code == 128 + signal.SIGINT:
+        saved = f"run_name={folder.name!r} and resume='auto'"
+        raise KeyboardInterrupt(f"run {folder.name} is stopped: the same call with {saved} goes on")
     if code not in (0, *(128 + number for number in STOP_SIGNALS)):
         raise RuntimeError(f"the training ended with exit code {code}: standard error has the reason")
     scores = read_scores(folder.path / EVALUATION)
-    return Result(folder.path, code, config, Evaluation.of(scores) if scores else None)
+    config = read_run_config(folder.path) if (folder.path / CONFIG).exists() else chosen.config
+    return Result(folder.path, code, config, Evaluation.of(scores) if scores else None, chosen.choices)
 
 
 def evaluate(model: str | Path, data: str | Path = "", **options: Any) -> Evaluation:
@@ -164,17 +175,13 @@ def predict(model: str | Path, images: str | Path | Iterable[str | Path], **opti
     return Predictions(prediction.predict(model, images, **options))
 
 
-def _configured(settings: Mapping[str, Any], gpus: int | None) -> TrainConfig:
-    """Return the checked configuration; raise a UserError for the first setting that is wrong."""
-    values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
+def _read(data: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a call, by field; raise a UserError for the first that is wrong."""
+    given = {"data": data, **settings}
+    values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
     if isinstance(files := values.get("plugin"), (list, tuple)):
         values["plugin"] = ",".join(map(os.fspath, files))
-    values = read_values(values, CALL)
-    strategy = str(values.get("strategy"))
-    if is_planned := gpus is not None and strategy in OF_LAUNCHERS:
-        values["strategy"] = "ddp"  # until the launcher finds one
-    config = settled(values, read_preset(values.get("preset", "")), labels_of(CALL))
-    return dataclasses.replace(config, strategy=strategy) if is_planned else config
+    return read_values(values, CALL)
 
 
 def _with_share(label: str, probability: float) -> str:
