@@ -25,9 +25,9 @@ ROOMS = {  # limit and end
     "zerovision/training/checkpoint": (591, 600),
     "zerovision/training/tasks": (802, 400),
     "zerovision/training/observe": (1138, 1050),
-    "zerovision/training": (2157, 1400),
+    "zerovision/training": (2154, 1400),
     "zerovision/launch": (2559, 1800),
-    "zerovision/planning": (1256, 1000),
+    "zerovision/planning": (1243, 1000),
     "zerovision/delivery": (3172, 2400),
     "zerovision/extras": (1478, 1300),
 }

@@ -16,13 +16,14 @@ import torch
 
 from tests.kit import ROUNDING
 from zerovision.training import auto_learning_rate
-from zerovision.training.auto_learning_rate import HIGHEST, LOWEST, _Losses, find_rate
+from zerovision.training.auto_learning_rate import HIGHEST, LOWEST, find_rate
 from zerovision.training.base.run_folder import LEARNING_RATE, METRICS
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.mixing import Mixing
 from zerovision.training.data.reader import Batch
 from zerovision.training.run import run as train_run
 from zerovision.training.tasks.labels import GUESSES, build_loss
+from zerovision.training.trial import KeptSteps
 
 GUESS = math.log(10)
 
@@ -206,7 +207,7 @@ def test_no_clear_fall_ends_the_run_and_names_the_default(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("when", ["in a trial", "between trials"])
 def test_a_stop_during_the_search_is_obeyed_at_the_next_step_with_the_usual_end(tmp_path, monkeypatch, capsys, when):
-    trials, steps, free = [], _Losses.steps, auto_learning_rate.free_memory
+    trials, steps, free = [], KeptSteps.steps, auto_learning_rate.free_memory
 
     def logged(losses, point):
         steps(losses, point)
@@ -220,7 +221,7 @@ def test_a_stop_during_the_search_is_obeyed_at_the_next_step_with_the_usual_end(
         if when == "between trials":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(_Losses, "steps", logged)
+    monkeypatch.setattr(KeptSteps, "steps", logged)
     monkeypatch.setattr(auto_learning_rate, "free_memory", freed)
     changes = {"progress": "lines", "learning_rate": "auto", "epochs": 3, "log_dir": str(tmp_path), "run_name": "r"}
     assert train_run(TrainConfig(**(RECIPE | changes))) == 143

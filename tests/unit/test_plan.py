@@ -14,8 +14,9 @@ import torch
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.plan import resolve_strategy
+from zerovision.planning.flags import read
 from zerovision.planning.machines import CPU, GPUS, Machine, detect_machine, find_gpu
-from zerovision.planning.plan_command import parse, run
+from zerovision.planning.plan_command import job_of, plan
 from zerovision.planning.plan_output import command_of, describe_filling
 from zerovision.planning.recommend import reason, recommend
 from zerovision.planning.search import PlannedJob, engines_of, evaluate, filling_batch, options, predicted_tensors
@@ -123,7 +124,7 @@ WORDS = ["--model-type", "basic_cnn", "--num-gpus", "16", "--gpu", "h100", "--ep
     ],
 )
 def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
-    assert run(parse([*WORDS, "--json", *more])) == 0
+    assert plan(read([*WORDS, "--json", *more])) == 0
     printed = json.loads(capsys.readouterr().out)
     _, script, *words = printed["recommended"]["command"]
     given = read_arguments(Path(script).name, words, {})
@@ -165,7 +166,7 @@ def test_the_batch_that_fills_the_gpu():
 )
 def test_the_answer_is_written_as_people_do(words, capsys):
     """No power of ten; and the batch that fills the GPU is in it."""
-    assert run(parse(["--model-type=basic_cnn", "--num-gpus=2", "--image-size=32", "--engine=torch", *words])) == 0
+    assert plan(read(["--model-type=basic_cnn", "--num-gpus=2", "--image-size=32", "--engine=torch", *words])) == 0
     text = capsys.readouterr().out
     assert not re.search(r"\de[+-]\d|inf|nan|\b0\.0\b", text)
     assert re.search(
@@ -176,7 +177,7 @@ def test_the_answer_is_written_as_people_do(words, capsys):
 @pytest.mark.parametrize(("model", "sees"), [("timm:vit_tiny_patch16_224", False), ("basic_cnn", True)])
 def test_batchnorm_is_named_where_there_is_one(model, sees):
     words = [f"--model-type={model}", "--gpu=8gb", "--image-size=224", "--engine=torch", "--batch-size=64"]
-    job = parse(words).job
+    job, _ = job_of(read(words))
     short = dataclasses.replace(job.machine.gpu, memory_bytes=evaluate(job, job.config).memory.peak - 1)
     smaller = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=short))
     chosen, rungs = recommend(smaller)
@@ -188,7 +189,7 @@ def test_batchnorm_is_named_where_there_is_one(model, sees):
 def test_offload_says_what_it_takes_of_the_host():
     """Of each of two machines: what the four ranks on it offload."""
     words = ["--model-type=basic_cnn", "--gpu=80gb", "--num-gpus=8", "--gpus-per-node=4", "--image-size=64"]
-    job = parse([*words, "--strategy=fsdp_stage2", "--offload=optimizer"]).job
+    job, _ = job_of(read([*words, "--strategy=fsdp_stage2", "--offload=optimizer"]))
     chosen, rungs = recommend(job)
     host = 4 * chosen.memory.offloaded
     assert host > 0
@@ -217,22 +218,22 @@ def test_gpu_is_for_auto_alone():
 def test_measure_times_real_steps_of_this_machine(monkeypatch, capsys):
     words = ["--model-type", "basic_cnn", "--image-size", "32", "--batch-size", "4", "--measure"]
     monkeypatch.setattr("zerovision.planning.plan_command.STEPS", 2)
-    assert run(parse([*words, "--json"])) == 0
+    assert plan(read([*words, "--json"])) == 0
     step_s = json.loads(capsys.readouterr().out)["measured_step_s"]
     assert 0 < step_s < 60
-    assert run(parse(words)) == 0
+    assert plan(read(words)) == 0
     assert re.search(
         r"\nmeasured     \S+ m?s a step of one process on this machine, \S+ images/s\n", capsys.readouterr().out
     )
     with pytest.raises(UserError, match="--measure trains on this machine: leave --gpu out"):
-        parse([*words, "--gpu=h100"])
+        job_of(read([*words, "--gpu=h100"]))
 
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr("zerovision.planning.plan_command.build_network", fail)
     with pytest.raises(UserError, match=r"4 images in one process ran out .*2\.00 GiB\): give a smaller --batch-size"):
-        run(parse(words))
+        plan(read(words))
 
 
 def test_a_model_that_looks_at_its_images_is_refused(monkeypatch):
@@ -259,7 +260,7 @@ OF_TIMM = ["--model-type=timm:test_resnet"]
 def test_a_run_predicts_what_the_planner_does(words, engine, has_gpus):
     """Two machines of four ranks: shards and replicas, blocks, accumulation and checkpointing all count."""
     asked = ["--num-gpus=8", "--gpus-per-node=4", *(["--gpu=h100"] if has_gpus else [])]
-    job = parse([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words]).job
+    job, _ = job_of(read([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words]))
     config = dataclasses.replace(job.config, image_channels=3)
     memory = evaluate(job, job.config).memory
     assert predicted_tensors(RunFacts(config, job.classes, 64, 8, 4, has_gpus), [job.config]) == [memory.tensors]

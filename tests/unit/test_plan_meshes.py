@@ -10,8 +10,9 @@ import pytest
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.planning import run_workload
+from zerovision.planning.flags import read
 from zerovision.planning.machines import Machine, find_gpu
-from zerovision.planning.plan_command import parse, run
+from zerovision.planning.plan_command import plan
 from zerovision.planning.plan_output import command_of
 from zerovision.planning.recommend import recommend
 from zerovision.planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
@@ -113,11 +114,11 @@ def test_giants_get_a_line_to_type(model, gpu, capsys):
     """Of a machine without GPUs, which they do not fit: the nearest one that they do, and that one's line."""
     words = [f"--model-type={model}", "--num-gpus=8"]
     try:
-        assert run(parse([*words, f"--gpu={gpu}"] if gpu else words)) == 0
+        assert plan(read([*words, f"--gpu={gpu}"] if gpu else words)) == 0
     except UserError as error:
         assert not gpu
         nearest = re.search(r"Nearest that works: (--gpu \S+)\.$", str(error))
-        assert run(parse([*words, *nearest[1].split()])) == 0
+        assert plan(read([*words, *nearest[1].split()])) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("type "))
     shell, script, *typed = shlex.split(line)[1:]
     assert (shell, script) == ("bash", "scripts/launch_distributed.sh")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from zerovision.models.sides import ImageSize, sides
-from zerovision.planning.flags import GPUS_PER_NODE, PlanFlags, read
+from zerovision.planning.flags import GPUS_PER_NODE, PlanFlags
 from zerovision.planning.machines import Machine, detect_machine, find_gpu
 from zerovision.planning.plan_output import print_plan
 from zerovision.planning.recommend import recommend
@@ -35,29 +34,8 @@ IMAGENET: dict[str, Any] = {
 STEPS, WARM_UP_STEPS = 20, 5  # that are timed, and before
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanRequest:
-    """What was asked for."""
-
-    job: PlannedJob
-    as_json: bool
-    assumed: str
-    """What was not given, and what was taken instead."""
-    measures: bool = False
-    """Whether to train some steps here."""
-
-
-def parse(words: Sequence[str]) -> PlanRequest:
-    """Read the command line: the planner's own flags, and the trainer's.
-
-    Raises:
-        UserError: for whatever cannot be planned.
-    """
-    return requested(read(words))
-
-
-def requested(flags: PlanFlags) -> PlanRequest:
-    """Return what the flags ask for.
+def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
+    """Return what the flags ask to be planned; and what was not given, and what was taken instead.
 
     Raises:
         UserError: for whatever cannot be planned.
@@ -88,25 +66,19 @@ def requested(flags: PlanFlags) -> PlanRequest:
     if given.classes:
         data["classes"] = given.classes
     config = dataclasses.replace(config, image_channels=data.pop("image_channels"))
-    job = with_planned_batch(PlannedJob(config, machine, ranks, **data))
-    return PlanRequest(job, given.json, assumed, given.measure)
+    return with_planned_batch(PlannedJob(config, machine, ranks, **data)), assumed
 
 
 def plan(flags: PlanFlags) -> int:
-    """Print the plan that a command line asks for; return the exit code."""
-    return run(requested(flags))
-
-
-def run(request: PlanRequest) -> int:
-    """Print the plan; return the exit code.
+    """Print the plan that a command line asks for; return the exit code.
 
     Raises:
-        UserError: if the training fits nowhere.
+        UserError: for whatever cannot be planned, and if the training fits nowhere.
     """
-    job = request.job
+    job, assumed = job_of(flags)
     chosen, rungs = recommend(job)
     step_s = None
-    if request.measures:
+    if flags.given.measure:
         config: Any = {"batch_size": chosen.config.micro_batch, "precision": job.precision}
         try:
             step_s = measured_s(dataclasses.replace(job.config, **config), job.classes, job.image_size)
@@ -117,7 +89,7 @@ def run(request: PlanRequest) -> int:
                 f"--measure: a step of {plural(chosen.config.micro_batch, 'image')} in one process ran out of this "
                 f"machine's memory ({one_line(error, 160) or 'MemoryError'}): give a smaller --batch-size."
             ) from None
-    print_plan(job, chosen, rungs, request.assumed, step_s, as_json=request.as_json)
+    print_plan(job, chosen, rungs, assumed, step_s, as_json=flags.given.json)
     return 0
 
 

@@ -18,7 +18,6 @@ from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import AgreedError, AnotherStartNeededError
 from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.run_folder import BATCH_SIZE, RunFolder
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.units import format_bytes, plural
 from zerovision.training.checkpoint.shards import Snapshot
 from zerovision.training.config import TrainConfig
@@ -215,7 +214,7 @@ def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
         plan, epochs = shortened(attempt.plan, STEPS)
         last = config.epochs - 1  # with the largest images
         try:
-            train_shortly(dataclasses.replace(attempt, plan=plan, loggers=Loggers([])), [last] * epochs)
+            train_shortly(dataclasses.replace(attempt, plan=plan), [last] * epochs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -23,9 +23,7 @@ from typing import Any
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import AgreedError, shown
 from zerovision.training.base.heartbeat import SLOW_PHASE
-from zerovision.training.base.points import StepPoint
 from zerovision.training.base.run_folder import LEARNING_RATE, RunFolder
-from zerovision.training.base.run_logger import Loggers, RunLogger
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.config.values import is_allowed
@@ -123,28 +121,17 @@ def _search(run: Run) -> tuple[float, str]:
     return rate, f"{far}final losses of short trainings: {in_words(tried)}"
 
 
-class _Losses(RunLogger):
-    """Keeps the loss of each step, on every rank."""
-
-    def __init__(self) -> None:
-        self.losses: list[float | None] = []
-
-    def steps(self, point: StepPoint) -> None:
-        self.losses.append(point.loss)
-
-
 def _train(run: Run) -> list[float | None]:
     """Train the run in small, or until no step is applied any more; return the loss of each step; a collective."""
     config, whole = run.config, run.schedule
     plan, epochs = shortened(run.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, whole.total_steps)))
-    is_head_first, logged = run.model.head_epochs > 0, _Losses()
+    is_head_first = run.model.head_epochs > 0
     schedule = whole.shortened(epochs * plan.steps_per_epoch, only_head=is_head_first)
     # Over and over those before the run's last ones, in which nothing is mixed.
     mixed = config.epochs - config.mixup_off_epochs if config.mixup_off_epochs else epochs
     numbers = [number % max(mixed, 1) for number in range(epochs)]
-    small = dataclasses.replace(run, plan=plan, schedule=schedule, loggers=Loggers([logged]))
-    train_shortly(small, numbers, only_head=is_head_first)
-    return logged.losses
+    small = dataclasses.replace(run, plan=plan, schedule=schedule)
+    return train_shortly(small, numbers, only_head=is_head_first).losses
 
 
 def find_rate(

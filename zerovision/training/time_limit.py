@@ -11,8 +11,6 @@ import time
 from itertools import pairwise
 
 from zerovision.training.base.heartbeat import SLOW_PHASE
-from zerovision.training.base.points import StepPoint
-from zerovision.training.base.run_logger import Loggers, RunLogger
 from zerovision.training.base.units import format_duration, plural
 from zerovision.training.steps.carrier import Run
 from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial
@@ -22,16 +20,6 @@ STEPS = 5  # of each pass; what the first one makes beside its update counts for
 OF_EVALUATION = 0.5  # of the time of a training step, for as many images: no backward, but their files are read whole
 END_SECONDS = 6.0  # from the last epoch to the end: the files about the run
 TRIAL_FOLDER = "time-trial"
-
-
-class _StepTimes(RunLogger):
-    """Keeps when each step was done, on every rank."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def steps(self, point: StepPoint) -> None:
-        self.times.append(time.perf_counter())
 
 
 def limit_epochs(run: Run) -> Run:
@@ -63,9 +51,8 @@ def _epoch_seconds(run: Run) -> tuple[float, float]:
     with trial(run.changed(ema=0.0), TRIAL_FOLDER) as attempt:
         plan, _ = shortened(attempt.plan, min(STEPS, attempt.plan.steps_per_epoch))
         for number in (0, 0):
-            logged = _StepTimes()
-            train_shortly(dataclasses.replace(attempt, plan=plan, loggers=Loggers([logged])), [number])
-            steps = [later - earlier for earlier, later in pairwise(logged.times)]
+            times = train_shortly(dataclasses.replace(attempt, plan=plan), [number]).times
+            steps = [later - earlier for earlier, later in pairwise(times)]
             passes.append(statistics.median(steps) if steps else 0.0)
         whole, images = attempt.plan.steps_per_epoch, attempt.plan.global_batch
     del attempt

@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 
 from zerovision.training.base.errors import RunEnded
+from zerovision.training.base.points import StepPoint
 from zerovision.training.base.run_folder import RunFolder
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.run_logger import Loggers, RunLogger
 from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.loop import train_one_epoch
@@ -93,22 +95,40 @@ def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
     return dataclasses.replace(plan, num_samples=min(plan.num_samples, most)), epochs
 
 
-def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) -> None:
-    """Train; a collective.
+class KeptSteps(RunLogger):
+    """Keeps the loss of each step, and when it was done, on every rank.
+
+    Attributes:
+        losses: in nats; None or NaN of a step that had none.
+        times: in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[float | None] = []
+        self.times: list[float] = []
+
+    def steps(self, point: StepPoint) -> None:
+        self.losses.append(point.loss)
+        self.times.append(time.perf_counter())
+
+
+def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) -> KeptSteps:
+    """Train, and return what was kept of the steps; a collective.
 
     It ends early, too, after `MOST_BAD_STEPS` in a row that were not finite.
 
     Args:
-        run: that was built for it, with a plan as of `shortened`, and with loggers that get every step.
+        run: that was built for it, with a plan as of `shortened`.
         numbers: of the epochs whose images are used, each as far as the plan goes.
         only_head: whether the head alone is trained.
 
     Raises:
         TrialStopped: if the run was asked to stop, after the step that was under way.
     """
-    state, signal = run.state, 0
+    state, signal, kept = run.state, 0, KeptSteps()
     run = run.changed(epochs=len(numbers), local_steps=1)
     guard = guard_of(dataclasses.replace(run, loggers=Loggers([])), MOST_BAD_STEPS)
+    run = dataclasses.replace(run, loggers=Loggers([kept]))
     run = dataclasses.replace(run, observers=Observers(every_step(run, guard), run.clock))
     run.model.freezer.start_epoch(only_head=only_head)
     with contextlib.suppress(RunEnded):  # nothing but steps that are not finite
@@ -121,3 +141,4 @@ def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) 
     run.start.stop.close()
     if signal:
         raise TrialStopped
+    return kept

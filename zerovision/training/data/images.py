@@ -50,7 +50,7 @@ class Archive:
         """
         raise NotImplementedError
 
-    def expect(self, files: Iterable[int], places: Iterable[int]) -> None:
+    def expect(self, files: Iterable[int]) -> None:
         """Begin to fetch images that will be read, if they are remote."""
 
     def check_room(self, part: str, files: Iterable[int]) -> None:
@@ -159,7 +159,7 @@ class Images:
     def expect(self, rows: Sequence[int]) -> None:
         """Begin to fetch images that will be read, if they are remote."""
         if self.archive is not None and self.archive.is_remote:
-            self.archive.expect(self["file"][rows].tolist(), self["place"][rows].tolist())
+            self.archive.expect(self["file"][rows].tolist())
 
     def shards(self) -> np.ndarray:
         """Return the shard of each image and its place in that, int64 [N, 2], or [0, 2] if each is a file of its own.

@@ -184,7 +184,7 @@ class RemoteArchive(Archive):
                 if copy.exists():  # another process may have removed it
                     raise UserError(str(error).replace(str(copy), str(self._copies.files[file]))) from None
 
-    def expect(self, files: Iterable[int], places: Iterable[int]) -> None:
+    def expect(self, files: Iterable[int]) -> None:
         """See `Archive`."""
         self._copies.expect(files)
 
