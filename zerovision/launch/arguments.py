@@ -32,6 +32,7 @@ from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MO
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import check_launched_strategy
 from zerovision.training.config.command_line import OneLineParser, parse_args
+from zerovision.training.config.command_settings import flag_of
 from zerovision.training.engines.settings import check_files
 
 ENTRY = str(ENTRIES / "train_distributed.py")
@@ -96,11 +97,6 @@ class LaunchArguments:
             elif value or value != field.default:
                 command.append(f"{flag_of(field.name)}={value}")
         return [*command, *self.flags]
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field."""
-    return "--" + name.replace("_", "-")
 
 
 SETTINGS = {

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zerovision.training.base.atomic_write import existing_part
 from zerovision.training.base.control_groups import free_memory, quota_note, usable_cores, usable_memory
 from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.base.places import SHARED_MEMORY
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.observe.environment import software
 from zerovision.training.world.network_interfaces import free_port, own_addresses
@@ -27,7 +28,6 @@ from zerovision.training.world.network_interfaces import free_port, own_addresse
 if TYPE_CHECKING:
     import torch
 
-SHARED_MEMORY = Path("/dev/shm")
 CONNECT_SECONDS = 3.0
 REPEATS = 3  # of an all-reduce
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}

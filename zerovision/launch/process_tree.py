@@ -33,12 +33,12 @@ from zerovision.training.base.heartbeat import (
 )
 from zerovision.training.base.heartbeat import LAUNCH_VARIABLE as MARK
 from zerovision.training.base.helper_processes import is_as_asked, process_space, socket_place
+from zerovision.training.world.launchers import RANK_VARIABLES
 
 POLL_SECONDS = 0.1
 LONGEST_BUILD_SECONDS = 3600.0
 KILL_SECONDS = 30.0  # do not wait for ever for a process that the kernel does not end
 PREFIX = "zerovision-"
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 OWNER = "owner"  # the mark of the launch, locked by the process that made the folder
 
 

@@ -54,7 +54,7 @@ class RankShare:
     """What one rank has of a network.
 
     Attributes:
-        sizes: of all of it, or of its stages of a pipeline.
+        sizes: of all of it, or of the stages that it has.
         activations: of all micro-batches that it has under way.
         start: bytes before the network is divided, with those of a micro-batch that is tried on the whole one.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +33,15 @@ from zerovision.training.observe.memory_limit import FILL, memory_room, peak_mem
 from zerovision.training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
 from zerovision.training.prepare import RunFacts, memory_facts
 from zerovision.training.steps.carrier import Run, Start
-from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
+from zerovision.training.trial import (
+    TrialStopped,
+    earlier_result,
+    free_memory,
+    shortened,
+    train_shortly,
+    trial,
+    trial_settings,
+)
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
 from zerovision.training.world.world import World
 
@@ -167,24 +174,17 @@ def _record(folder: RunFolder, about: dict[str, Any], trials: dict[int, Trial]) 
 
 def _earlier_trials(folder: RunFolder, about: dict[str, Any]) -> list[list[Any]]:
     """Return batch size and outcome of each trial of an earlier start of this search; none if there is none."""
-    try:
-        content = json.loads((folder.path / BATCH_SIZE).read_text(encoding="utf-8"))
-        if any(content[key] != value for key, value in about.items()):
-            return []
-        return [[tried[key] for key in ("batch_size", *Trial._fields)] for tried in content["tried"]]
-    except (OSError, ValueError, TypeError, LookupError):
-        return []
+    with contextlib.suppress(TypeError, LookupError):
+        tried = earlier_result(folder.path / BATCH_SIZE, about)["tried"]
+        return [[one[key] for key in ("batch_size", *Trial._fields)] for one in tried]
+    return []
 
 
 def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
     """Return the batch size and the global batch that an earlier start with these settings has found, None if none."""
-    try:
-        content = json.loads((folder.path / BATCH_SIZE).read_text(encoding="utf-8"))
-        found = [content["batch_size"], content["global_batch"]]
-        holds = content["settings"] == trial_settings(config, *OF_MEMORY)
-    except (OSError, ValueError, TypeError, LookupError):
-        return None
-    return found if holds and all(type(number) is int and number > 0 for number in found) else None
+    content = earlier_result(folder.path / BATCH_SIZE, {"settings": trial_settings(config, *OF_MEMORY)})
+    found: list[Any] = [content.get("batch_size"), content.get("global_batch")]
+    return found if all(type(number) is int and number > 0 for number in found) else None
 
 
 def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: Start) -> list[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import statistics
 import time
@@ -23,13 +22,21 @@ from typing import Any
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import AgreedError, shown
 from zerovision.training.base.heartbeat import SLOW_PHASE
-from zerovision.training.base.run_folder import LEARNING_RATE, RunFolder
+from zerovision.training.base.run_folder import LEARNING_RATE
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.config.values import is_allowed
 from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.labels import GUESSES
-from zerovision.training.trial import TrialStopped, free_memory, shortened, train_shortly, trial, trial_settings
+from zerovision.training.trial import (
+    TrialStopped,
+    earlier_result,
+    free_memory,
+    shortened,
+    train_shortly,
+    trial,
+    trial_settings,
+)
 from zerovision.training.world.collectives import broadcast_object
 from zerovision.training.world.world import World
 
@@ -59,8 +66,9 @@ def choose_learning_rate(run: Run) -> Run:
     config, world = run.config, run.world
     if config.learning_rate != "auto":
         return run
-    earlier = _earlier_result(_settings(config, world), run.folder) if world.is_main else None
-    rate, source = broadcast_object(earlier, world), "found at the run's first start"
+    about = {"settings": _settings(config, world)}
+    earlier = earlier_result(run.folder.path / LEARNING_RATE, about) if world.is_main else {}
+    rate, source = broadcast_object(earlier.get("suggested"), world), "found at the run's first start"
     if rate is None:
         try:
             rate, source = _search(run)
@@ -74,15 +82,6 @@ def choose_learning_rate(run: Run) -> Run:
 def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
     images_per_step = config.micro_batch * config.gradient_accumulation_steps * world.data.size
     return trial_settings(config, "weights", "pretrained", images_per_step=images_per_step)
-
-
-def _earlier_result(settings: dict[str, Any], folder: RunFolder) -> float | None:
-    """Return the rate that an earlier start of this run has found, None if there was none with these settings."""
-    try:
-        content = json.loads((folder.path / LEARNING_RATE).read_text(encoding="utf-8"))
-        return float(content["suggested"]) if content["settings"] == settings else None
-    except (OSError, ValueError, TypeError, LookupError):
-        return None
 
 
 def _search(run: Run) -> tuple[float, str]:

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,14 @@ def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, A
     """Return what the result of a trial holds for, as JSON has it: the recipe's settings, the data, and more."""
     names = FIELDS.keys() - CHANGEABLE_ON_RESUME | {"data", "data_root", *more}
     return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)} | facts))
+
+
+def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Return what an earlier start has found, if it is of the same facts; {} if there is none."""
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return content if all(content[name] == value for name, value in about.items()) else {}
+    return {}
 
 
 class TrialStopped(Exception):

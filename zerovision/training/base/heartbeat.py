@@ -101,8 +101,9 @@ class HeartbeatWriter:
         self._stacks: TextIOWrapper | None = None  # faulthandler writes to its descriptor: it must stay open
         self._descriptor = -1
         if folder is not None:
+            self._file = folder / f"rank-{rank}.json"
             with contextlib.suppress(OSError):
-                self._descriptor = os.open(_record_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     @classmethod
     def of_this_process(cls, hang_timeout_s: float) -> HeartbeatWriter:
@@ -158,17 +159,13 @@ class HeartbeatWriter:
             # A record that grows old would look like a hang: a rank that cannot write is not watched.
             self._descriptor = -1
             with contextlib.suppress(OSError):
-                _record_path(self._folder, self._rank).unlink()
+                self._file.unlink()
 
     def _replace(self, name: str, text: str) -> None:
         if self._folder is None:
             return
         with contextlib.suppress(OSError), replacing(self._folder / name) as temporary:
             temporary.write_text(text)
-
-
-def _record_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
 
 
 def stack_path(folder: Path, rank: int) -> Path:

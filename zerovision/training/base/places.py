@@ -10,6 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).absolute().parents[2]  # not resolved: models/ is a link
 # None: an installed copy.
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "scripts" / "train_distributed.py").is_file() else None
+SHARED_MEMORY = Path("/dev/shm")  # of all processes of a machine
 REPO_ROOT = CHECKOUT or PACKAGE  # with requirements.txt and deepspeed_configs/
 ENTRIES = CHECKOUT / "scripts" if CHECKOUT else PACKAGE / "commands"
 LAUNCH = PACKAGE / "launch"

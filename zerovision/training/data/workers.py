@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
+from zerovision.training.base.places import SHARED_MEMORY
 from zerovision.training.base.plugins import LoadedPlugins
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reader import Batch, read_batch
@@ -38,7 +39,6 @@ from zerovision.training.data.sampler import BatchKey
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
 _SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
-SHARED_MEMORY = "/dev/shm"
 BATCHES_OF_A_WORKER = 3  # in shared memory at a time: two that it reads ahead, one that is being used
 MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
 

@@ -12,18 +12,17 @@ import contextlib
 import os
 import secrets
 import shutil
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from zerovision.training.base.places import SHARED_MEMORY
 from zerovision.training.base.timing import communication
 from zerovision.training.engines.summation_tree import LeafSums, StepTree, add_ranks
 from zerovision.training.world.collectives import barrier, broadcast_object, error_on_any_rank
 from zerovision.training.world.world import World
 
-SHARED_MEMORY = Path("/dev/shm")
 LARGEST_SHARE = 0.5  # of its free space: the data loaders' workers need some too
 BYTES = 4  # of a float32
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from zerovision.training.base.control_groups import usable_memory
+from zerovision.training.base.places import SHARED_MEMORY
 from zerovision.training.data import DataOptions
 
 INDEX, PIXELS = "index", "pixels"
@@ -169,7 +170,7 @@ def _location(options: DataOptions) -> tuple[Path, int]:
     if options.cache == "disk":
         return options.root / "images", bound or DISK_BYTES
     # others may write to /dev/shm too: a folder of our own keeps their files apart from ours
-    return Path(f"/dev/shm/zerovision-{os.getuid()}"), bound or int(RAM_SHARE * usable_memory())
+    return SHARED_MEMORY / f"zerovision-{os.getuid()}", bound or int(RAM_SHARE * usable_memory())
 
 
 def _size(folder: Path) -> int:
