@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import png
+from zerovision.delivery.settings import PackSettings
 from zerovision.launch.doctor import DoctorSettings, Request, data_fields, request_of
 from zerovision.launch.hosts import HERE
+from zerovision.launch.machine_facts import data_facts
+from zerovision.training.base.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +37,29 @@ def test_the_training_s_words_and_the_doctors_flags_become_one_request(
     bare = request()
     assert (bare.slots, bare.has_data, bare.shell) == ({HERE: 0}, False, "local")
     assert bare.log_dir == str(ROOT / "logs")
+
+
+def test_the_trainers_flags_are_taken_with_the_command_s_own_or_behind_two_dashes() -> None:
+    words = ["--task", "multilabel", "--label-column=tags"]
+    among = DoctorSettings.read([*words, "--check-data", "digits", "--pretrained"])
+    behind = DoctorSettings.read(["--check-data", "digits", "--", *words, "--pretrained"])
+    assert among == behind
+    assert behind.config().label_column == "tags"
+    packed = PackSettings.read(["digits", "new", *words, "--shard-mb", "9"])
+    assert packed == PackSettings.read(["digits", "new", "--shard-mb", "9", "--", *words])
+    with pytest.raises(UserError, match="'--task' comes before DATA OUT: give DATA OUT first"):
+        PackSettings.read([*words, "digits", "new"])
+    with pytest.raises(UserError, match="Did you mean '--label-column'"):
+        DoctorSettings.read(["--labels-column", "tags"]).config()
+
+
+def test_images_of_several_labels_are_counted_once(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.png").write_bytes(png("red"))
+    rows = [f"{number}.png,{('a;b', 'b', 'a')[number % 3]},{'train' if number < 8 else 'val'}" for number in range(10)]
+    (tmp_path / "t.csv").write_text("\n".join(["path,tags,split", *rows]))
+    given = request("--data", str(tmp_path / "t.csv"), "--task", "multilabel", "--label-column", "tags")
+    assert data_facts(data_fields(given.config), None)["holds"].endswith("t.csv: 2 classes, 8 + 2 images")
 
 
 def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
 def run(settings: PackSettings) -> int:
     """Pack as the command line says."""
-    config, _ = parse_args([*settings.training_words, f"--data={settings.data}"])
+    config, _ = parse_args([*settings.training_words, f"--data={settings.data}"], settings.parser().flags)
     output = Path(os.path.expanduser(settings.output))
     done = pack(data_options(config), output, settings.shard_mb * 10**6)
     print(f"packed {done.images} images, {format_bytes(done.bytes)} in {done.shards} tar file(s), into {output}")

@@ -222,10 +222,10 @@ class PackSettings(CommandSettings):
     """Packs a data set into tar files of WebDataset's layout, with an index each, and checks what it wrote.
 
     python scripts/pack.py ~/photos ~/packed                              # then --data ~/packed trains on them
-    python scripts/pack.py list.csv packed --shard-mb 100 -- --val-fraction 0.1
+    python scripts/pack.py list.csv packed --shard-mb 100 --val-fraction 0.1
     python scripts/pack.py torchvision:CIFAR10 cifar10
 
-    DATA is what --data of a training takes; arguments after -- are the training's own, such as --split-seed. Images
+    DATA is what --data of a training takes. All flags of the trainer are taken as well, such as --split-seed. Images
     keep their bytes, names and parts; training images are shuffled. Exit code: 0 all is packed, 2 it could not be.
     """
 
@@ -234,4 +234,4 @@ class PackSettings(CommandSettings):
     data: str = word("DATA", "What --data of a training takes.")
     output: str = word("OUT", "Folder of the tar files, a new one.")
     shard_mb: int = number(256, 1, LARGEST_SHARD_MB, "Megabytes of one tar file, about.")
-    training_words: tuple[str, ...] = words_behind()
+    training_words: tuple[str, ...] = words_behind(takes_trainers=True)

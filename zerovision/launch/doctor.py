@@ -66,9 +66,10 @@ class DoctorSettings(CommandSettings):
     python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # its machines, and the network between them
     python scripts/doctor.py --hosts node01,node02 --json
     python scripts/doctor.py --check-data ~/photos                      # every image of a data set
+    python scripts/doctor.py --check-data list.csv --task multilabel --label-column tags
 
-    Inside a Slurm job it examines the job's machines. Arguments after -- are the training's own (train_distributed.py
-    --help). Exit code: 0 nothing is wrong, 1 something is, 2 a mistake in the arguments.
+    All flags of the trainer are taken as well, such as --task and --label-column. Inside a Slurm job it examines the
+    job's machines. Exit code: 0 nothing is wrong, 1 something is, 2 a mistake in the arguments.
     """
 
     NAME: ClassVar = "doctor"
@@ -85,7 +86,7 @@ class DoctorSettings(CommandSettings):
     log_dir: str | None = text("folder of all logs (default: logs/ beside scripts/)", None)
     json: bool = switch("print the rows as JSON")
     compile: bool = switch("only compile the part of the JPEG reader that is in C: a fifth less time for an image")
-    training_words: tuple[str, ...] = words_behind()
+    training_words: tuple[str, ...] = words_behind(takes_trainers=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,9 +96,8 @@ class DoctorSettings(CommandSettings):
     def config(self) -> TrainConfig:
         """Return the training's configuration, with the doctor's own flags of it."""
         own = {"--data": self.check_data or self.data, "--log-dir": self.log_dir}
-        return parse_args(
-            [*self.training_words, *(f"{flag}={value}" for flag, value in own.items() if value is not None)]
-        )[0]
+        own_words = [f"{flag}={value}" for flag, value in own.items() if value is not None]
+        return parse_args([*self.training_words, *own_words], self.parser().flags)[0]
 
 
 @dataclass(frozen=True)

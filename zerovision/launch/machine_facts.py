@@ -133,8 +133,7 @@ def data_facts(options: Mapping[str, Any], training: Sequence[str] | None) -> Fa
         found = load_data(replace(DataOptions(**options), cache="off", download=False))
     except (UserError, FileServerError) as error:
         return {"problem": str(error)}
-    counts = f"{sum(found.train_counts)} + {sum(found.val_counts)} images"
-    shown = f"{options['data']}: {len(found.class_names)} classes, {counts}"
+    shown = f"{options['data']}: {len(found.class_names)} classes, {len(found.train)} + {len(found.val)} images"
     saved_bytes = 0
     if training is not None:
         from zerovision.planning.run_workload import workload_of

@@ -86,8 +86,6 @@ def print_report(data: str, report: DataReport) -> None:
     console.print(table)
     lines = [f"note: {printable(note)}" for note in datasets.notes]
     lines += lines_of(equal_images(datasets, report.digests))
-    labels = torch.cat(every)
-    lines.append(f"labels {int(labels.min())} to {int(labels.max())}")
     if report.sizes:
         smallest, largest = (f"{width}x{height}" for width, height in report.sizes)
         lines.append(f"smallest image {smallest}, largest {largest} pixels")

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
+from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.plugins import USAGE, files_in, load_plugins
 from zerovision.training.config.command_line import JoinedAction, OneLineParser
 
@@ -41,9 +42,9 @@ def switch(help: str) -> Any:
     return _declared("add_argument", action="store_true", default=False, help=help)
 
 
-def words_behind() -> Any:
-    """Declare the words behind `--`."""
-    return dataclasses.field(default=())
+def words_behind(*, takes_trainers: bool = False) -> Any:
+    """Declare the words behind `--`; with the flags among the command's own that it does not know: the trainer's."""
+    return dataclasses.field(default=(), metadata={"takes_trainers": takes_trainers})
 
 
 def _given(default: Any) -> dict[str, Any]:
@@ -78,11 +79,9 @@ class CommandSettings:
         """Return the parser of the command line."""
         parser = OneLineParser(cls.NAME, inspect.getdoc(cls))
         for field in dataclasses.fields(cls):
-            if declared := field.metadata:
-                options = declared["options"]
-                is_word = "default" not in options and "required" not in options
-                name = field.name if is_word else flag_of(field.name)
-                getattr(parser, declared["method"])(name, *declared["values"], **options)
+            if "method" in (declared := field.metadata):
+                name = field.name if is_word(field) else flag_of(field.name)
+                getattr(parser, declared["method"])(name, *declared["values"], **declared["options"])
         return parser
 
     @classmethod
@@ -93,15 +92,29 @@ class CommandSettings:
             UserError: for whatever cannot be parsed.
             SystemExit: after `--help`.
         """
-        behind = [field.name for field in dataclasses.fields(cls) if not field.metadata]
+        fields = dataclasses.fields(cls)
+        behind = [field for field in fields if "takes_trainers" in field.metadata]
         end = words.index(END_OF_FLAGS) if behind and END_OF_FLAGS in words else len(words)
         load_plugins(files_in(words[:end]))  # first: the names that flags take may be theirs
-        given = cls.parser().parse(words[:end])
-        values = {field.name: getattr(given, field.name) for field in dataclasses.fields(cls) if field.metadata}
-        return cls(**values | dict.fromkeys(behind, tuple(words[end + 1 :])))
+        parser, others = cls.parser(), list[str]()
+        if behind and behind[0].metadata["takes_trainers"]:
+            given, others = parser.parse_known(words[:end])
+        else:
+            given = parser.parse(words[:end])
+        values = {field.name: getattr(given, field.name) for field in fields if "method" in field.metadata}
+        first = [field for field in fields if is_word(field)]
+        if others and [*words[: len(first)]] != [values[field.name] for field in first]:
+            names = " ".join(field.metadata["options"]["metavar"] for field in first)
+            raise UserError(f"{shown(words[0])} comes before {names}: give {names} first, then flags.")
+        return cls(**values | {field.name: (*others, *words[end + 1 :]) for field in behind})
 
     def look(self) -> None:
         """Raise a UserError if what the words name is not there: before the slow imports."""
+
+
+def is_word(field: dataclasses.Field) -> bool:
+    """Whether a field is a word without a flag."""
+    return "method" in field.metadata and not {"default", "required"} & field.metadata["options"].keys()
 
 
 def flag_of(name: str) -> str:
