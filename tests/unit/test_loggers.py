@@ -78,7 +78,7 @@ EPOCH = EpochPoint(
     memory_bytes_per_rank=[3_000_000_000, 2_900_000_000],
     is_best=True,
     diverged=None,
-    class_names=["cat", "dog"],
+    class_names=["cat", "dog", "fox", "hen", "owl", "pig"],
     best_by="top1",
     score=0.9,
     lowest_recall=0.25,
@@ -132,6 +132,14 @@ def test_the_line_of_an_epoch_has_the_score_that_counts():
     chosen = dataclasses.replace(EPOCH, best_by="macro_f1", score=0.75, lowest_recall_class="b\x1b[1m")
     assert r"top-5 99.00 %  macro F1 75.00 %  lowest recall 25.00 % (b\x1b[1m)  300 images/s" in epoch_line(chosen)
     assert epoch_line(dataclasses.replace(EPOCH, best_by="loss", score=0.3)) == epoch_line(EPOCH)
+
+
+def test_top5_is_shown_where_it_says_something():
+    five = dataclasses.replace(EPOCH, class_names=EPOCH.class_names[:5])
+    assert "top-1 90.00 %  300 images/s" in epoch_line(five)
+    assert "top-1 90.00 %  top-5 99.00 %  300" in epoch_line(dataclasses.replace(five, best_by="top5"))
+    several = dataclasses.replace(EPOCH.validation, task="multilabel")
+    assert "top-5" not in epoch_line(dataclasses.replace(EPOCH, validation=several))
 
 
 def test_files_and_notebooks_get_plain_lines(place, monkeypatch):

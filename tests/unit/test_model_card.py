@@ -103,6 +103,7 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
     found = {one.metric_name: one.metric_value for one in ModelCard.load(write_model_card(run)).data.eval_results}
     assert found["mAP"] == 0.75
     assert "| top-1 | 66.67 % [20.77, 93.85] |" in card.text
+    assert "top-5" not in card.text, "of few classes it says nothing"
     assert "which was chosen for its top-1 on these" in card.text
     assert "310 images/s" in card.text
     assert "Global batch 128" in card.text

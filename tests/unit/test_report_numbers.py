@@ -255,6 +255,11 @@ def test_key_figures_and_settings(tmp_path):
     assert figures["images per second"].value == "267"  # 50 steps of 32 images in 6 s
     assert figures["peak memory"].value == "3 kB"
     assert "batch size found" not in figures
+    assert ("top-5 accuracy" in figures, "val_top5" in run.history.epochs[1]) == (False, False), "of 3 classes"
+    run = read_run(make_run(tmp_path / "six", class_names=list("abcdef")))
+    assert "top-5 accuracy" in {figure.name for figure in key_figures(run)}
+    assert "val_top5" in run.history.epochs[1]
+    run = read_run(tmp_path / "run")
     (run.folder / "batch_size.json").write_text('{"batch_size": 16, "how": "planned 24; 8: fits"}')
     (found,) = (figure for figure in key_figures(read_run(run.folder)) if figure.name == "batch size found")
     assert (found.value, found.remark) == ("16", "planned 24; 8: fits")

@@ -22,7 +22,7 @@ from zerovision.delivery.trained_model import read_run_config
 from zerovision.models.timm_models import timm_size
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.atomic_write import replacing
-from zerovision.training.base.points import SCORE_NAMES
+from zerovision.training.base.points import SCORE_NAMES, says_top5
 from zerovision.training.base.run_folder import CARD, WEIGHTS
 from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import read_metadata
@@ -86,7 +86,14 @@ def write_model_card(run: Path) -> Path | None:
     environment, epochs = files.environment, [line for _, line in sorted(files.history.epochs.items())]
     ranks, per_machine = environment["ranks"], environment.get("ranks_per_machine", environment["ranks"])
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
-    jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval, "name": name_alone, "percent": percent}
+    jinja.filters |= {
+        "plain": _plain,
+        "code": _code,
+        "interval": _interval,
+        "has_top5": _has_top5,
+        "name": name_alone,
+        "percent": percent,
+    }
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,
@@ -131,9 +138,10 @@ def _front_matter(
     for scores in filter(None, all_scores):
         values = {
             "top-1": ("accuracy", scores["top1"]),
-            "top-5": ("accuracy", scores["top5"]),
             "macro F1": ("f1", scores["macro"]["f1"]),
         }
+        if _has_top5(scores):
+            values["top-5"] = ("accuracy", scores["top5"])
         if "map" in scores:
             values["mAP"] = ("mean_average_precision", scores["map"])
         of: dict[str, Any] = {"dataset_type": Path(config.data).name, "dataset_name": Path(config.data).name}
@@ -153,6 +161,10 @@ def _front_matter(
         eval_results=results or None,
     )
     return data.to_yaml()
+
+
+def _has_top5(scores: Mapping[str, Any]) -> bool:
+    return says_top5(len(scores["classes"]), scores.get("task", ""))
 
 
 def _interval(scores: Mapping[str, Any], name: str) -> str:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from zerovision.delivery.calibration import Calibration, read_calibration
 from zerovision.delivery.trained_model import read_json
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.points import best_epoch
+from zerovision.training.base.points import best_epoch, says_top5
 from zerovision.training.base.run_folder import (
     BATCH_SIZE,
     CONFIG,
@@ -296,6 +296,9 @@ def read_run(folder: Path) -> RunFiles:
     )
     metrics, parameters = folder / METRICS, _count_parameters(folder / WEIGHTS)
     history = read_history(metrics) if metrics.is_file() else History()
+    if scores and not says_top5(len(scores["classes"]), scores.get("task", "")):
+        for line in history.epochs.values():
+            line.pop("val_top5", None)
     notes = []
     if environment is None:
         notes.append("environment.json is missing: command, versions and hardware are unknown.")

@@ -33,6 +33,16 @@ def show_score(name: str, value: float) -> str:
     return f"{value:.4f}" if name == "loss" else percent(value)
 
 
+def says_top5(classes: int, task: str) -> bool:
+    """Whether to show top-5: of at most 5 classes it is always 100 %, and of several labels it measures nothing.
+
+    Args:
+        classes: how many there are.
+        task: as of `Scores`.
+    """
+    return classes > 5 and not task
+
+
 def merit(score: str, value: float | None) -> float:
     """Return the value of a score as a number of which more is better, and such a number as the value.
 
@@ -174,13 +184,15 @@ def epoch_line(point: EpochPoint) -> str:
     if point.best_by not in IN_EVERY_LINE:
         lowest = f"{percent(point.lowest_recall)} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
         chosen = f"  {SCORE_NAMES[point.best_by]} {show_score(point.best_by, point.score)}  lowest recall {lowest}"
+    is_shown = point.best_by == "top5" or says_top5(len(point.class_names), scores.task)
+    top5 = f"  top-5 {percent(scores.top5)}" if is_shown else ""
     loss = "" if point.train_loss is None else f"train loss {point.train_loss:.4f}  "
     speed = f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s"
     if not point.images_per_second:  # a head that was solved for: no step was trained
         speed = ""
     return (
         f"epoch {point.epoch}/{point.epochs}  {loss}val loss {scores.loss:.4f}  "
-        f"top-1 {percent(scores.top1)}  top-5 {percent(scores.top5)}{chosen}{speed}{mark}"
+        f"top-1 {percent(scores.top1)}{top5}{chosen}{speed}{mark}"
     )
 
 
