@@ -60,8 +60,8 @@ def test_foreign_shards_of_parts_numbers_and_names_of_classes(tmp_path):
     assert named(pair.val) == {f"./val0/{number:06}.JPG": number % 3 for number in range(4)}
     assert len(pair.train) == 8
     assert pair.notes == [
-        "passed over 6 samples without an image or label",
-        "passed over 12 images such as './train0/000000.a.seg.png', because a key ends at the first dot of a name: "
+        "skipped 6 samples without an image or label",
+        "skipped 12 images such as './train0/000000.a.seg.png', because a key ends at the first dot of a name: "
         "take the other dots out of the names",
     ]
     assert pair.train.source.name(0) == f"{tmp_path}/set/train-00000-of-00002.tar/./train0/000000.JPG"
@@ -270,7 +270,7 @@ def test_parquet_with_bytes_of_any_column_and_without_paths_and_labels(tmp_path,
     file = write_parquet(tmp_path / "a.parquet", {"img": images, "fine": [*"xyxyxyxy", None, "x"]})
     pair = load(file, label_column="fine")
     assert (len(pair.train) + len(pair.val), pair.class_names) == (8, ["x", "y"])
-    assert pair.notes[0] == "passed over 2 samples without an image or label"
+    assert pair.notes[0] == "skipped 2 samples without an image or label"
     assert {*named(pair.train), *named(pair.val)} == {f"a-{number:09}" for number in range(8)}
     with pytest.raises(UserError, match="has the columns img, fine: give --label-column NAME"):
         load(file)
@@ -349,7 +349,7 @@ WRONG_SAMPLES = {
     "two archives": ([labelled("1"), labelled("2")], r"goes on behind its end.*tar --concatenate"),
     "names with dots": (
         [labelled("IMG.1.a") | labelled("IMG.2.b")],
-        r"no image in 1 \.tar file\(s\) \(passed over 2 images such as 'IMG.1.a.png', because a key ends at the first",
+        r"no image in 1 \.tar file\(s\) \(skipped 2 images such as 'IMG.1.a.png', because a key ends at the first",
     ),
     "an empty label": ([{"1.cls": b"\n", "1.png": png()}], r"the sample '1': the label is empty"),
     "a label of another encoding": (

@@ -252,6 +252,8 @@ def test_one_word_trains_a_folder_and_python_chooses_the_same(tmp_path, monkeypa
     assert f": {100 * worst:.2f} % of its " in said
     line = next(line for line in said.splitlines() if "scripts/evaluate.py" in line).partition("python ")[2]
     script, *words = shlex.split(line, comments=True)
+    assert f"{words[0]} PHOTO  # a new one, or a folder of them" in said
+    assert f"{words[0]} --format onnx --with-preprocessing\n" in said
     evaluate = [sys.executable, str(ROOT / script), *words, "--output", str(tmp_path / "scores")]
     again = subprocess.run(evaluate, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -266,3 +268,6 @@ def test_one_word_trains_a_folder_and_python_chooses_the_same(tmp_path, monkeypa
     assert vars(result.config) | other == vars(read_run_config(run)) | other
     assert result.choices["batch_size"][0] == result.config.batch_size
     assert all(html.escape(reason) in result._repr_html_() for _value, reason in result.choices.values())
+    taken = {"data": str(folder), "run_name": "my-photos", "log_dir": str(tmp_path / "logs"), "pretrained": False}
+    with pytest.raises(UserError, match="already contains a run"):  # before a line of what was chosen
+        choose_run(taken, "seconds", (1, 0), FLAG_OF, is_launched=True)

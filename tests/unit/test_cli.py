@@ -58,7 +58,12 @@ def test_help_of_the_launcher_names_the_words_of_one_machine_and_of_several():
         ("python scripts/audit_data.py ~/photos", "zerovision audit ~/photos"),
         ("scripts/evaluate.py RUN --split test does it", "zerovision evaluate RUN --split test does it"),
         ("torchrun -n 2 scripts/evaluate.py digits", "torchrun -n 2 -m zerovision.commands evaluate digits"),
-        ("deepspeed scripts/train_distributed.py", "deepspeed -m zerovision.commands.train_distributed"),
+        ("deepspeed scripts/train_distributed.py", "deepspeed --module zerovision.commands.train_distributed"),
+        ("torchrun -n 2 scripts/train_distributed.py", "torchrun -n 2 -m zerovision.commands.train_distributed"),
+        (
+            "'train_distributed.py', see scripts/train_distributed.py --help",
+            "'train_distributed.py', see python -m zerovision.commands.train_distributed --help",
+        ),
     ],
 )
 def test_a_message_names_what_the_user_has(text, command, monkeypatch):

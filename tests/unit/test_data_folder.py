@@ -121,8 +121,8 @@ def test_names_of_any_case_nested_folders_and_hidden_files(tmp_path):
     assert names == expected
     assert pair.class_names == ["a", "b"]
     assert pair.notes == [
-        "skipped 1 files that are not images by type or extension: 1 .txt",
-        "passed over 2 hidden files and folders of the system: ._001.png, .cache",
+        "skipped 1 file without an image's type or extension: 1 .txt",
+        "skipped 2 hidden files and folders of the system: ._001.png, .cache",
     ]
 
 
@@ -290,7 +290,7 @@ def test_folders_of_systems_are_passed_over_and_counted(tmp_path, name):
     pair = load(tmp_path)
     assert (pair.class_names, pair.fingerprint) == (plain.class_names, plain.fingerprint)
     first = sorted([name, "Thumbs.db"])
-    assert pair.notes == [f"passed over 3 hidden files and folders of the system: {', '.join(first)}"]
+    assert pair.notes == [f"skipped 3 hidden files and folders of the system: {', '.join(first)}"]
 
 
 def test_one_name_in_two_unicode_forms_is_one_class(tmp_path):

@@ -74,7 +74,7 @@ def test_images_of_label_minus_one_are_passed_over(tmp_path):
     given["y_train"][3] = -1
     np.savez(tmp_path / "a.npz", **given)
     pair = load(tmp_path / "a.npz")
-    assert (len(pair.train), pair.notes) == (19, ["passed over 1 images without a label"])
+    assert (len(pair.train), pair.notes) == (19, ["skipped 1 image without a label"])
     kept = [*range(3), *range(4, 20)]
     assert pair.train.source.labels.tolist() == given["y_train"][kept].tolist()
     assert torch.equal(pair.train.source.images[:, 0], torch.from_numpy(given["x_train"][kept]))

@@ -88,6 +88,8 @@ def test_a_run_is_found_from_other_folders(tmp_path, monkeypatch):
     for word in ("digits", "logs/runs/digits", "logs/runs/digits/", "logs/runs/digits/model.safetensors"):
         assert find_model(word) == TrainedModel(weights, run)
     assert find_run("logs/runs/digits") == run
+    (other / "digits").mkdir()  # the data, after which train has named the run
+    assert find_run("digits") == run
     own = other / "logs" / "runs" / "digits"
     own.mkdir(parents=True)
     (own / "config.json").write_text("{}")

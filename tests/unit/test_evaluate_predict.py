@@ -394,8 +394,8 @@ def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_pa
     assert row[0] == str(good)
     assert len(row) == len(header) == 7
     first, second, total = err.splitlines()
-    assert first.startswith(f"predict: passed over '{tmp_path / 'broken.png'}': ")
-    assert second == f"predict: passed over '{tmp_path / 'gone.jpg'}': No such file or directory"
+    assert first.startswith(f"predict: skipped '{tmp_path / 'broken.png'}': ")
+    assert second == f"predict: skipped '{tmp_path / 'gone.jpg'}': No such file or directory"
     assert total == "predict: 2 image(s) could not be read"
 
 
@@ -410,8 +410,8 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
     refused = "not a regular file, but a device, a FIFO or a socket"
     assert err.splitlines() == [
         f"predict: note on '{tmp_path / 'a.gif'}': several frames or pages, the first is used",
-        f"predict: passed over '{tmp_path / 'endless.jpg'}': {refused}",
-        f"predict: passed over '{tmp_path / 'pipe.jpg'}': {refused}",
+        f"predict: skipped '{tmp_path / 'endless.jpg'}': {refused}",
+        f"predict: skipped '{tmp_path / 'pipe.jpg'}': {refused}",
         "predict: 2 image(s) could not be read",
     ]
 

@@ -321,6 +321,13 @@ def test_a_loss_of_exactly_what_is_allowed_passes():
     check_agreement(agreement, "int8", 1.0)
     with pytest.raises(ExportRefused, match=r"1\.00 points"):
         check_agreement(agreement, "int8", 0.99)
+    few = dataclasses.replace(agreement, images=34, model_top1=1.0, file_top1=33 / 34)
+    for precision in ("int8", "bf16"):  # one image of so few is more than a point
+        check_agreement(few, precision, 1.0)
+        with pytest.raises(ExportRefused, match=r"loses 2\.94 points"):
+            check_agreement(few, precision, 0.0)
+        with pytest.raises(ExportRefused, match=r"loses 5\.88 points"):
+            check_agreement(dataclasses.replace(few, file_top1=32 / 34), precision, 1.0)
 
 
 def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeypatch, capsys, tmp_path):

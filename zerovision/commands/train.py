@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import shlex
@@ -36,8 +37,8 @@ class TrainSettings:
     python scripts/train.py ~/photos --epochs 30 --model-type timm:resnet50
 
     DATA is whatever the trainer's --data takes: a folder, a table, tar or Parquet files, hf:ORG/NAME, digits. All flags
-    of the trainer are taken as well (docs/reference/flags.md lists them), and those of
-    bash scripts/launch_distributed.sh: each one given overrides a choice.
+    of the trainer and of bash scripts/launch_distributed.sh are taken as well; each one that you give overrides a
+    choice. python scripts/train_distributed.py --help all lists them.
     """
 
     given: Mapping[str, Any]  # of `TrainConfig`
@@ -88,16 +89,21 @@ def run(settings: TrainSettings) -> int:
         lambda stage: launch(["launch_distributed.sh", *launch_words(stage, ranks), *settings.launcher_flags])
     )
     if not code:
-        print("\n".join(outcome(chosen.folder, settings.given["data"])), flush=True)
+        print("\n".join(outcome(chosen.folder, has_numbers=chosen.config.decode == "numbers")), flush=True)
     return code
 
 
-def outcome(folder: RunFolder, data: str) -> list[str]:
-    """Return how good the model of a run is, its weakest class, and the commands that come next."""
+def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
+    """Return how good the model of a run is, its weakest class, and the commands that come next.
+
+    Args:
+        folder: of the run.
+        has_numbers: whether its images are not of 8 bits, so that no export contains their preprocessing.
+    """
     from zerovision.delivery.intervals import interval_of
     from zerovision.training.observe.evaluation import read_scores
 
-    lines, run = [], shlex.quote(shown_path(folder.path))
+    lines, run = [], shlex.quote(_name_for_commands(folder))
     of_test = read_scores(folder.path / TEST_EVALUATION)
     scores = of_test or read_scores(folder.path / EVALUATION)
     if scores:
@@ -112,11 +118,21 @@ def outcome(folder: RunFolder, data: str) -> list[str]:
         )
     commands = {
         "evaluate": f"{run}  # the same scores in full, with the worst images",
-        "predict": f"{run} {shlex.quote(data) if os.path.isdir(os.path.expanduser(data)) else 'PHOTO'}",
-        "export": f"{run} --format onnx",
+        "predict": f"{run} PHOTO  # a new one, or a folder of them",
+        "export": f"{run} --format onnx{'' if has_numbers else ' --with-preprocessing'}",
     }
     lines += [
         f"{'next' if name == 'evaluate' else '':13}" + as_typed(f"python scripts/{name}.py {rest}")
         for name, rest in commands.items()
     ]
     return lines
+
+
+def _name_for_commands(folder: RunFolder) -> str:
+    """Return the name of a run if a command finds the run by it, else the path of its folder."""
+    from zerovision.delivery.trained_model import find_run
+
+    with contextlib.suppress(UserError):
+        if find_run(folder.name).samefile(folder.path):
+            return folder.name
+    return shown_path(folder.path)

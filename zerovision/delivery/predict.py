@@ -313,7 +313,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
         for one in predictions:
             if one.error:
                 unreadable += 1
-                print(f"predict: passed over {one.image!r}: {printable(one.error)}", file=sys.stderr)
+                print(f"predict: skipped {one.image!r}: {printable(one.error)}", file=sys.stderr)
                 continue
             if one.note:
                 print(f"predict: note on {one.image!r}: {printable(one.note)}", file=sys.stderr)

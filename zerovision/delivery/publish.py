@@ -25,7 +25,7 @@ from zerovision.models.sides import sides
 from zerovision.models.timm_models import timm_size
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError, one_line, shown
-from zerovision.training.base.run_folder import CARD, WEIGHTS
+from zerovision.training.base.run_folder import CARD, WEIGHTS, shown_path
 from zerovision.training.base.units import format_bytes
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map, read_metadata
 from zerovision.training.data.values import BYTES
@@ -63,9 +63,9 @@ def publish(settings: PublishSettings) -> Iterator[str]:
     if not reason:
         files[TIMM_CONFIG] = timm_config(metadata)
     elif metadata["description"].timm_name:
-        yield f"note: without {TIMM_CONFIG}: {reason}; {CARD} says how timm loads it"
+        yield f"note: without {TIMM_CONFIG}: {reason}; {shown_path(card)} says how timm loads it"
     if TO_FILL in card.read_text(encoding="utf-8", errors="replace"):
-        yield f"note: the licence in {CARD} is still {TO_FILL}"
+        yield f"note: the licence in {shown_path(card)} is still {TO_FILL}"
     for name, file in files.items():
         size = len(file) if isinstance(file, bytes) else file.stat().st_size
         yield f"{'would send' if dry_run else 'sends'} {name}, {format_bytes(size)}"

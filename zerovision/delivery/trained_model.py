@@ -70,11 +70,12 @@ def find_run(given: str | Path) -> Path:
     """
     runs = log_folder() / "runs"
     path = Path(os.path.expanduser(given))
-    for folder in (path, runs / given, log_folder().parent / path):
-        if given and os.path.isdir(folder):
-            if not _is_run(folder):
-                raise UserError(f"folder '{folder}' is no run: it has no config.json. Give logs/runs/NAME.")
-            return folder.resolve()
+    places = (path, runs / given, log_folder().parent / path) if given else ()
+    folders = [folder for folder in places if os.path.isdir(folder)]
+    if found := next(filter(_is_run, folders), None):  # a run is named after its data, whose folder may lie here
+        return found.resolve()
+    if folders:
+        raise UserError(f"folder '{folders[0]}' is no run: it has no config.json. Give logs/runs/NAME.")
     names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
     raise UserError(
         f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(str(given), names)} "

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from zerovision.launch.rendezvous import MAX_CPU_RANKS_PER_CORE, differences
 from zerovision.training.base.places import CHECKOUT, EXTRAS, REPO_ROOT, cure_of_missing
-from zerovision.training.base.units import format_bytes
+from zerovision.training.base.units import cpu_ranks, format_bytes, plural
 
 Verdict = Literal["ok", "warning", "wrong"]
 HERE = "here"
@@ -141,7 +141,7 @@ def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
 
 
 def _assess_cores(cores: int, ranks: int) -> Row:
-    found, most = f"no GPU: {ranks} CPU ranks over gloo on {cores} cores", cores * MAX_CPU_RANKS_PER_CORE
+    found, most = f"no GPU: {cpu_ranks(ranks)} on {plural(cores, 'core')}", cores * MAX_CPU_RANKS_PER_CORE
     if ranks > most:
         return Row("GPUs", "wrong", found, f"give at most {most} slots, or use machines with GPUs")
     if ranks > cores:

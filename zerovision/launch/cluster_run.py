@@ -21,7 +21,7 @@ from zerovision.launch.rendezvous import NO_NODES_CODE, CannotStart, Rendezvous,
 from zerovision.launch.restart_policy import NODES_BACK_CODE, Started
 from zerovision.training.base.control_groups import quota_note, usable_cores
 from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABLE
-from zerovision.training.base.units import plural
+from zerovision.training.base.units import cpu_ranks, plural
 
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should
@@ -236,7 +236,7 @@ def _print_rendezvous(plan: Plan, rendezvous: Rendezvous, restart: int) -> None:
     if plan.is_local:
         if not rendezvous.has_gpus and restart == 0:
             limit = f" ({note})" if (note := quota_note()) else ""
-            ranks = f"{plan.given.ranks_per_node} CPU ranks over gloo on {usable_cores()} cores{limit}"
+            ranks = f"{cpu_ranks(plan.given.ranks_per_node)} on {plural(usable_cores(), 'core')}{limit}"
             print(f"no GPU found: running {ranks}", file=sys.stderr, flush=True)
         return
     rows = zip(rendezvous.nodes, rendezvous.addresses, rendezvous.interfaces, strict=True)

@@ -83,7 +83,7 @@ class DoctorSettings(CommandSettings):
     nodes: int = number(0, 1, MOST_NODES, "machines to take, from the top (default: all)")
     gpus_per_node: int = number(0, 1, MOST_GPUS_PER_NODE, "GPUs (or CPU ranks) to take on each")
     data: str | None = text("examine whether this data set is there, and the same on all machines", None)
-    log_dir: str | None = text("folder of all logs (default: logs/ beside scripts/)", None)
+    log_dir: str | None = text("folder of all logs (default: logs/ of the checkout, else of the current folder)", None)
     json: bool = switch("print the rows as JSON")
     compile: bool = switch("only compile the part of the JPEG reader that is in C: a fifth less time for an image")
     training_words: tuple[str, ...] = words_behind(takes_trainers=True)

@@ -138,7 +138,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
         take("decoded once, on disk", cache="disk")
     if not facts.has_val:
         share = HELD_OUT[0] if facts.images < HELD_OUT[1] else HELD_OUT[2]
-        take(f"{facts.images} images, no part to validate on", val_fraction=share)
+        take(f"the {facts.images} images have no validation split", val_fraction=share)
     held_out = 0.0 if facts.has_val else float({**now, **values_of(made)}["val_fraction"])
     images = max(1, round(facts.images * (1 - held_out)))
     if now.get("augmentation", "auto") == "auto" and facts.is_files and not is_head:

@@ -19,7 +19,7 @@ from zerovision.training.config.command_line import settled
 from zerovision.training.config.file import read_preset
 from zerovision.training.config.saved import saved_settings
 from zerovision.training.config.values import launch_command, show_value
-from zerovision.training.observe.new_run import named_after_data, run_folder
+from zerovision.training.observe.new_run import named_after_data, refuse_existing, run_folder
 
 LEAST_MINUTES = 0.1  # that are left for a run
 
@@ -115,6 +115,8 @@ def choose_run(
     stages = [config := named_after_data(config)]  # makes a folder: by now all is well
     for head in heads:
         stages = with_head(replace(head, run_name=f"{config.run_name}-head"), config)
+    for stage in stages:
+        refuse_existing(stage, run_folder(stage))
     return ChosenRun(stages, choices, describe(facts, choices, stages, ranks[0]), began)
 
 

@@ -129,8 +129,8 @@ def _warnings(run: Run) -> list[str]:
     padding = plan.steps_per_epoch * plan.global_batch - plan.num_samples
     if padding:
         warnings.append(
-            f"the last step of an epoch has {plan.global_batch - padding} samples, "
-            f"filled up to {plan.global_batch} with images of weight 0"
+            f"the last step of an epoch has {plural(plan.global_batch - padding, 'image')}; padding images, which "
+            f"are ignored in loss and scores, fill it up to {plan.global_batch}"
         )
     if config.deterministic:
         warnings.append(

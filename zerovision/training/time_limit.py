@@ -38,7 +38,8 @@ def limit_epochs(run: Run) -> Run:
     spent = broadcast_object(time.time() - run.start.began, world)
     left = 60 * config.minutes - spent - END_SECONDS
     epochs = max(1, min(config.epochs, 1 + int((left - first) / others)))
-    note = f"--minutes {config.minutes:g}: {plural(epochs, 'epoch')} of {format_duration(others)} each"
+    fit = f"shortened to {epochs} of {plural(config.epochs, 'epoch')}" if epochs < config.epochs else "all epochs fit"
+    note = f"--minutes {config.minutes:g}: {fit}, {format_duration(others)} each"
     if first > left:
         note += f", the first {format_duration(first)}: less than one does not fit"
     warmup = config.warmup_epochs if config.warmup_epochs == "auto" else min(config.warmup_epochs, epochs / 10)

@@ -26,9 +26,12 @@ EXTRAS = {  # of pyproject.toml, and the modules in them that are imported where
     "parquet": ("pyarrow",),
     "remote": ("fsspec", "aiohttp"),
 }
+TRAINER = "-m zerovision.commands.train_distributed"
 AS_A_COMMAND: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # in a checkout, and otherwise
     (r"bash (?:scripts/)?(?:launch_distributed|launch_multi_node)\.sh", "zerovision launch"),
-    (r"(?:python )?scripts/train_distributed\.py", "-m zerovision.commands.train_distributed"),
+    (r"(deepspeed .*?)scripts/train_distributed\.py", r"\1--module zerovision.commands.train_distributed"),
+    (r"((?:torchrun|accelerate launch) .*?)scripts/train_distributed\.py", rf"\1{TRAINER}"),
+    (r"(?:python )?scripts/train_distributed\.py", f"python {TRAINER}"),
     (r"(torchrun .*?)scripts/(\w+)\.py", r"\1-m zerovision.commands \2"),
     (r"(?:python )?scripts/(\w+)\.py", lambda found: f"zerovision {VERBS.get(found[1], found[1])}"),
     (r"(?:scripts/)?(?:launch_distributed|launch_multi_node)\.sh", "zerovision launch"),

@@ -34,3 +34,8 @@ def percent(share: float) -> str:
 def plural(count: int, noun: str) -> str:
     """Format a count and its noun: 1 step, 2,000 steps, 2 classes."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def cpu_ranks(count: int) -> str:
+    """Return in words what trains on a machine without GPUs."""
+    return "1 CPU process" if count == 1 else f"{count} CPU ranks over gloo"

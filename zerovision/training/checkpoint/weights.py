@@ -123,7 +123,9 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
     metadata = read_metadata(path)
     if isinstance(needed := metadata["extra"].get(IN_FILES), list):
         for changed in require_plugins(f"weights file '{path}'", needed):
-            print(f"note: '{path}' was made with another state of {changed}", file=sys.stderr, flush=True)
+            file = changed.rpartition("@")[0]
+            note = f"note: '{path}' was made with another version of {file}: results may differ"
+            print(note, file=sys.stderr, flush=True)
     if metadata["description"].embedding:
         raise UserError(
             f"weights file '{path}' is of --loss supcon and tells no classes apart yet: train a head for it with "

@@ -132,7 +132,7 @@ def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> 
     has_weights = config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
     if read_tune(config.tune)[0] != "full" and not has_weights:
         raise UserError(
-            f"{label_of['tune']} {config.tune}: what is not trained would keep random weights: "
+            f"{label_of['tune']} {config.tune} would leave the frozen layers with random weights: "
             f"add {label_of['pretrained']}, or {label_of['weights']} FILE."
         )
 
@@ -144,12 +144,12 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
         raise unknown_name("loss", config.loss, LOSSES)
     if config.batch_size == "auto" and config.gradient_accumulation_steps > 1:
         yield (
-            f"{of['batch_size']} auto finds {of['gradient_accumulation_steps']}: leave that out, and give "
-            f"{of['global_batch']} N for more images per update."
+            f"{of['batch_size']} auto also chooses {of['gradient_accumulation_steps']}: leave that out. For more "
+            f"images per update give {of['global_batch']} N."
         )
     if config.strategy in OF_LAUNCHERS:
         yield (
-            f"{of['strategy']} {config.strategy} is for the launchers, which ask scripts/plan.py: type bash "
+            f"{of['strategy']} {config.strategy} is only for the launchers, which ask the planner: type bash "
             f"scripts/launch_distributed.sh {config.model_type} {config.strategy} <num_gpus> {config.batch_size} "
             f"{config.epochs}."
         )
@@ -163,15 +163,15 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     size_ramp(config.progressive_size)
     if config.compile == "on" and (config.progressive_size or config.eval_image_size):
         yield (
-            f"{of['compile']} on: images of several sizes are not compiled, leave out {of['progressive_size']} and "
+            f"{of['compile']} on does not take images of several sizes: leave out {of['progressive_size']} and "
             f"{of['eval_image_size']}."
         )
     if config.compile == "on" and config.activation_checkpointing:
         yield f"{of['compile']} on and {of['activation_checkpointing']} exclude each other: give one."
     if config.order == "shards" and config.sampling == "balanced":
         yield (
-            f"{of['sampling']} balanced takes its images from everywhere, {of['order']} shards from a few shards at a "
-            f"time: give one of them, or {of['class_weights']} balanced."
+            f"{of['sampling']} balanced draws images from the whole data set, {of['order']} shards reads a few shards "
+            f"at a time: give one of them, or {of['class_weights']} balanced."
         )
     if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
         yield f"{of['workers']} {config.workers!r}: expected a whole number from 0 to 999, or auto."
@@ -187,7 +187,7 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     if config.offload not in plan.offloadable:
         yield f"{of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(plan.offloadable)}."
     if config.replicate_across == "nodes" and (config.engine not in OUR_ENGINE or plan.zero_stage == 1):
-        yield f"{of['replicate_across']} nodes: --engine torch does it, at fsdp_stage2 and fsdp_stage3."
+        yield f"{of['replicate_across']} nodes needs --engine torch, and --strategy fsdp_stage2 or fsdp_stage3."
     shards = plan.zero_stage > 1
     check_optimizer(of["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=shards)
     yield from _wrong_rules(config, of)
@@ -201,13 +201,13 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         if is_chosen(config):
             yield from _wrong_values(config, of, words.format_map(given), allowed)
     if config.solver == "lbfgs" and not config.weight_decay:
-        yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: else there may be no minimum."
+        yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: without it there may be no minimum."
     for mode in MODES:
         yield from mode(config).mistakes(of)
     if config.learning_rate == "auto" and config.base_batch_size:
-        yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto tries those of this batch."
+        yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto already searches at this batch size."
     if config.mixup_off_epochs > config.epochs:
-        yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {plural(config.epochs, 'epoch')} only."
+        yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has only {plural(config.epochs, 'epoch')}."
     if config.weights and config.pretrained:
         yield f"{of['weights']} and {of['pretrained']} exclude each other: give one of them."
 
@@ -232,8 +232,8 @@ def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     for name, rule in rules.items():
         if rule in SHIFTED_RATE and head_epochs_of(config):
             yield (
-                f"{of[name]} {rule} moves weights at a learning rate of 0, which the backbone has in the epochs of the "
-                f"head: give {of['head_epochs']} 0, or another rule such as adamw."
+                f"{of[name]} {rule} changes weights even at a learning rate of 0, and the backbone has that rate "
+                f"in the head's epochs: give {of['head_epochs']} 0, or another rule such as adamw."
             )
 
 
@@ -245,15 +245,15 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
         if used > config.epochs:
             before = "" if used == getattr(config, name) else " with the epochs before it"
-            yield f"{of[name]} {getattr(config, name)}{before}: the run has {plural(config.epochs, 'epoch')} only."
+            yield f"{of[name]} {getattr(config, name)}{before}: the run has only {plural(config.epochs, 'epoch')}."
     decay, schedule = given_decay(config.schedule), f"{of['schedule']} {config.schedule}"
     last = round(decay + config.cooldown_epochs, 6)
     if decay and last % 1:
         start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
-        yield f"{schedule}: the decay of wsd begins with an epoch, give {start}."
+        yield f"{schedule}: the decay of wsd must begin with a whole epoch: give {start}."
     if decay and used + decay > config.epochs:
         before = " with the epochs before it" if used else ""
-        yield f"{schedule}{before}: the run has {plural(config.epochs, 'epoch')} only."
+        yield f"{schedule}{before}: the run has only {plural(config.epochs, 'epoch')}."
 
 
 def _mixes(config: TrainConfig) -> bool:

@@ -24,6 +24,7 @@ import torch
 
 from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.columns import unused_notes
@@ -135,12 +136,12 @@ def listing_of(
 
 def _notes(indexes: Sequence[Index]) -> Iterator[str]:
     if left_out := sum(index.left_out for index in indexes):
-        yield f"passed over {left_out} samples without an image or label"
+        yield f"skipped {plural(left_out, 'sample')} without an image or label"
     yield from unused_notes(name for index in indexes for name in index.unused)
     if dotted := sum(index.dotted[0] for index in indexes):
         first = next(index.dotted[1] for index in indexes if index.dotted[0])
         yield (
-            f"passed over {dotted} images such as {shown(first)}, because a key ends at the first dot of a name: "
+            f"skipped {plural(dotted, 'image')} such as {shown(first)}, because a key ends at the first dot of a name: "
             "take the other dots out of the names"
         )
 

@@ -21,6 +21,7 @@ from torchvision.transforms.v2 import functional
 from zerovision.models import MOST_IMAGE_CHANNELS
 from zerovision.models.sides import sides, size_of
 from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.augmentations import MIN_IMAGE_SIZE
 from zerovision.training.data.class_names import Label, label_of, number_classes
@@ -103,7 +104,7 @@ def _load_npz(options: DataOptions) -> DatasetPair:
         for part in PARTS
     )
     left_out = sum(label is None for labels in every.values() for label in labels)
-    notes = [f"passed over {left_out} images without a label"] if left_out else []
+    notes = [f"skipped {plural(left_out, 'image')} without a label"] if left_out else []
     if train.images.shape[1:] != val.images.shape[1:]:
         raise UserError(f"--data npz:{path}: images of x_train and x_test have different shapes.")
     if train.values != val.values:

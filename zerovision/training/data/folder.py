@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from zerovision.training.base.errors import UserError, nearest, ours, shown
+from zerovision.training.base.units import plural
 from zerovision.training.data import DATASETS, DataOptions
 from zerovision.training.data.class_names import first_names, label_of
 from zerovision.training.data.columns import Facts
@@ -99,13 +100,13 @@ class FolderListing:
         """Yield a line each on what was passed over and what was followed."""
         if self._other_files:
             kinds = ", ".join(f"{count} {kind}" for kind, count in self._other_files.most_common(NAMES_IN_NOTE))
-            yield f"skipped {self._other_files.total()} files that are not images by type or extension: {kinds}"
+            yield f"skipped {plural(self._other_files.total(), 'file')} without an image's type or extension: {kinds}"
             for kind, cure in CURES.items():
                 if kind in self._other_files:
                     yield f"{self._other_files[kind]} {kind} could be read: {cure}"
         if self._system:
             names = ", ".join(sorted(set(self._system.values()))[:NAMES_IN_NOTE])
-            yield f"passed over {len(self._system)} hidden files and folders of the system: {names}"
+            yield f"skipped {len(self._system)} hidden files and folders of the system: {names}"
         if self._loose:
             first = os.path.relpath(min(self._loose), self.root)
             yield f"{len(self._loose)} images beside the class folders belong to no class, and are not used: {first}"

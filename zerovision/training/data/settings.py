@@ -197,7 +197,7 @@ class DataFields:
     )
     progressive_size: str = option(
         "",
-        f"{SIZE_USAGE}: training images of LOW pixels up to epoch FIRST (from 0) that grow to --image-size until LAST.",
+        f"{SIZE_USAGE}: training images have LOW pixels up to epoch FIRST (from 0), then grow to --image-size by LAST.",
     )
     augmentation: str = option("auto", f"Training augmentation: {', '.join(('auto', *AUGMENTATIONS))}.")
     randaugment: str = option(

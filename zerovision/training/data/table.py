@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 from zerovision.training.base.errors import UserError, nearest, one_line, shown
 from zerovision.training.base.small_files import as_given
+from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.columns import FactColumns, find_column
@@ -65,7 +67,7 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options
             builder.add(path, label, known)
     if not len(builder):
         raise UserError(f"--data {options.data}: there is no line below the header.")
-    notes = [f"passed over {left_out} lines without a label"] if left_out else []
+    notes = [f"skipped {plural(left_out, 'line')} without a label"] if left_out else []
     return columns.classified(replace(builder.build(root), notes=[*notes, *columns.notes()]), options)
 
 
@@ -83,6 +85,11 @@ class _TableColumns(FactColumns):
             *((one, name, "--label-column") for one, name in zip(labels, self._classes, strict=True)),
         ):
             if not column:
+                if len(header) == 1 and (mark := re.search(r"[;|\t,]", header[0])):
+                    raise UserError(
+                        f"--data {options.data}: its header is one column, {shown(header[0])}: separate the columns by "
+                        f"commas (.csv) or tabs (.tsv), not by {shown(mark[0])}."
+                    )
                 columns = ", ".join(map(one_line, header[:20]))
                 raise UserError(
                     f"--data {options.data}: there is no column {name}.{nearest(name, header)} It has {columns}: "

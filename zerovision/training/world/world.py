@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.heartbeat import RUN_ID_VARIABLE
-from zerovision.training.base.units import plural
+from zerovision.training.base.units import cpu_ranks, plural
 from zerovision.training.world.gpus import usable_gpus
 from zerovision.training.world.launchers import PORT_OF_NONE, launched_world
 from zerovision.training.world.network_interfaces import check_chosen_interfaces, interface_towards
@@ -98,8 +98,7 @@ class World:
         mesh = f", {self.mesh.describe()}" if self.mesh else ""
         if is_gpu:
             return f"{self.size} x {torch.cuda.get_device_name(self.device)}{network}{mesh}"
-        ranks = "1 CPU process" if self.size == 1 else f"{self.size} CPU ranks over gloo"
-        return f"{ranks}{network}, {plural(torch.get_num_threads(), 'thread')} each{mesh}"
+        return f"{cpu_ranks(self.size)}{network}, {plural(torch.get_num_threads(), 'thread')} each{mesh}"
 
 
 @dataclass(frozen=True)
