@@ -17,7 +17,7 @@ ENGINES, TASKS = "zerovision/training/engines", "zerovision/training/tasks"
 FENCES = {  # what names it, its own files, limit
     "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed/", 10),
     "pipeline": (r"pipeline(?!_tag|_read|_write)|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 5),
-    "several labels": (r"multilabel|label_sets", rf"{TASKS}/", 1),
+    "several labels": (r"multilabel|label_sets", rf"{TASKS}/", 2),
     "tensor": (r"tensor_parallel|TensorPart|engines\.tensor\b|world\.tensor", rf"{ENGINES}/tensor/", 1),
     "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", rf"{TASKS}/", 2),
     "islands": (r"island", rf"{ENGINES}/islands/", 4),

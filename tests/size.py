@@ -14,21 +14,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (502, 350),
+    "scripts": (507, 350),
     "models": (1339, 900),
-    "zerovision/training/config": (796, 500),
-    "zerovision/training/base": (1175, 550),
-    "zerovision/training/world": (626, 450),
+    "zerovision/training/config": (809, 500),
+    "zerovision/training/base": (1184, 550),
+    "zerovision/training/world": (625, 450),
     "zerovision/training/data": (4262, 2900),
     "zerovision/training/recipe": (603, 650),
     "zerovision/training/engines": (3120, 2250),
-    "zerovision/training/checkpoint": (591, 600),
+    "zerovision/training/checkpoint": (593, 600),
     "zerovision/training/tasks": (802, 400),
     "zerovision/training/observe": (1138, 1050),
-    "zerovision/training": (2147, 1400),
-    "zerovision/launch": (2555, 1800),
+    "zerovision/training": (2148, 1400),
+    "zerovision/launch": (2553, 1800),
     "zerovision/planning": (1243, 1000),
-    "zerovision/delivery": (3172, 2400),
+    "zerovision/delivery": (3193, 2400),
     "zerovision/extras": (1478, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts

@@ -207,7 +207,7 @@ def test_a_preset_and_a_setting_override_what_is_chosen(given):
 def test_only_a_launcher_finds_a_strategy(given):
     given |= {"strategy": "auto"}
     assert choose_run(given, "", (2, 0), FLAG_OF, is_launched=True).config.strategy == "auto"
-    with pytest.raises(UserError, match="--strategy auto is for the launchers"):
+    with pytest.raises(UserError, match="--strategy auto is only for the launchers"):
         choose_run(given, "", (1, 0), FLAG_OF, is_launched=False)
 
 

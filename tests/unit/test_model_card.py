@@ -343,7 +343,7 @@ def test_a_dry_run_sends_nothing_and_says_what_timm_cannot_load(tmp_path):
     assert (code, errors, hub.mock_calls) == (0, "", [])
     lines = output.splitlines()
     assert lines[0].startswith("note: without config.json: timm would give its first layer the usual stride")
-    assert lines[1] == "note: the licence in README.md is still to-be-filled-in"
+    assert lines[1] == f"note: the licence in {run / 'README.md'} is still to-be-filled-in"
     assert [line.split(",")[0] for line in lines[2:5]] == [
         *("would send model.safetensors", "would send README.md", "would send class_map.txt"),
     ]
@@ -354,7 +354,7 @@ def test_a_calibration_of_these_weights_is_sent_with_them(tmp_path):
     run = make_run(tmp_path / "run", "basic_cnn", 16)
     facts = {"temperature": 1.5, "threshold": 0.5, "flip": False, "shift_pixels": 0, "weights_sha256": "of others"}
     (run / "model.calibration.json").write_text(json.dumps(facts))
-    assert "calibration" not in published(run, "my-team/photos", "--dry-run")[1]
+    assert "model.calibration" not in published(run, "my-team/photos", "--dry-run")[1]
     facts["weights_sha256"] = sha256_of(run / "model.safetensors")
     (run / "model.calibration.json").write_text(json.dumps(facts))
     assert "would send model.calibration.json, " in published(run, "my-team/photos", "--dry-run")[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.plugins import USAGE, files_in, load_plugins
-from zerovision.training.config.command_line import JoinedAction, OneLineParser
+from zerovision.training.config.command_line import JoinedAction, OneLineParser, training_parser
 
 END_OF_FLAGS = "--"  # what follows is for another command
 
@@ -97,7 +97,8 @@ class CommandSettings:
         end = words.index(END_OF_FLAGS) if behind and END_OF_FLAGS in words else len(words)
         load_plugins(files_in(words[:end]))  # first: the names that flags take may be theirs
         parser, others = cls.parser(), list[str]()
-        if behind and behind[0].metadata["takes_trainers"]:
+        takes_trainers = any(field.metadata["takes_trainers"] for field in behind)
+        if takes_trainers:
             given, others = parser.parse_known(words[:end])
         else:
             given = parser.parse(words[:end])
@@ -106,7 +107,10 @@ class CommandSettings:
         if others and [*words[: len(first)]] != [values[field.name] for field in first]:
             names = " ".join(field.metadata["options"]["metavar"] for field in first)
             raise UserError(f"{shown(words[0])} comes before {names}: give {names} first, then flags.")
-        return cls(**values | {field.name: (*others, *words[end + 1 :]) for field in behind})
+        rest = (*others, *words[end + 1 :])
+        if takes_trainers:
+            training_parser().parse(rest, parser.flags)
+        return cls(**values | {field.name: rest for field in behind})
 
     def look(self) -> None:
         """Raise a UserError if what the words name is not there: before the slow imports."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -85,11 +84,6 @@ class _TableColumns(FactColumns):
             *((one, name, "--label-column") for one, name in zip(labels, self._classes, strict=True)),
         ):
             if not column:
-                if len(header) == 1 and (mark := re.search(r"[;|\t,]", header[0])):
-                    raise UserError(
-                        f"--data {options.data}: its header is one column, {shown(header[0])}: separate the columns by "
-                        f"commas (.csv) or tabs (.tsv), not by {shown(mark[0])}."
-                    )
                 columns = ", ".join(map(one_line, header[:20]))
                 raise UserError(
                     f"--data {options.data}: there is no column {name}.{nearest(name, header)} It has {columns}: "
@@ -135,7 +129,7 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
     likeness = {
         mark: sum(clean(name).strip('" ').casefold() in known for name in first.split(mark)) for mark in SEPARATORS
     }
-    separator = max(SEPARATORS, key=likeness.__getitem__)
+    separator = max(SEPARATORS, key=lambda mark: (likeness[mark], first.count(mark)))
     reader = csv.reader(
         io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline=""), delimiter=separator, strict=True
     )
