@@ -19,7 +19,7 @@ ROOMS = {  # limit and end
     "zerovision/training/config": (809, 500),
     "zerovision/training/base": (1184, 550),
     "zerovision/training/world": (625, 450),
-    "zerovision/training/data": (4262, 2900),
+    "zerovision/training/data": (4276, 2900),
     "zerovision/training/recipe": (603, 650),
     "zerovision/training/engines": (3120, 2250),
     "zerovision/training/checkpoint": (593, 600),

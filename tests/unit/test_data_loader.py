@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
 import numpy as np
@@ -377,3 +379,12 @@ def test_workers_end_when_the_loader_is_closed(folder):
     assert len(running_workers()) == 1
     loader.close()
     wait_for_their_end()
+
+
+def test_a_closed_loader_has_given_its_semaphores_back(folder):
+    """A process may end at once: what is left then, Python's tracker of resources complains of."""
+    for _ in range(3):
+        loader = train_loader(load_folder(folder), 30, workers=2)
+        list(loader.epoch(0))
+        loader.close()
+        assert not [one for one in gc.get_objects() if SemLock in type(one).__mro__]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -172,6 +174,21 @@ def test_a_wrong_function_is_told(tmp_path):
     file.write_text("from zerovision import *\nAugmentation(function=lambda image, generator: image)\n")
     with pytest.raises(UserError, match="`def` at the top of a file"):
         load_plugins(str(file))
+
+
+def test_the_lines_for_albumentations_draw_from_the_generator_of_the_image(tmp_path):
+    """Each time the same of the same seed, another of another."""
+    pytest.importorskip("albumentations")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "plugins.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "albumentations" in block]
+    (tmp_path / "varied.py").write_text(code)
+    load_plugins(str(tmp_path / "varied.py"))
+    vary = zerovision.AUGMENTATIONS["varied"].function
+    image = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    first, again, other = (vary(image.clone(), np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert (first.shape, first.dtype) == (image.shape, image.dtype)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_the_example_of_a_loss_is_torchvisions_focal_loss():

@@ -17,11 +17,13 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import forkserver, popen_forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
 _SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 BATCHES_OF_A_WORKER = 3  # in shared memory at a time: two that it reads ahead, one that is being used
+QUEUE_SECONDS = 2.0  # that queues to workers which have died may take to end
 MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
 
 
@@ -82,8 +85,29 @@ class _Worker(ForkServerProcess):
 class _WorkerContext(ForkServerContext):
     Process = _Worker
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: list[Queue[Any]] = []
 
-def worker_context() -> ForkServerContext:
+    def Queue(self, maxsize: int = 0) -> Queue[Any]:
+        """Return a queue, whose thread `wait_for_queues` waits for."""
+        self._queues.append(super().Queue(maxsize))
+        return self._queues[-1]
+
+    def wait_for_queues(self) -> None:
+        """Wait until nothing sends to the queues any more, which have been closed, and forget them.
+
+        DataLoader leaves the threads that do so to themselves. A process that ends meanwhile would not give back their
+        semaphores, of which Python's tracker of resources complains.
+        """
+        threads = [getattr(queue, "_thread", None) for queue in self._queues]
+        self._queues.clear()
+        deadline = time.monotonic() + QUEUE_SECONDS
+        for thread in filter(None, threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def worker_context() -> _WorkerContext:
     """Return the multiprocessing context of all workers; its fork server starts now, in the background."""
     _raise_descriptor_limit()
     context = _WorkerContext()
@@ -160,7 +184,7 @@ class WorkerPool:
     """
 
     def __init__(self, datasets: Sequence[ImageDataset], workers: int, device: torch.device) -> None:
-        self._datasets, self._keys = datasets, _Keys()
+        self._datasets, self._keys, self._context = datasets, _Keys(), worker_context()
         self._workers: DataLoader | None = DataLoader(
             _Readers(datasets),
             batch_size=None,
@@ -170,7 +194,7 @@ class WorkerPool:
             worker_init_fn=end_with_parent,
             pin_memory=device.type == "cuda",
             persistent_workers=True,
-            multiprocessing_context=worker_context(),
+            multiprocessing_context=self._context,
             generator=torch.Generator(),  # else every epoch draws from, and so shifts, the global generator
         )
 
@@ -192,6 +216,7 @@ class WorkerPool:
         """End the processes."""
         # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
         self._workers = None
+        self._context.wait_for_queues()
 
 
 def _unchanged(batch: Any) -> Any:
