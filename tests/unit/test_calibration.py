@@ -39,7 +39,7 @@ def details(confidences: list[float], is_right: list[int]) -> SampleScores:
     labels = 1 - torch.tensor(is_right)
     zeros = torch.zeros_like(labels)
     losses, sure = zeros.double(), torch.tensor(confidences).double()
-    return SampleScores(zeros, labels, zeros, zeros.bool(), losses, sure, labels == zeros)
+    return SampleScores(zeros, labels, zeros, losses, sure, labels == zeros)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_calibration_is_scikit_learns(judged):
 def test_a_confidence_between_two_bins_belongs_to_the_lower_one():
     confidences = np.linspace(0, 1, 16)[1:]
     ones = torch.ones(15, dtype=torch.int64)
-    details = SampleScores(ones, ones, ones, ones.bool(), ones.double(), torch.from_numpy(confidences), ones.bool())
+    details = SampleScores(ones, ones, ones, ones.double(), torch.from_numpy(confidences), ones.bool())
     assert [one["samples"] for one in calibration_bins(details)] == [1] * 15
     assert [one["confidence"] for one in calibration_bins(details)] == confidences.tolist()
 

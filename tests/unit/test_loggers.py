@@ -60,10 +60,8 @@ RUN = RunPoint(
     memory_bytes_per_rank=[3_000_000_000, 2_900_000_000],
 )
 INDICES = torch.arange(2)
-DETAILS = SampleScores(
-    *(INDICES, INDICES, INDICES, torch.ones(2, dtype=torch.bool)),
-    *(torch.tensor([0.2, 0.4]), torch.tensor([0.8, 0.7]), torch.ones(2, dtype=torch.bool)),
-)
+LOSSES, CONFIDENCES = torch.tensor([0.2, 0.4]), torch.tensor([0.8, 0.7])
+DETAILS = SampleScores(INDICES, INDICES, INDICES, LOSSES, CONFIDENCES, torch.ones(2, dtype=torch.bool))
 EPOCH = EpochPoint(
     epoch=2,
     step=20,

@@ -64,18 +64,20 @@ class UserError(Exception):
         super().__init__(printable(as_typed(message)))
 
 
-def nearest(given: str, allowed: Iterable[str], likeness: float = 0.65) -> str:
+def nearest(given: str, allowed: Iterable[str]) -> str:
     """Return ' Did you mean ...?' with the names that begin with what was given, or else the one most like it.
 
     Args:
         given: the unknown name.
         allowed: the known ones.
-        likeness: least share of common letters; '' is returned if no name has it.
+
+    Returns:
+        The question; '' if no name is like it.
     """
     names = {name.lower().lstrip("-"): name for name in allowed}
     word = given.lower().lstrip("-")
     near = [word] if word in names else [name for name in names if len(word) > 2 and name.startswith(word)][:3]
-    near = near or difflib.get_close_matches(word, names, n=1, cutoff=likeness)
+    near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.65)
     return f" Did you mean {' or '.join(repr(names[name]) for name in near)}?" if near else ""
 
 

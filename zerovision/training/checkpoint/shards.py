@@ -289,11 +289,6 @@ class CheckpointReader:
             result[name] = saved
         return result
 
-    @property
-    def versions(self) -> int:
-        """How many versions of the buffers there are; 0 without buffers."""
-        return max(map(len, self._boxes[BUFFER].values()), default=0)
-
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
         """Return a rank's share of the epoch's sums so far: its own, or all on rank 0; arguments as of `buffers`."""
         sums = [box.stored[0] for box in _in_order(self._boxes[EPOCH_SUMS][""])]

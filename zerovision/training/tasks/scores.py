@@ -51,7 +51,6 @@ class SampleScores:
         indices: int64 [N], positions in the data set.
         labels: int64 [N], the true classes.
         predictions: int64 [N], the classes with the highest logit.
-        in_top5: bool [N], whether the true class is among the five highest.
         losses: float64 [N], cross entropies in nats.
         confidences: float64 [N], the probabilities of the predicted classes.
         is_right: bool [N], whether the class with the highest logit is the true one, or one of them.
@@ -60,7 +59,6 @@ class SampleScores:
     indices: torch.Tensor
     labels: torch.Tensor
     predictions: torch.Tensor
-    in_top5: torch.Tensor
     losses: torch.Tensor
     confidences: torch.Tensor
     is_right: torch.Tensor
@@ -194,7 +192,7 @@ class SampleRecorder:
         _, *columns = (one.contiguous() for one in rows[order].T)
         indices, labels, predictions, in_top5, losses, confidences, is_right = columns
         numbers = (indices.long(), labels.long(), predictions.long())
-        details = SampleScores(*numbers, in_top5.bool(), losses, confidences, is_right.bool())
+        details = SampleScores(*numbers, losses, confidences, is_right.bool())
         divisor = max(len(details), 1)
         loss, top1, top5 = (float(column.sum()) / divisor for column in (losses, is_right, in_top5))
         scores = Scores(loss, top1, top5, len(details), details)

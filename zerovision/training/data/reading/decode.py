@@ -45,7 +45,7 @@ SCALE_NUMERATORS = (1, 2, 4)  # of eighths; the others that libjpeg-turbo has ar
 _FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 _ORIENTATION = 0x0112  # of EXIF
 _BROKEN_EXIF = (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError, struct.error)
-_START_OF_JPEG, _APP1, _END_OF_JPEG = b"\xff\xd8", b"\xff\xe1", b"\xff\xd9"
+_APP1, _END_OF_JPEG = b"\xff\xe1", b"\xff\xd9"
 # of TIFF 6.0
 BITS_PER_SAMPLE, _PLANAR_CONFIGURATION, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 284, 262, 0
 
