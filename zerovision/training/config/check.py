@@ -77,7 +77,7 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
         | {"augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
         | _only(0, "mixup", "cutmix", "color_jitter", "random_erasing")
         | _only("", "progressive_size")
-        | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED, "pipeline_parallel": (1,)},
+        | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED},
     ),
     "{solver}": (
         lambda config: config.solver == "lbfgs",
