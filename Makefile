@@ -49,8 +49,8 @@ test-cluster: setup-dev ## Train on hosts made on this machine, over ssh and Slu
 chaos: setup-dev ## Break into trainings at random moments, compare with uninterrupted ones (N=100 faults, SEED=0)
 	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED)
 
-pictures: setup-dev ## Take the README's pictures of a run's report in Chromium (RUN=logs/runs/digits)
-	$(BIN)/python -m tests.report.pictures $(RUN)
+pictures: setup-dev ## Take the docs' pictures of a report and an audit in Chromium (RUN=digits AUDIT=logs/audits/digits/audit.html)
+	$(BIN)/python -m tests.report.pictures $(RUN) $(AUDIT)
 
 bench: ## Compare with bare DDP, ZeRO, Lightning, Accelerate, ... on CPU ranks (ROUNDS=2, MINUTES=15, QUICK=1)
 	@bash scripts/setup_env.sh requirements-bench.txt

@@ -25,7 +25,7 @@ ROOMS = {  # limit and end
     "zerovision/training/checkpoint": (590, 600),
     "zerovision/training/tasks": (801, 400),
     "zerovision/training/observe": (1138, 1050),
-    "zerovision/training": (2148, 1400),
+    "zerovision/training": (2149, 1400),
     "zerovision/launch": (2553, 1800),
     "zerovision/planning": (1243, 1000),
     "zerovision/delivery": (3193, 2400),

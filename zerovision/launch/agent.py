@@ -62,7 +62,7 @@ CUT_OFF_SECONDS = 5.0  # what the ranks of a node that is cut off get to leave: 
 
 def main() -> int:
     """Serve a launch until it closes our standard input."""
-    # The name that the launch knows this node by; on its own machine also the descriptor for our messages.
+    # This node's name; if the launch runs on this machine, also the descriptor to write messages to.
     node, *descriptor = sys.argv[1:]
     orders = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the ranks must not read what is meant for the agent

@@ -95,7 +95,7 @@ class ClusterRun:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return Started(Ending(error.exit_code, str(error)), "", -1)
         finally:
-            if not self._plan.is_local:  # whose agent keeps what the ranks have to import
+            if not self._plan.is_local:  # the local agent stays, with the modules imported
                 self._nodes.close()
 
     def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
@@ -145,7 +145,7 @@ class ClusterRun:
         others = self._taking_part if len(self._taking_part) > 1 else []
         failing = any(node.messages.get("beat", {}).get("failing") for node in others if node.is_working())
         if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
-            return DEAD_RANK_SECONDS + 1  # a node whose own ranks fail is as quick
+            return DEAD_RANK_SECONDS + 1  # as long as a node waits after one of its own ranks has died
         return LEAVE_SECONDS if endings else math.inf
 
     def _pass_on(self) -> None:

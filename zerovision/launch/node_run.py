@@ -1,4 +1,4 @@
-"""One start of a launcher and its ranks on one machine: passes signals on and ends what does not leave."""
+"""One start of the ranks of a machine and of the process that forks them: passes signals on, ends what stays."""
 
 from __future__ import annotations
 

@@ -79,6 +79,8 @@ class Candidate:
 class Roster:
     """The hosts of which a start takes those that are ready; `look` keeps it up to date.
 
+    Making it starts an agent on each host that has none.
+
     Args:
         nodes: the agents of the launch.
         hosts: in the order of the ranks.

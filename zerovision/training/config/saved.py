@@ -53,7 +53,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
 
 
 def resumed(config: TrainConfig) -> TrainConfig:
-    """Return a configuration in which what is left open is as the run has it that goes on, if one does."""
+    """Return the configuration with what it leaves open filled from the run that `--resume` continues."""
     return TrainConfig(**saved_and_given(vars(config), {}))
 
 

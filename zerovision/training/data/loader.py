@@ -33,7 +33,7 @@ class Loader:
         dataset: The set.
         plan: Which samples belong to which batch.
         rank: This rank, 0 to `plan.world_size` - 1.
-        workers: Worker processes, 0 reads in this process; or those that other loaders have, too.
+        workers: Worker processes, 0 reads in this process; or a pool that loaders share.
         device: Device of the batches.
 
     Attributes:
@@ -118,7 +118,7 @@ class Loader:
 
 
 def _ahead(source: Source, keys: Iterable[BatchKey]) -> Iterator[BatchKey]:
-    """Yield the keys, each when the images of the next are being fetched, if they are far away."""
+    """Yield the keys; before each, begin to fetch the next one's images if they are remote."""
     first, second = itertools.tee(keys)
     for key, following in itertools.zip_longest(first, itertools.islice(second, 1, None)):
         if following is not None:

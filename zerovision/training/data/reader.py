@@ -59,7 +59,7 @@ class Batch:
 
 
 def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | FileServerError:
-    """Read the batch of a key; return an error of one line, to which DataLoader would add its traceback."""
+    """Read the batch of a key. An error is returned: if raised, DataLoader would add a traceback to its one line."""
     try:
         with preserved_generators() if dataset.augmentation.draws_globally else nullcontext():
             return _read(dataset.for_epoch(key.epoch), key)

@@ -82,7 +82,7 @@ class Fsdp2:
         world, plan = setup.data, setup.plan
         replicas = world.size // self._shards
         names = ("replicas", "shards") if replicas > 1 else ("shards",)
-        sizes = (replicas, self._shards, dist.get_world_size() // world.size)  # the last: of ranks with other weights
+        sizes = (replicas, self._shards, dist.get_world_size() // world.size)  # last: other layers or slices
         mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicas", "shards", "parts"))[names]
         policy = OffloadPolicy()
         if plan.offload != "none":

@@ -75,7 +75,7 @@ class EngineSettings(DeepSpeedSettings, PipelineSettings, IslandSettings, Tensor
 
 
 def ways_of(config: Any, engine: str) -> list[Way]:
-    """Return the ways that a run takes, given its settings and which engine they mean."""
+    """Return the ways that a run uses: that of this engine, and PyTorch's that its settings ask for."""
     ways = (way(config) for way in WAYS)
     return [way for way in ways if (way.engine == engine if way.engine else way.is_asked())]
 

@@ -1,6 +1,7 @@
 """The table of strategies, each as a plan in numbers: what is sharded, over how many ranks, in how many copies.
 
-Engines are built from a plan, and nothing else reads one. This module does not import torch.
+Engines are built from a plan; the sampler's order, the planner and the checks read it, too. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ParallelPlan:
     def neighbours(self) -> int:
         """Ranks among which gradients are divided: 1 at stage 1, where each rank keeps whole ones.
 
-        Copies on one rank each would be whole ones: FSDP2 divides these all the same.
+        With one rank per copy nothing would be divided: FSDP2 then divides over the replicas.
         """
         if self.zero_stage == 1:
             return 1

@@ -28,7 +28,7 @@ from zerovision.training.world.collectives import copy_from_main
 
 
 class TorchEngine(Engine):
-    """A model whose training state is sharded over the ranks: by flat buffers, or its weights too by FSDP2."""
+    """A model whose training state is sharded: at stage 1 by `Zero1`, at stages 2 and 3 by `Fsdp2`."""
 
     def __init__(self, setup: EngineSetup) -> None:
         """Distribute the model; a collective."""

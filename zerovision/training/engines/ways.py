@@ -61,7 +61,7 @@ class Way(Mode):
         return []
 
     def reasons(self, plan: ParallelPlan, module: nn.Module) -> list[str]:
-        """Return why `--engine auto` is its engine: what that alone knows, or does better."""
+        """Return the reasons for which `--engine auto` chooses this way's engine; empty if it does not."""
         return []
 
     # Of a run.

@@ -168,7 +168,7 @@ class Saver(Observer):
             "data_ranks": self._world.data.size,
             "frozen": self._frozen.facts if self._frozen else None,
         }
-        # Of ranks with the same images one saves their sums, of ranks with the same layers one their buffers.
+        # Ranks with the same images have the same sums, those with the same layers the same buffers: one saves.
         sums = self._state.sums.state() if self._world.replica.is_main else None
         saved = state if state.saves_buffers else dataclasses.replace(state, buffers={})
         self._snapshot.take(saved, sums, self._frozen.names if self._frozen else (), self._world.data.rank)

@@ -57,7 +57,7 @@ class StopRequest:
         self._signal_number = self._signal_number or signal_number
 
     def request_save(self) -> None:
-        """Let all ranks save after the next step but one."""
+        """Ask for a save: of several ranks after the step after the next, of a single rank after the next."""
         self._save_due = True
 
     def poll(self, world: World, *, failure: int = 0) -> StopDecision:

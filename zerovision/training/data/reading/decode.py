@@ -1,14 +1,10 @@
 """From the bytes of an image file of unknown origin to 8-bit pixels: at full size, or shrunk while decoding.
 
-Shrinking depends on the file and the image size S only, not on the crop: by 1, 1/2, 1/4 or 1/8, the smallest whose
-shorter side is still 2 S pixels or more. So a cache of shrunk images contains exactly the pixels that are decoded
-without one. JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which saves most of the work; other files are
-decoded by Pillow and averaged over blocks. Pillow also decides about every file in which libjpeg-turbo finds anything
-unusual.
-
-Pillow's defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, return the
-first frame of an animation silently, only warn of a decompression bomb, and `verify()` passes truncated files. So every
-file is decoded completely here.
+The scale is 1/8, 1/4 or 1/2, the smallest that leaves the shorter side 2 S pixels or more, else 1: it depends on the
+file and the image size S only, not on the crop. So a cache of shrunk images contains exactly the pixels that are
+decoded without one. JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which saves most of the work; other
+files are decoded by Pillow and averaged over blocks. Pillow also decides about every file in which libjpeg-turbo finds
+anything unusual.
 """
 
 from __future__ import annotations

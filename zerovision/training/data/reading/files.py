@@ -58,7 +58,7 @@ CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in eac
 
 
 class Refused(Exception):
-    """Why an image cannot be used; whoever knows its name adds that, see `images.named`."""
+    """Why an image cannot be used; whoever knows its name adds that, see `named`."""
 
 
 _PNG_SIGNATURE, _ARRAY_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"

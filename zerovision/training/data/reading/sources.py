@@ -163,7 +163,7 @@ class FileSource(Source):
             is_kept = cache is not None and not cache.is_full
             digest = digest_of(content) if is_kept or self.digests is not None else UNKNOWN
             with named(name, self.notes) as notes:
-                pixels = self._decode(content, None if is_kept else choose, notes)  # of a JPEG no more than that part
+                pixels = self._decode(content, None if is_kept else choose, notes)  # a cache needs all of it
             if cache is not None and is_kept:
                 cache.put(position, pixels, digest)
                 pixels = crop(pixels, choose)
