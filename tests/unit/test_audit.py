@@ -80,6 +80,9 @@ def grey(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
 
 
+AGAIN = "=again a photograph of the summer holidays of 2026 7.png"
+
+
 @pytest.fixture
 def photos(tmp_path):
     """Two classes in train/ and val/, with one mistake of each kind."""
@@ -92,7 +95,7 @@ def photos(tmp_path):
         image.save(folder / f"{number:02}.png")
     CHANGES["cropped"](images[0]).save(root / "val" / "ant" / "leak.jpg", quality=60)  # 00 is train/ant
     images[1].save(root / "train" / "ant" / "conflict.png")  # 01 is train/bee
-    shutil.copy(root / "train" / "ant" / "02.png", root / "train" / "ant" / "=again.png")
+    shutil.copy(root / "train" / "ant" / "02.png", root / "train" / "ant" / AGAIN)
     (root / "train" / "bee" / "torn.jpg").write_bytes(b"\xff\xd8 no image")
     return root
 
@@ -142,6 +145,7 @@ def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkey
     assert facts["small_classes"] == [["bee", 8]]
     page = (output / "audit.html").read_text()
     assert "data:image/jpeg" in page
+    assert AGAIN[-12:] in page, "the end of a long name tells it from others"
     assert "http" not in page.replace("http-equiv", "")
     assert "--data" in capsys.readouterr().out
     rows = list(csv.DictReader((output / "fixed.csv").open(newline="")))
@@ -195,7 +199,7 @@ def test_groups_stay_and_scenes_get_one_if_wanted(photos, tmp_path, capsys):
     shot = photos / "train" / "ant" / "shot.png"  # like another shot of 02
     Image.blend(*(Image.open(photos / "train" / "ant" / name) for name in ("02.png", "10.png")), 0.25).save(shot)
     table, output = tmp_path / "list.csv", tmp_path / "audit"
-    files = sorted(path for path in photos.rglob("*.*") if path.name not in ("conflict.png", "=again.png"))
+    files = sorted(path for path in photos.rglob("*.*") if path.name not in ("conflict.png", AGAIN))
     groups = {"00.png": "nest", "04.png": "nest", "03.png": "hill", "07.png": "hill"}
     rows = [f"{path},{path.parts[-2]},{path.parts[-3]},{groups.get(path.name, '')}" for path in files]
     table.write_text("\n".join(["path,label,split,group", *rows]))
@@ -298,8 +302,8 @@ def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path,
     run = save_run(tmp_path / "run", built, data)
     monkeypatch.setattr("zerovision.extras.audit.audit.find_copies", lambda pictures: [])  # slow, and not asked here
     facts = audit(AuditSettings(data="digits", run=str(run), output=str(tmp_path / "audit")))
-    accuracy = float(re.search(r"what the model sees predicts ([\d.]+)%", facts["notes"][-2])[1])
-    score = float(re.search(r"nearest training images predict ([\d.]+)% of the other labels", facts["notes"][-1])[1])
+    accuracy = float(re.search(r"what the model sees predicts ([\d.]+) %", facts["notes"][-2])[1])
+    score = float(re.search(r"nearest training images predict ([\d.]+) % of the other labels", facts["notes"][-1])[1])
     assert min(accuracy, score) > 95
 
     def suspected() -> set[str]:

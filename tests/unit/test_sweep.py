@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import statistics
 import subprocess
 import threading
 import time
 from pathlib import Path
 
+import made_runs
 import pytest
 
+from zerovision.delivery.report.page import MOST_RUNS
 from zerovision.extras import sweep as sweeps
 from zerovision.extras.settings import SweepSettings
-from zerovision.extras.sweep import best_trial, prepare, rows_of, write_table
+from zerovision.extras.sweep import best_trial, prepare, rows_of, write_page, write_table
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import REPO_ROOT
 
@@ -235,6 +238,24 @@ def test_seeds_are_a_mean_and_a_deviation(tmp_path):
         "rates-3,0.2,0,1,0.95,finished,0.0",
         "rates-4,0.2,1,0,,finished,0.0",
     ]
+
+
+def test_the_page_has_the_best_trials_side_by_side(tmp_path):
+    running = prepare(made(tmp_path, "learning-rate=" + ",".join(f"0.{number:02}" for number in range(1, 12))))
+    acted(running, [[number / 20] for number in range(11)], ["finished"] * 11)
+    for number, trial in enumerate(running.trials):
+        (trial.folder / "metrics.jsonl").write_text(json.dumps(made_runs.epoch(1, number / 20)) + "\n")
+    running.folder.mkdir(parents=True)
+    page = write_page(running, rows_of(running)).read_text()
+    title = re.search(r"<h1>(.*?)</h1>", page, re.DOTALL)[1]
+    assert f"{MOST_RUNS} runs compared" in title
+    names = list(dict.fromkeys(re.findall(r"rates-\d+", page)))
+    assert names == [f"rates-{number:02}" for number in range(11, 11 - MOST_RUNS, -1)]
+
+
+def test_without_a_score_there_is_no_page(tmp_path):
+    running = prepare(made(tmp_path, "learning-rate=0.1,0.2"))
+    assert write_page(acted(running, [[], []], ["exit code 1"] * 2), rows_of(running)) is None
 
 
 def test_folds_are_a_mean_and_a_deviation(tmp_path):

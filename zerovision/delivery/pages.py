@@ -65,6 +65,12 @@ def clip(text: str, longest: int = LONGEST_NAME) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
+def clip_middle(text: str, longest: int = LONGEST_NAME) -> str:
+    """Shorten a file's name, whose end tells it from others."""
+    kept = longest - 1
+    return text if len(text) <= longest else f"{text[: kept // 2]}…{text[-(kept - kept // 2) :]}"
+
+
 def join(names: Sequence[str]) -> str:
     """Join names: a; a and b; a, b and c."""
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
@@ -98,7 +104,7 @@ def render(page: Path, script: Path | None = None, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"clip": clip, "count": count, "percent": percent}
+    environment.filters |= {"clip": clip, "clip_middle": clip_middle, "count": count, "percent": percent}
     code = "" if script is None else script.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     return environment.get_template(page.name).render(

@@ -37,7 +37,7 @@ from zerovision.training.base.errors import DIVERGED_EXIT_CODE, UserError, one_l
 from zerovision.training.base.heartbeat import CALLER_VARIABLE
 from zerovision.training.base.places import LAUNCH, as_typed
 from zerovision.training.base.points import best_epoch, merit, score_in, show_score
-from zerovision.training.base.run_folder import METRICS, shown_path
+from zerovision.training.base.run_folder import METRICS, REPORT, shown_path
 from zerovision.training.base.small_files import write_csv
 from zerovision.training.base.units import plural
 from zerovision.training.observe.new_run import run_folder
@@ -497,6 +497,21 @@ def write_table(running: RunningSweep) -> Path:
     return file
 
 
+def write_page(running: RunningSweep, rows: Sequence[Combination]) -> Path | None:
+    """Draw the best trials side by side, as `report` does; return the page, None if there is none to draw."""
+    from zerovision.delivery.report.page import MOST_RUNS, write_report  # takes a second
+
+    folders = [one.folder for row in rows for one in row.compared][:MOST_RUNS]
+    page = running.folder / REPORT
+    try:
+        if folders:
+            write_report(folders, page)
+    except UserError as error:  # the sweep is done all the same
+        print(f"note: no report: {error}")
+        return None
+    return page if folders else None
+
+
 def run(given: SweepSettings) -> int:
     """Train the trials, print each as it comes to a rung, and print and write the table."""
     running, received = prepare(given), []
@@ -522,6 +537,8 @@ def run(given: SweepSettings) -> int:
             f"{row.score(running.best_by):>14}  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}"
         )
     print(f"best         {as_typed(command)}\ntable        {shown_path(table)}")
+    if page := write_page(running, rows):
+        print(f"report       {shown_path(page)}")
     if received:
         return 128 + received[0]
     return int(any(trial.state.startswith(FAILED) for trial in running.trials))

@@ -43,6 +43,7 @@ from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.places import log_folder
 from zerovision.training.base.run_folder import shown_path, slug
 from zerovision.training.base.settings import RunSettings
+from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import load_data
@@ -168,7 +169,7 @@ def _examine(
         doubts = doubt_labels(features[numbers], catalogue.labels[numbers], catalogue.num_classes, learned[numbers])
         accuracy = doubts.accuracy if doubts else 0.0
         by = "what the model sees" if trained else "the pictures alone"
-        note = f"a classifier by {by} predicts {accuracy:.1%} of the labels of images that it was not trained on"
+        note = f"a classifier by {by} predicts {percent(accuracy)} of the labels of images that it was not trained on"
         if doubts and accuracy >= LEAST_ACCURACY:
             suspected, label_fixes = label_findings(catalogue, doubts, numbers)
             findings += suspected
@@ -179,7 +180,7 @@ def _examine(
     fixes += scene_groups(catalogue, copies, {number for number, fix in fixes if fix.action == DROP})
     is_own = catalogue.parts[numbers] == "train"
     score = None if catalogue.has_several else neighbours_score(features[numbers], catalogue.labels[numbers], is_own)
-    near = [] if score is None else [f"the nearest training images predict {score:.1%} of the other labels (k-NN)"]
+    near = [] if score is None else [f"the nearest training images predict {percent(score)} of the other labels (k-NN)"]
     return findings, fixes, [note, *near]
 
 
