@@ -51,8 +51,8 @@ class Ending:
         code: the exit code, as the shell has it.
         reason: why, without a full stop.
         is_final: whether another start would not help.
-        hang_order: of the rank that hung, (its process is not stopped, its step): among several machines, the one with
-            the least is the likeliest cause.
+        hang_order: of the rank that hung, whether its process still runs, and its step; among several machines, the one
+            with the smallest is the likeliest cause.
     """
 
     code: int

@@ -3,7 +3,7 @@
 It is a multiple of 8 that divides a rank's share of the global batch, and has trained on the run's own ranks in a
 trial. The smallest is tried first; what it takes, and how much more the planner expects of the others, says which one
 is next. The training is the one that begins with that number. A trial that runs out of memory on one of several ranks
-ends the start: it is noted in the run's folder, and the next start goes on with the search.
+ends the start: it is noted in the run's folder, and the next start continues the search.
 """
 
 from __future__ import annotations

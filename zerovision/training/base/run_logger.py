@@ -44,7 +44,7 @@ class RunLogger:
 
 
 class Loggers(RunLogger):
-    """Passes every call on to each logger in turn; on ranks other than 0 there are none.
+    """Passes every call on to each logger in turn; ranks other than 0 have no loggers.
 
     If a logger cannot write (a full disk), one line goes to stderr, and training continues.
     """

@@ -111,7 +111,7 @@ NUMBERS = "numbers"
 DECODERS: dict[str, str] = {
     "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
     "exact": "every pixel decoded at full size",
-    NUMBERS: "the numbers of .npy files and of grey ones of 16 bits as they are, in any channels; folders and tables",
+    NUMBERS: "the unchanged values of .npy files and 16-bit grey images, with any channels; for folders and tables",
 }
 
 

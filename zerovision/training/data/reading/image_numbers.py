@@ -115,7 +115,7 @@ def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
 
 
 def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
-    """Return the numbers that an image file contains, [H, W] or [H, W, C], of the type that they have.
+    """Return the values of an image file in their own dtype, [H, W] or [H, W, C].
 
     Colours of a palette and the like are read as RGB. Pillow has more than 8 bits for grey images alone: colours of
     more are refused.

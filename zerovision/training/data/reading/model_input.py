@@ -65,7 +65,7 @@ class ModelInput:
 
 
 def _undecoded(image: Image.Image) -> bytes | None:
-    """Return the file of an image of which Pillow has read no more than the header; None of any other."""
+    """Return the file behind an image if Pillow has only read its header, else None."""
     stream = getattr(image, "fp", None)
     if stream is None or not getattr(image, "tile", None) or image.tell():  # decoded, or not the first frame
         return None
