@@ -81,7 +81,7 @@ def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
 def test_a_run_that_is_all_head_epochs_says_so_at_its_end(folders):
     epochs = TrainConfig().epochs
     (said, _) = result(folders[1], best_epoch=2, head_epochs=epochs)
-    assert said.startswith(f"only the head was trained: the first {epochs} epochs are its own; to train the backbone")
+    assert said.startswith(f"only the head was trained, for its {epochs} epochs; to train the backbone")
     assert len(result(folders[1], best_epoch=2, head_epochs=epochs - 1)) == 1
 
 

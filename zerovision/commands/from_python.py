@@ -125,7 +125,7 @@ class Result:
 
 
 def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **settings: Any) -> Result:
-    """Train a network on images, as `zerovision train` does: what is not given is chosen, and printed with its reason.
+    """Train a network on images as `zerovision train` does: it chooses what you leave out, and prints the reasons.
 
     Args:
         data: what `--data` takes, such as a folder of photographs.

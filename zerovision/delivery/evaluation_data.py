@@ -41,7 +41,7 @@ class EvaluationData:
         label_map: int64 [labels of the data], the model's number of each class; of several labels, of each set.
         task: of judging them.
         is_own: whether the run was trained on it.
-        trained_images: what the run was trained on, if some of the images may be among it.
+        trained_images: the images that the run was trained on, if the data may contain some of them.
         notes: lines for the user.
     """
 

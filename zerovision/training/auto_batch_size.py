@@ -1,9 +1,10 @@
-"""`--batch-size auto`: the largest micro-batch that fits on every rank, for a global batch that stays.
+"""`--batch-size auto`: finds the largest micro-batch that fits on every rank; the global batch stays the same.
 
-It is a multiple of 8 that divides a rank's share of the global batch, and has trained on the run's own ranks in a
-trial. The smallest is tried first; what it takes, and how much more the planner expects of the others, says which one
-is next. The training is the one that begins with that number. A trial that runs out of memory on one of several ranks
-ends the start: it is noted in the run's folder, and the next start continues the search.
+The result is a multiple of 8 that divides a rank's share of the global batch, and that has trained in a trial on the
+run's own ranks. The smallest candidate is tried first; the memory that it takes, and how much more the planner expects
+of the others, decide which one is next. The training is bit-identical to one that is given this number. If a trial runs
+out of memory on one of several ranks, the start ends: the trial is noted in the run's folder, and the next start
+continues the search.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def _result(run: Run) -> list[str]:
         )
     if run.model.head_epochs >= run.config.epochs:
         lines.append(
-            f"only the head was trained: the first {plural(run.model.head_epochs, 'epoch')} are its own; to train the "
-            "backbone, too, give more --epochs or fewer --head-epochs"
+            f"only the head was trained, for its {plural(run.model.head_epochs, 'epoch')}; to train the backbone too, "
+            "give more --epochs or fewer --head-epochs"
         )
     best_by = run.config.best_by
     name = SCORE_NAMES[best_by]

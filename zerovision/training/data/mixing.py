@@ -21,7 +21,7 @@ class Mix(NamedTuple):
 
     Attributes:
         share: Of the image itself, 0 to 1; the rest is its partner's.
-        box: Top, bottom, left and right of the part that cutmix takes of the partner; None for mixup.
+        box: Top, bottom, left and right of the rectangle that cutmix takes from the partner; None for mixup.
     """
 
     share: float

@@ -81,7 +81,7 @@ def is_array(content: bytes) -> bool:
 
 
 def unknown_format(content: bytes) -> str:
-    """Return what is wrong with a file that is of none of these formats, with the cure if there is one."""
+    """Describe a file that has none of these formats, with a cure if there is one."""
     brand = content[8:12] if content[4:8] == b"ftyp" else b""
     found = next((f"a file of {each.pillow_name}: {each.cure}" for each in _MISSING if brand in each.brands), None)
     return found or "not an image of a known format"
