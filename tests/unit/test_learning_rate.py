@@ -192,7 +192,7 @@ def test_trials_mix_as_the_runs_first_epochs(tmp_path, monkeypatch):
     monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 24)
     monkeypatch.setattr("zerovision.training.auto_learning_rate.find_rate", only_the_first)
     drawn = []
-    monkeypatch.setattr(Mixing, "drawn", lambda _self, epoch, _leaf: drawn.append(epoch))
+    monkeypatch.setattr(Mixing, "drawn", lambda _self, epoch, *_: drawn.append(epoch))
     train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
     epochs = [epoch for epoch, _ in itertools.groupby(drawn)]
     assert epochs == [0, 1, 0, 1, 2], "the trial again from the start in place of epoch 2, then the training"
