@@ -140,7 +140,9 @@ class PinnedMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize(("block", "calls"), [(shards.BLOCK, 1), (256, 2), (1, len(SHAPES) + 2)])
 def test_a_snapshot_of_a_gpu_pins_a_few_blocks_once(monkeypatch, block, calls):
-    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    for name in ("current_stream", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(torch.Tensor, "record_stream", mock.Mock())
     monkeypatch.setattr(shards, "BLOCK", block)
     snapshot = Snapshot()
     with FakeTensorMode(allow_non_fake_inputs=True), PinnedMemory() as pinned:
