@@ -296,8 +296,8 @@ def read_run(folder: Path) -> RunFiles:
     )
     metrics, parameters = folder / METRICS, _count_parameters(folder / WEIGHTS)
     history = read_history(metrics) if metrics.is_file() else History()
-    classes = scores.get("classes") if isinstance(scores, dict) else None
-    if isinstance(classes, list) and not says_top5(len(classes), scores.get("task", "")):
+    known = scores if isinstance(scores, dict) and isinstance(scores.get("classes"), list) else None
+    if known and not says_top5(len(known["classes"]), known.get("task", "")):
         for line in history.epochs.values():
             line.pop("val_top5", None)
     notes = []
