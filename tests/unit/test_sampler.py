@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from scipy.stats import chisquare
 from sklearn.utils.class_weight import compute_sample_weight
 from timm.data.distributed_sampler import RepeatAugSampler
 
+from zerovision.training.config import TrainConfig
 from zerovision.training.data.randomness import COPY
-from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
+from zerovision.training.data.reading.sources import ArraySource
+from zerovision.training.data.sampler import BatchPlan, EvaluationPlan, build_plan
 
 SHAPES = [
     (samples, batch, accumulation, world)
@@ -163,6 +166,16 @@ def test_balanced_samples_are_repeated_too():
     assert len(np.unique(keys)) == len(keys)
     assert sorted(np.unique(SKEWED[keys[::3] % COPY], return_counts=True)[1]) == [11, 11, 12]
     np.testing.assert_array_equal(keys[:99:3] % COPY, keys[2:99:3] % COPY)
+
+
+def test_a_plan_keeps_its_labels_when_data_workers_get_them():
+    source = ArraySource(torch.zeros(len(SKEWED), 1, 1, 1, dtype=torch.uint8), torch.tensor(SKEWED))
+    plan = build_plan(TrainConfig(sampling="balanced"), source, world_size=1)
+    expected = BatchPlan(101, 16, 1, 1, TrainConfig.seed, SKEWED).draw_keys(0)
+    ForkingPickler.dumps(source)
+    source.labels.zero_()  # as whoever gets the memory next may
+    assert not np.shares_memory(plan.labels, source.labels.numpy())
+    np.testing.assert_array_equal(plan.draw_keys(0), expected)
 
 
 def test_permutation_is_uniform():

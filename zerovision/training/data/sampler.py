@@ -238,7 +238,8 @@ def build_plan(
         config.gradient_accumulation_steps,
         world_size,
         config.seed,
-        labels.numpy() if config.sampling == "balanced" else None,
+        # A copy: sending a tensor to data workers moves it into shared memory, away from under a view of it.
+        np.array(labels) if config.sampling == "balanced" else None,
         max(config.repeated_augmentation, views),
         groups=groups,
         places=places,
