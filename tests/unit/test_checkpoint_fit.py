@@ -297,7 +297,7 @@ def test_a_run_keeps_its_threads_unless_told_otherwise(saved, given, threads, to
     checkpoint = found(config={} if saved is None else {"threads_per_rank": saved})
     if saved is None:
         del checkpoint.manifest.config["threads_per_rank"]
-    config, notes = own_threads(dataclasses.replace(CONFIG, threads_per_rank=given), checkpoint, ALONE)
+    config, notes = own_threads(dataclasses.replace(CONFIG, threads_per_rank=given or saved or 0), ALONE)
     assert (config.threads_per_rank, notes + note_other_bytes(config, checkpoint)) == (threads, told)
 
 

@@ -44,7 +44,7 @@ def resolve(run: Run) -> Run:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
     divided = agreed(lambda: keep_global_batch(config, found, world), world)
     divided, groups, group_notes = keep_groups(divided, found, world)
-    config, thread_notes = own_threads(divided, found, world)
+    config, thread_notes = own_threads(divided, world)
     notes = [*notes, *decay_notes, *group_notes, *thread_notes, *note_other_bytes(config, found)]
     start = dataclasses.replace(run.start, found=found, groups=groups, notes=(*run.start.notes, *notes))
     return dataclasses.replace(run, config=config, data=data, start=start)
@@ -162,7 +162,7 @@ def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World
     return dataclasses.replace(config, **settings), groups, notes
 
 
-def own_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:
+def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:
     """Return the configuration with the threads that a CPU rank has, and notes for the log; a collective.
 
     They decide the last bits of every kernel: a run keeps those that it began with, on any number of ranks and cores,
@@ -171,8 +171,7 @@ def own_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World
     if world.device.type != "cpu":
         return config, []
     own, cores = broadcast_object(torch.get_num_threads(), world), usable_cores()
-    saved = found.manifest.config.get("threads_per_rank") if found else 0
-    threads = config.threads_per_rank or saved or own
+    threads = config.threads_per_rank or own
     config, used = dataclasses.replace(config, threads_per_rank=threads), threads * world.local_size
     if threads == own or used == cores:
         return config, []

@@ -144,9 +144,10 @@ def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
     """
-    config = resumed(config)
+    start = start or Start()
+    config = resumed(config, is_restart=start.origin.restarts > 0)
     world = form_ranks(config, world)
-    prepared = prepare(config, world, start or Start())
+    prepared = prepare(config, world, start)
     with removed_if_refused(prepared.folder):
         return build(limit_epochs(choose_learning_rate(choose_batch_size(prepared))))
 

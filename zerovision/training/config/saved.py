@@ -52,9 +52,16 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     return saved | chosen
 
 
-def resumed(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with what it leaves open filled from the run that `--resume` continues."""
-    return TrainConfig(**saved_and_given(vars(config), {}))
+def resumed(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
+    """Return the configuration with what it leaves open filled from the run that goes on.
+
+    Args:
+        config: as given.
+        is_restart: whether the launcher restarted this run: its own checkpoints go before what `resume` says.
+    """
+    goes_on = is_restart and config.run_name and run_folder(config).has_checkpoint
+    given = vars(config) | ({"resume": "auto"} if goes_on else {})
+    return TrainConfig(**saved_and_given(given, {}) | {"resume": config.resume})
 
 
 def is_left_open(name: str, value: Any) -> bool:
