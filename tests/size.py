@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (507, 350),
     "models": (1339, 900),
-    "zerovision/training/config": (809, 500),
-    "zerovision/training/base": (1184, 550),
+    "zerovision/training/config": (811, 500),
+    "zerovision/training/base": (1186, 550),
     "zerovision/training/world": (625, 450),
     "zerovision/training/data": (4276, 2900),
     "zerovision/training/recipe": (603, 650),
@@ -28,7 +28,7 @@ ROOMS = {  # limit and end
     "zerovision/training": (2149, 1400),
     "zerovision/launch": (2553, 1800),
     "zerovision/planning": (1243, 1000),
-    "zerovision/delivery": (3197, 2400),
+    "zerovision/delivery": (3195, 2400),
     "zerovision/extras": (1490, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts

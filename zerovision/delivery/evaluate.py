@@ -26,7 +26,7 @@ from zerovision.delivery.trained_model import TrainedModel, find_model
 from zerovision.delivery.views import checked_views, views_of
 from zerovision.training.base.atomic_write import errors_of_writing
 from zerovision.training.base.errors import UserError, printable
-from zerovision.training.base.points import says_top5, show_score
+from zerovision.training.base.points import has_top5, show_score
 from zerovision.training.base.run_folder import CARD, EVALUATION, TEST_EVALUATION, slug
 from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import load_model
@@ -304,21 +304,21 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
     console = open_console()
     for note in notes:
         console.print(f"note: {printable(note)}", soft_wrap=True)
-    has_top5 = says_top5(len(scores["classes"]), scores.get("task", ""))
+    shows_top5 = has_top5(scores)
     average_precision = f"  mAP {percent(scores['map'])}" if "map" in scores else ""
     console.print(
-        f"{_of(scores, has_top5)}  ECE {percent(scores['ece'])}  "
+        f"{_of(scores, shows_top5)}  ECE {percent(scores['ece'])}  "
         f"macro F1 {percent(scores['macro']['f1'])}{average_precision}  on {scores['samples']} images "
         f"({printable(scores['data'])}, {scores['split']})",
         soft_wrap=True,
     )
     if "views" in scores:
         views = Views(scores["views"]["flip"], scores["views"]["shift_pixels"])
-        console.print(f"{_of(scores['views'], has_top5)}  of the mean of {views}", soft_wrap=True)
+        console.print(f"{_of(scores['views'], shows_top5)}  of the mean of {views}", soft_wrap=True)
     if known := scores.get("trained_on"):
         are_all = known["samples"] == scores["samples"] and known["loss"] == scores["loss"]
         console.print(
-            f"{_of(known, has_top5)}  on {known['samples']} images that the model was trained on, "
+            f"{_of(known, shows_top5)}  on {known['samples']} images that the model was trained on, "
             f"{'which are all of them' if are_all else 'which are not among the ones above'}",
             soft_wrap=True,
         )
@@ -345,6 +345,6 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
         console.print(f"files  {printable(str(folder))}", soft_wrap=True)
 
 
-def _of(scores: dict[str, float], has_top5: bool) -> str:
-    shown = {key: name for key, name in SCORES_SHOWN.items() if has_top5 or key != "top5"}
+def _of(scores: dict[str, float], shows_top5: bool) -> str:
+    shown = {key: name for key, name in SCORES_SHOWN.items() if shows_top5 or key != "top5"}
     return "  ".join(f"{name} {show_score(key, scores[key])}" for key, name in shown.items())

@@ -22,7 +22,7 @@ from zerovision.delivery.trained_model import read_run_config
 from zerovision.models.timm_models import timm_size
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.atomic_write import replacing
-from zerovision.training.base.points import SCORE_NAMES, says_top5
+from zerovision.training.base.points import SCORE_NAMES, has_top5
 from zerovision.training.base.run_folder import CARD, WEIGHTS
 from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import read_metadata
@@ -90,7 +90,7 @@ def write_model_card(run: Path) -> Path | None:
         "plain": _plain,
         "code": _code,
         "interval": _interval,
-        "has_top5": _has_top5,
+        "has_top5": has_top5,
         "name": name_alone,
         "percent": percent,
     }
@@ -140,7 +140,7 @@ def _front_matter(
             "top-1": ("accuracy", scores["top1"]),
             "macro F1": ("f1", scores["macro"]["f1"]),
         }
-        if _has_top5(scores):
+        if has_top5(scores):
             values["top-5"] = ("accuracy", scores["top5"])
         if "map" in scores:
             values["mAP"] = ("mean_average_precision", scores["map"])
@@ -161,10 +161,6 @@ def _front_matter(
         eval_results=results or None,
     )
     return data.to_yaml()
-
-
-def _has_top5(scores: Mapping[str, Any]) -> bool:
-    return says_top5(len(scores["classes"]), scores.get("task", ""))
 
 
 def _interval(scores: Mapping[str, Any], name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from zerovision.delivery.intervals import Interval, interval_of, wilson
 from zerovision.delivery.pages import THIN, clip, count, date_and_time, join, number, percent, plural
 from zerovision.delivery.report.run_files import History, RunFiles
-from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, says_top5, score_in
+from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, has_top5, score_in
 from zerovision.training.base.units import format_bytes, format_duration
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.values import OF_ONE_RUN, launch_command
@@ -265,15 +265,15 @@ def _scores(run: RunFiles) -> Iterator[Fact]:
         correct, epoch = round(scores["top1"] * scores["samples"]), scores.get("epoch", "?")
         images = f"{_interval(scores, 'top1')}; {count(correct)} of {plural(scores['samples'], 'image')}"
         top1, top5, loss = (scores[name] for name in ("top1", "top5", "loss"))
-        has_top5 = says_top5(len(scores["classes"]), scores.get("task", ""))
+        shows_top5 = has_top5(scores)
     elif best:
         images, epoch = plural(int(best.get("val_samples", 0)), "image"), best["epoch"]
         top1, top5, loss = (best[name] for name in ("val_top1", "val_top5", "val_loss"))
-        has_top5 = True
+        shows_top5 = True
     else:
         return
     yield Fact("top-1 accuracy", percent(top1, 2), f"{images}, epoch {epoch} of {run.config.get('epochs', '?')}")
-    if has_top5:
+    if shows_top5:
         yield Fact("top-5 accuracy", percent(top5, 2), _interval(scores, "top5"))
     yield Fact("validation loss", number(loss), "; ".join(filter(None, (_interval(scores, "loss"), "nats"))))
     if scores:

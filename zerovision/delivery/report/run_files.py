@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from zerovision.delivery.calibration import Calibration, read_calibration
 from zerovision.delivery.trained_model import read_json
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.points import best_epoch, says_top5
+from zerovision.training.base.points import best_epoch, has_top5
 from zerovision.training.base.run_folder import (
     BATCH_SIZE,
     CONFIG,
@@ -297,7 +297,7 @@ def read_run(folder: Path) -> RunFiles:
     metrics, parameters = folder / METRICS, _count_parameters(folder / WEIGHTS)
     history = read_history(metrics) if metrics.is_file() else History()
     known = scores if isinstance(scores, dict) and isinstance(scores.get("classes"), list) else None
-    if known and not says_top5(len(known["classes"]), known.get("task", "")):
+    if known and not has_top5(known):
         for line in history.epochs.values():
             line.pop("val_top5", None)
     notes = []

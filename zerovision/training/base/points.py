@@ -43,6 +43,11 @@ def says_top5(classes: int, task: str) -> bool:
     return classes > 5 and not task
 
 
+def has_top5(scores: Mapping[str, Any]) -> bool:
+    """See `says_top5`, of the scores in a file."""
+    return says_top5(len(scores["classes"]), scores.get("task", ""))
+
+
 def merit(score: str, value: float | None) -> float:
     """Return the value of a score as a number of which more is better, and such a number as the value.
 

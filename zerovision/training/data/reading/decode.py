@@ -5,6 +5,10 @@ file and the image size S only, not on the crop. So a cache of shrunk images con
 decoded without one. JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which saves most of the work; other
 files are decoded by Pillow and averaged over blocks. Pillow also decides about every file in which libjpeg-turbo finds
 anything unusual.
+
+Pillow's defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, return the
+first frame of an animation silently, only warn of a decompression bomb, and `verify()` passes truncated files. So every
+file is decoded completely here.
 """
 
 from __future__ import annotations
