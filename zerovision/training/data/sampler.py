@@ -239,7 +239,7 @@ def build_plan(
         world_size,
         config.seed,
         # A copy: sending a tensor to data workers moves it into shared memory, away from under a view of it.
-        np.array(labels) if config.sampling == "balanced" else None,
+        labels.numpy().copy() if config.sampling == "balanced" else None,
         max(config.repeated_augmentation, views),
         groups=groups,
         places=places,
