@@ -29,6 +29,7 @@ from zerovision.delivery.model_card import write_model_card
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.small_files import sha256_of
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
 from zerovision.training.config import TrainConfig
@@ -185,15 +186,13 @@ def test_the_command_repeats_the_configuration(run: Path):
     ],
 )
 def test_no_folder_of_the_machine_is_in_the_card(run: Path, data: str, shown: str):
-    paths = {
-        "data_root": "/srv/people/jane/cache",
-        "weights": "/srv/people/jane/start.safetensors",
-        "teacher": "people/jane/large",
-        "class_weights": "~/people/jane/weights.csv",
-        "deepspeed_config": "./people/jane/zero.json",
-        "log_dir": "/srv/people/jane/logs",
-    }
-    config = dataclasses.replace(CONFIG, data=data, distill="kl:2", **paths)
+    paths = {one.name: "./people/jane/x.csv" for one in dataclasses.fields(TrainConfig) if one.metadata.get("is_path")}
+    del paths["data"]
+    plugin = run / "people" / "jane" / "mine.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.touch()
+    others = {"log_dir": "/srv/people/jane/logs", "distill": "kl:2", "plugin": load_plugins(str(plugin))}
+    config = dataclasses.replace(CONFIG, data=data, **paths, **others)
     write_json(run / "config.json", dataclasses.asdict(config))
     about = {"weights_sha256": sha256_of(run / "model.safetensors"), "data": data, "split": "val", "samples": 3}
     facts = {"temperature": 1.5, "threshold": 0.5, "ece_before": 0.1, "ece": 0.0, "coverage": 0.9, "accuracy": None}
@@ -203,7 +202,8 @@ def test_no_folder_of_the_machine_is_in_the_card(run: Path, data: str, shown: st
     assert f"(`{shown}`, val)" in text
     flags = shlex.split(re.search(r"^bash (.*)$", text, re.MULTILINE)[1])
     assert flags.count(f"--data={shown}") == 1
-    assert {"--teacher=large", "--weights=start.safetensors", "--class-weights=weights.csv"} < {*flags}
+    assert {"--teacher=x.csv", "--weights=x.csv", "--class-weights=x.csv"} < {*flags}
+    assert f"--plugin=mine.py@{sha256_of(plugin)[:16]}" in flags
     assert "people/jane" not in text.replace(shown, "")
 
 

@@ -12,16 +12,14 @@ CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 CHOICE = "choice.txt"  # what `train` has chosen, and why
-LEARNING_RATE = "learning_rate.json"  # of a search for one
+LEARNING_RATE, BATCH_SIZE = "learning_rate.json", "batch_size.json"  # of searches for them
 IMAGES = "images.csv.gz"  # what was trained on
-BATCH_SIZE = "batch_size.json"  # of a search for one
 WEIGHTS = "model.safetensors"
 EVALUATION, TEST_EVALUATION = "evaluation", "evaluation-test"
 EXPORT = "export"
 CHECKPOINTS = "checkpoints"
 TRACKERS = "trackers"  # folder: of each tracker, the run's name there and what its library says
-REPORT = "report.html"
-CARD = "README.md"
+REPORT, CARD = "report.html", "README.md"
 # In its folder of checkpoints.
 LAST = "last"  # names the newest
 # In its evaluation folder.

@@ -32,6 +32,11 @@ def option(
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "above": above})
 
 
+def path_option(default: str, help: str) -> Any:
+    """Declare a field whose value may be a path of this machine."""
+    return dataclasses.field(default=default, metadata=option(default, help).metadata | {"is_path": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
     """What is trained, and what all of its parts have to know."""
@@ -74,7 +79,7 @@ class RunSettings:
 
     # Model.
     pretrained: bool = option(False, "Start from the model's published weights (needs a network or the hub's cache).")
-    weights: str = option("", "Start from a local file: safetensors, or a pickle that contains only tensors.")
+    weights: str = path_option("", "Start from a local file: safetensors, or a pickle that contains only tensors.")
     tune: str = option(
         "full",
         f"What is trained of a model with trained weights: {TUNE_USAGE} (the last N layers; adapters of rank R). "

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from zerovision.models import hub_name_of
 from zerovision.models.sides import ImageSize, read_size, sides
 from zerovision.training.base.places import as_typed
+from zerovision.training.base.plugins import names_of
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.data.settings import URL
 
@@ -18,9 +19,7 @@ WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields t
 # Where a run's files go and how it is watched, which is no part of what is repeated; and its preset, whose values are
 # given one by one, because those that were overridden may be the defaults, which are left out.
 OF_ONE_RUN = ("preset", "run_name", "log_dir", "progress", "resume", "profile")
-# Fields that may have a path of this machine, and how values begin that are none.
-PATHS = ("data", "data_root", "weights", "teacher", "class_weights", "deepspeed_config")
-NO_PATHS = ("hf:", "torchvision:", "timm:")
+NO_PATHS = ("hf:", "torchvision:", "timm:")  # how values of a path's field begin that are none
 # The words that YAML 1.1 reads as booleans.
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -78,8 +77,7 @@ def show_value(value: Any) -> str:
 
 def changed_flags(config: TrainConfig, start: TrainConfig, left_out: Collection[str] = ()) -> list[str]:
     """Return `--flag=value` for each value that differs from another configuration, without a launcher's words."""
-    left_out = {*WORDS_OF_LAUNCH, *left_out}
-    values = {name: getattr(config, name) for name in FLAG_OF if name not in left_out}
+    values = {name: getattr(config, name) for name in FLAG_OF if name not in (*WORDS_OF_LAUNCH, *left_out)}
     return [f"{FLAG_OF[name]}={show_value(value)}" for name, value in values.items() if value != getattr(start, name)]
 
 
@@ -91,17 +89,19 @@ def as_given(config: TrainConfig) -> TrainConfig:
 
 def without_folders(config: TrainConfig) -> TrainConfig:
     """Return a configuration with the names of files and folders alone, for readers who have other folders."""
-    start, is_list = TrainConfig(), config.class_weights.lower().endswith(".csv")
-    names = [name for name in PATHS if getattr(config, name) != getattr(start, name)]
-    changed: dict[str, Any] = {name: name_alone(getattr(config, name)) for name in names}
-    return dataclasses.replace(config, **changed | ({} if is_list else {"class_weights": config.class_weights}))
+    paths = {one.name: one.default for one in dataclasses.fields(config) if one.metadata.get("is_path")}
+    if not config.class_weights.lower().endswith(".csv"):
+        del paths["class_weights"]  # which are given themselves, by names of classes
+    values = vars(config)
+    changed = {name: name_alone(values[name]) for name, default in paths.items() if values[name] != default}
+    return TrainConfig(**values | changed | {"plugin": ",".join(names_of(config.plugin))})
 
 
 def name_alone(value: str) -> str:
-    """Return what a value of `PATHS` names, without the folder that it is in."""
+    """Return what a path, or a name in place of one, names without its folder."""
     if URL in value or value.startswith(NO_PATHS):
         return value
-    kind = "npz:" if value.startswith("npz:") else ""
+    kind = "npz:" * value.startswith("npz:")
     return kind + os.path.basename(os.path.abspath(os.path.expanduser(value.removeprefix(kind))))
 
 

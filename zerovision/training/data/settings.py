@@ -11,7 +11,7 @@ import dataclasses
 from typing import Literal
 
 from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS
-from zerovision.training.base.settings import RunSettings, option
+from zerovision.training.base.settings import RunSettings, option, path_option
 from zerovision.training.data.augmentations import AUGMENTATIONS, CROP_RATIO, CROP_SCALE, RANDAUGMENT
 from zerovision.training.data.augmentations import USAGE as SIZE_USAGE
 
@@ -119,11 +119,11 @@ DECODERS: dict[str, str] = {
 class DataFields:
     """Data."""
 
-    data: str = option(
+    data: str = path_option(
         "digits",
         f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: classes, or train/ and val/).",
     )
-    data_root: str = option(
+    data_root: str = path_option(
         DATA_ROOT, "Folder of torchvision's data sets and caches; if set, a table's paths start there, too."
     )
     path_column: str = option(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option
+from zerovision.training.base.settings import LARGEST_BATCH, RunSettings, option, path_option
 from zerovision.training.tasks.class_weights import USAGE as CLASS_WEIGHTS_USAGE
 from zerovision.training.tasks.contrast import Contrastive
 from zerovision.training.tasks.multilabel import Multilabel
@@ -50,17 +50,17 @@ class TaskSettings(RunSettings):
         "kl:T[:ALPHA] trains on the output of --teacher: the divergence at temperature T, times T squared, "
         "with weight ALPHA; --loss has the rest. Default of ALPHA: 1.",
     )
-    teacher: str = option(
+    teacher: str = path_option(
         "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
     )
-    teacher_classes: str = option(
+    teacher_classes: str = path_option(
         "", "--teacher: a file with the data's name for each of its outputs, one per line; default: its own names."
     )
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(
         0.0, "--loss bce: smoothed and mixed targets above this become 1, the others 0; 0: unchanged.", low=0, high=0.99
     )
-    class_weights: str = option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
+    class_weights: str = path_option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
     best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(
         "top1", "Validation score that chooses the epoch whose weights are kept."
     )

@@ -1,6 +1,6 @@
 """Which rank this process is, by the variables of the launcher that started it.
 
-torchrun, deepspeed, accelerate (`--multi_gpu`, on CPUs too) and our own launchers set RANK, LOCAL_RANK and WORLD_SIZE.
+Our launchers, torchrun and its like (accelerate with `--multi_gpu`, on CPUs too) set RANK, LOCAL_RANK and WORLD_SIZE;
 srun numbers its processes in variables of its own.
 """
 
@@ -32,7 +32,7 @@ def launched_world() -> tuple[int, int, int, int]:
         UserError: if the variables are incomplete or not numbers; see `adopt_rank`, too.
     """
     adopt_rank()
-    # LOCAL_SIZE is deepspeed's variable, LOCAL_WORLD_SIZE torchrun's.
+    # Launchers name it differently; torchrun sets the first.
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
     if not given:
@@ -42,9 +42,7 @@ def launched_world() -> tuple[int, int, int, int]:
         return rank, local_rank, int(local_size), size
     except (KeyError, ValueError):
         said = ", ".join(f"{name}={given.get(name, 'missing')}" for name in RANK_VARIABLES)
-        raise UserError(
-            f"the launcher's environment is incomplete: {said}. Start through deepspeed or torchrun."
-        ) from None
+        raise UserError(f"the launcher's environment is incomplete: {said}. {_WAYS}") from None
 
 
 def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zerovision.training.base.errors import check_installed
-from zerovision.training.base.settings import option
+from zerovision.training.base.settings import path_option
 from zerovision.training.engines.deepspeed.config import deepspeed_config, keys_of_deepspeed_alone, read_strategy_json
 from zerovision.training.engines.ways import Way
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DeepSpeedSettings:
     """What DeepSpeed alone follows."""
 
-    deepspeed_config: str = option("", "DeepSpeed JSON file to use instead of the strategy's own.")
+    deepspeed_config: str = path_option("", "DeepSpeed JSON file to use instead of the strategy's own.")
 
     @property
     def has_own_sharding(self) -> bool:
