@@ -301,6 +301,15 @@ def test_the_caption_compares_losses_from_two_epochs_on(tmp_path):
     assert captions[1].startswith("From 2.00 after epoch 1 to 1.00 after epoch 2 on the validation images; lowest in")
 
 
+@pytest.mark.parametrize(
+    ("values", "caption"),
+    [((45.42, 45.41), "At the end: free 45.41."), ((45.0, 44.0), "From 45.00 to 44.00; between 44.00 and 45.00.")],
+)
+def test_a_line_that_hardly_moves_has_no_range(values, caption):
+    lines = [Line("free", 1, np.arange(2.0), np.array(values), "disk")]
+    assert draw("disk", "Free space", lines, Frame())["caption"] == caption
+
+
 def test_without_scores_the_figures_are_of_the_best_epoch(tmp_path):
     figures = {figure.name: figure for figure in key_figures(read_run(make_run(tmp_path / "run", class_names=None)))}
     assert figures["top-1 accuracy"].value == "75.00\u202f%"

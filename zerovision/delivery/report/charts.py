@@ -113,13 +113,13 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
     y_axis, write, caption = frame.y_axis(low, high), frame.write, frame.caption
     drawn = [_drawn(line, x_axis, y_axis, write) for line in lines]
     _spread_labels(drawn)
-    if not caption and len(lines) == 1:
+    if not caption and len(lines) == 1 and high - low > abs(high) / 100:  # else a range says nothing
         caption = f"From {write(first)} to {drawn[0]['last']}; between {write(low)} and {write(high)}."
     in_script = ("name", "switch", "style", "x", "y")
     return {
         "key": key,
         "title": title,
-        "caption": caption or f"Last values: {', '.join(isolate(one['name']) + ' ' + one['last'] for one in drawn)}.",
+        "caption": caption or f"At the end: {', '.join(isolate(one['name']) + ' ' + one['last'] for one in drawn)}.",
         "x_name": frame.x_name,
         "x_axis": x_axis,
         "y_axis": y_axis,
