@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.wheel import BUILD, OF_PACKAGE, build_wheel, tracked
 from zerovision.training.base import places
 from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args
@@ -192,30 +193,12 @@ def test_clean_keeps_the_logs(repo: Path) -> None:
     assert (repo / "logs" / "__pycache__").exists()
 
 
-ROOT = Path(__file__).resolve().parents[2]
-OF_PACKAGE = ("zerovision", "models", "deepspeed_configs")
-BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
 COMMANDS = ("plan", "evaluate")
-
-
-def tracked(*folders: str) -> list[str]:
-    """Return the files of folders that git tracks or would, without links."""
-    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
-    names = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [name for name in names if (ROOT / name).is_file() and not (ROOT / name).is_symlink()]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    copy = tmp_path_factory.mktemp("copy")  # setuptools leaves a folder there
-    for name in [*tracked(*OF_PACKAGE), "pyproject.toml", "LICENSE", "requirements.txt"]:
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
-    for link in (path for path in (ROOT / "zerovision").iterdir() if path.is_symlink()):
-        (copy / "zerovision" / link.name).symlink_to(os.readlink(link))
-    subprocess.run([sys.executable, "-c", BUILD], cwd=copy, check=True, capture_output=True)
-    (built,) = (copy / "dist").glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("copy"))  # setuptools leaves a folder there
 
 
 @pytest.fixture
@@ -282,7 +265,7 @@ def test_a_missing_library_is_told_before_the_start(module, flags, monkeypatch):
 
 
 def test_every_extra_of_a_message_is_one_of_the_package():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert places.EXTRAS.keys() <= extras.keys()
     assert {"trackers", "dev", "all"} <= extras.keys()
     names = re.split(",", re.fullmatch(r"zerovision\[(.*)\]", extras["all"][0])[1])
