@@ -5,13 +5,13 @@
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 # hand_over PROGRAM SCRIPT ARGUMENT...: run a program of launch/ in place of this shell; -h or --help anywhere prints
-# the script's usage.
+# the script's usage; --help all at the end is the program's, which lists the flags of the training.
 # The repository's own environment is used if it exists: the user need not have activated anything.
 hand_over() {
     local program=$ROOT/zerovision/launch/$1 word python
     shift
     for word in "$@"; do
-        if [[ $word == -h || $word == --help ]]; then
+        if [[ $word == -h || ($word == --help && "${*: -2}" != "--help all") ]]; then
             exec cat "$ROOT/zerovision/launch/usage/${1%.sh}.txt"
         fi
     done

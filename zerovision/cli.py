@@ -70,7 +70,7 @@ def _launch(words: list[str]) -> int:
     """Hand over to the launcher of one machine or of several."""
     leading = next((count for count, word in enumerate(words) if word.startswith("-")), len(words))
     script = "launch_multi_node" if leading > WORDS_OF_ONE_MACHINE else "launch_distributed"
-    if not words or {"-h", "--help"} & {*words}:
+    if not words or ({"-h", "--help"} & {*words} and words[-2:] != ["--help", "all"]):
         from zerovision.training.base.places import as_typed
 
         _print(as_typed((Path(__file__).parent / "launch" / "usage" / f"{script}.txt").read_text()))

@@ -49,6 +49,11 @@ def test_help_of_the_launcher_names_the_words_of_one_machine_and_of_several():
     one, several = (run("launch", *words, "--help").stdout for words in ([], ["m", "ddp", "2", "8", "16", "50"]))
     assert "\n    zerovision launch <model> <strategy> <num_gpus> <batch_size> <epochs> [flags]\n" in one
     assert "\n    zerovision launch <model> <strategy> <num_nodes> <gpus_per_node> <batch_size> <epochs>" in several
+    command = ["bash", str(REPO_ROOT / "scripts" / "launch_distributed.sh"), "vgg", "--help", "all"]
+    of_script = subprocess.run(command, capture_output=True, text=True)
+    for all_flags in (run("launch", "--help", "all"), of_script):
+        assert all_flags.returncode == 0, all_flags.stderr
+        assert {"--sync-batchnorm", "--mixup-off-epochs"} <= {*all_flags.stdout.split()}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.training.ranks import free_port
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import REPO_ROOT
+from zerovision.training.base.places import REPO_ROOT, TYPED
 from zerovision.training.world.launchers import launched_world, line_to_go_on, remember_line
 from zerovision.training.world.store import _listen, open_store
 from zerovision.training.world.world import start_world
@@ -110,6 +110,15 @@ def test_the_line_that_goes_on_with_a_run_is_the_launchers_own(typed, line, monk
     if typed is not None:
         remember_line(["bash"], "launch.sh", typed)
     assert line_to_go_on("a", ["torchrun", "train.py", "--resume", "never"]) == line
+
+
+@pytest.mark.parametrize("script", ["launch_distributed.sh", "launch_multi_node.sh"])
+def test_the_line_that_goes_on_with_a_run_of_the_command_is_the_command(script, monkeypatch):
+    monkeypatch.setenv("ZEROVISION_LINE", "")
+    monkeypatch.setenv(TYPED, "launch")
+    remember_line(["bash"], script, ["vgg", "ddp", "2", "--data", "my photos"])
+    line = "zerovision launch vgg ddp 2 --data 'my photos' --run-name=a --resume=auto"
+    assert line_to_go_on("a", []) == line
 
 
 PATIENCE = datetime.timedelta(seconds=30)

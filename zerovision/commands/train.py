@@ -37,7 +37,7 @@ class TrainSettings:
 
     DATA is whatever the trainer's --data takes: a folder, a table, tar or Parquet files, hf:ORG/NAME, digits. All flags
     of the trainer and of bash scripts/launch_distributed.sh are taken as well; each one that you give overrides a
-    choice. python scripts/train_distributed.py --help all lists them.
+    choice. bash scripts/launch_distributed.sh --help all lists them.
     """
 
     given: Mapping[str, Any]  # of `TrainConfig`

@@ -17,6 +17,7 @@ import sys
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE, UserError
 from zerovision.training.base.heartbeat import LEAVE_SECONDS, HeartbeatWriter
 from zerovision.training.base.lasting_output import finish_output, outlast_readers
+from zerovision.training.base.places import as_typed
 from zerovision.training.config.command_line import parse_args, run_script
 from zerovision.training.engines.settings import check_files
 from zerovision.training.world.launchers import adopt_rank
@@ -28,7 +29,7 @@ def train(arguments: list[str]) -> int:
     config, only_check = parse_args(arguments)
     check_files(config)
     if only_check:
-        print("all is well with these settings; python scripts/doctor.py --check-data FOLDER looks at the images")
+        print(as_typed("all is well with these settings; scripts/doctor.py --check-data FOLDER looks at the images"))
         return 0
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
     # Imported late: `--help` and the launchers' check need none of it.

@@ -151,13 +151,12 @@ def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks start, Ctrl-C ends it without a traceback
     try:
+        if sys.argv[-2:] == ["--help", "all"]:
+            check_training(sys.argv[-2:])  # prints the flags, and exits
         sys.exit(main(sys.argv[1:]))
-    except UserError as error:
+    except (UserError, FileServerError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR_EXIT_CODE)
-    except FileServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(FILE_SERVER_EXIT_CODE)
+        sys.exit(USER_ERROR_EXIT_CODE if isinstance(error, UserError) else FILE_SERVER_EXIT_CODE)
 
 
 def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchArguments:

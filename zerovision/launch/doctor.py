@@ -36,7 +36,7 @@ from zerovision.launch.machine_facts import Facts
 from zerovision.launch.nodes import AGENT, POLL_SECONDS, Nodes
 from zerovision.launch.rendezvous import reachable_addresses, unshared
 from zerovision.training.base.errors import UserError, printable
-from zerovision.training.base.places import REPO_ROOT, log_folder
+from zerovision.training.base.places import REPO_ROOT, as_typed, log_folder
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES
 from zerovision.training.base.units import format_duration
 from zerovision.training.config import TrainConfig
@@ -354,7 +354,7 @@ def print_rows(rows: Sequence[Row], seconds: float) -> None:
     has_hosts = any(row.host for row in rows)
     table = Table("check", "", *(["host"] if has_hosts else []), "found", "cure", box=None, pad_edge=False)
     for row in rows:
-        cells = [*([row.host] if has_hosts else []), row.found, row.cure]
+        cells = [*([row.host] if has_hosts else []), row.found, as_typed(row.cure)]
         table.add_row(
             row.check, f"[{COLOURS[row.verdict]}]{row.verdict}[/]", *(escape(printable(text)) for text in cells)
         )

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import ENTRIES
+from zerovision.training.base.places import ENTRIES, as_typed
 from zerovision.training.base.run_folder import shown_path
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -47,7 +47,9 @@ def launched_world() -> tuple[int, int, int, int]:
 
 def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:
     """Let the ranks that this launcher will start know how it was started."""
-    os.environ[_LINE_VARIABLE] = shlex.join([*start, shown_path(ENTRIES / script), *arguments])
+    typed = as_typed(" ".join([*start, script])).split()
+    words = [*start, shown_path(ENTRIES / script)] if typed[-1] == script else typed
+    os.environ[_LINE_VARIABLE] = shlex.join([*words, *arguments])
 
 
 def remembered_line() -> dict[str, str]:
