@@ -40,7 +40,7 @@ POLL_SECONDS = 0.01
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a job on as many ranks as it has GPUs; return what rank 0 found, and of a rank that failed what it printed.
+    """Run a job on as many ranks as it has GPUs; return what rank 0 found, and of a rank that failed how it ended.
 
     Args:
         job: `name` in `JOBS`, its `arguments`, and `gpus`.
@@ -54,10 +54,11 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         logs = [Path(name) / f"rank{rank}.log" for rank in range(gpus)]
         answer = Path(name) / "answer.json"
         ranks = [_fork(job, rank, place, log, answer) for rank, log in enumerate(logs)]
-        failed = _wait(ranks)
+        failure = _wait(ranks)
         report = json.loads(answer.read_text()) if answer.exists() else {}
-        if failed is not None:
-            report["failure"] = f"rank {failed}:\n{logs[failed].read_text()[-MOST_CHARACTERS:]}"
+        if failure is not None:
+            failed, how = failure
+            report["failure"] = f"{logs[failed].read_text()[-MOST_CHARACTERS:]}\nrank {failed} {how}"
         return report
 
 
@@ -95,8 +96,8 @@ def _be_rank(job: Mapping[str, Any], rank: int, place: Mapping[str, str], log: P
     os._exit(exit_code)  # as the trainer itself: threads of gloo and DeepSpeed may abort an orderly end
 
 
-def _wait(ranks: list[int]) -> int | None:
-    """Wait for all ranks to end, and return the first that failed; one that failed leaves the others waiting for it."""
+def _wait(ranks: list[int]) -> tuple[int, str] | None:
+    """Wait for all ranks to end; return the first that failed, and how. It leaves the others waiting for it."""
     running, failed = dict(enumerate(ranks)), None
     end = time.monotonic() + MOST_SECONDS
     while running:
@@ -105,9 +106,10 @@ def _wait(ranks: list[int]) -> int | None:
             if ended:
                 del running[rank]
                 if status and failed is None:
-                    failed, end = rank, time.monotonic() + SECONDS_AFTER_A_FAILURE
+                    failed = rank, f"ended with {os.waitstatus_to_exitcode(status)}"
+                    end = time.monotonic() + SECONDS_AFTER_A_FAILURE
         if time.monotonic() > end:
-            failed = min(running) if failed is None else failed
+            failed = failed or (min(running), f"did not end in {MOST_SECONDS:g} s")
             for pid in running.values():
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
