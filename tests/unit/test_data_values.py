@@ -203,7 +203,7 @@ def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path
     assert (shown.min(), shown.max()) == (0, 1)
     card = write_model_card(folder).read_text()
     assert "uint16 values divided by 65535" in card
-    assert "predict.py PATH/OF/THIS/FOLDER image.npy" in card
+    assert "zerovision predict PATH/OF/THIS/FOLDER image.npy" in card
 
     with pytest.raises(UserError, match="trained on uint16 values, 'digits' has uint8"):
         evaluate(folder, "digits", output=None)
