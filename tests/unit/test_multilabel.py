@@ -206,8 +206,13 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
         expected = [name for name, share, least in zip(COLOURS, own, thresholds, strict=True) if share >= least]
         assert row["label"] == ";".join(expected)
         assert row["nearest"] == COLOURS[int(own.argmax())]
+        highest = max([share for name, share in zip(COLOURS, own, strict=True) if name in expected] or own)
+        assert float(row["probability"]) == pytest.approx(highest)
     lines = [json.loads(line) for line in call("predict", run, *paths, "--format", "json")[1].splitlines()]
     assert [";".join(line["labels"]) for line in lines] == [row["label"] for row in rows]
+    for line in map(str.split, call("predict", run, *paths, "--top-k", 3)[1].splitlines()[1:]):
+        labels, then = line[1].split(";"), {word for word in line[3:] if word in COLOURS}
+        assert then == {*COLOURS} - {*labels}, "each class once"
     call("predict", run, *paths, "--format", "csv", "--output", tmp_path / "given_back.csv")
     back = load_data(options(tmp_path / "given_back.csv", "label"))
     assert sorted(back.class_names) == sorted({name for line in lines for name in line["labels"]})

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -69,7 +69,7 @@ class Prediction:
         error: why the image cannot be read, in one line; empty if it can.
         picture: the image as the network saw it, darker where it spoke less for the first label; if asked for.
         is_rejected: whether the highest probability is below the model's threshold; None if it has none.
-        chosen: all classes above their thresholds, of a model of several labels.
+        chosen: all classes above their thresholds and their probabilities, of a model of several labels.
     """
 
     image: str
@@ -79,7 +79,7 @@ class Prediction:
     error: str = ""
     picture: Image.Image | None = None
     is_rejected: bool | None = None
-    chosen: list[str] | None = None
+    chosen: dict[str, float] | None = None
 
     @property
     def label(self) -> str:
@@ -87,6 +87,11 @@ class Prediction:
         if self.chosen is not None:
             return SEPARATOR.join(self.chosen)
         return NONE_OF_THESE if self.is_rejected else self.labels[0]
+
+    @property
+    def probability(self) -> float:
+        """The highest probability of what `label` names, or of all classes if it names none."""
+        return max(self.chosen.values()) if self.chosen else self.probabilities[0]
 
 
 @dataclass(frozen=True)
@@ -192,12 +197,9 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
                     probabilities, classes, picture, every = next(best)
                     labels = [class_names[number] for number in classes]
                     known, chosen = predictor.calibration, task.chosen(every)
-                    is_rejected = None if known is None else probabilities[0] < known.threshold
-                    if chosen is not None:
-                        is_rejected = not chosen
-                    several = None if chosen is None else [class_names[number] for number in chosen]
-                    found = (labels, probabilities, image[1], "", picture, is_rejected, several)
-                    yield Prediction(path, *found)
+                    is_rejected = not chosen if chosen is not None else known and probabilities[0] < known.threshold
+                    several = None if chosen is None else {class_names[one]: float(every[one]) for one in chosen}
+                    yield Prediction(path, labels, probabilities, image[1], "", picture, is_rejected, several)
 
 
 @torch.no_grad()
@@ -358,9 +360,10 @@ def saving_pictures(predictions: Iterator[Prediction], folder: Path) -> Iterator
 def _write_json(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:
     for one in predictions:
         pairs = zip(one.labels, one.probabilities, strict=True)
-        top: list[dict[str, Any]] = [{"label": label, "probability": share} for label, share in pairs]
-        several = {} if one.chosen is None else {"labels": one.chosen}
-        print(json.dumps({"image": one.image, **top[0], "label": one.label, **several, "top": top}), file=stream)
+        top = [{"label": label, "probability": share} for label, share in pairs]
+        several = {} if one.chosen is None else {"labels": [*one.chosen]}
+        first = {"image": one.image, "label": one.label, "probability": one.probability}
+        print(json.dumps({**first, **several, "top": top}), file=stream)
 
 
 def _write_csv(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:
@@ -370,10 +373,9 @@ def _write_csv(predictions: Iterator[Prediction], stream: TextIO, top_k: int) ->
         if not header:
             header = _csv_header(len(one.labels)) + ([] if one.is_rejected is None else ["nearest"])
             stream.write(csv_line(header))
-        pairs = zip(one.labels, one.probabilities, strict=True)
-        row = [one.image, *(value for pair in pairs for value in pair)]
+        row = [one.image, *chain(*zip(one.labels, one.probabilities, strict=True))]
         if one.is_rejected is not None:
-            row[1:2], row[len(row) :] = [one.label], [one.labels[0]]
+            row[1:3], row[len(row) :] = [one.label, one.probability], [one.labels[0]]
         stream.write(csv_line([printable(str(cell)) for cell in row] if is_terminal else row))
     if not header:
         stream.write(csv_line(_csv_header(top_k)))
@@ -385,15 +387,15 @@ def _csv_header(top_k: int) -> list[str]:
 
 
 def _write_table(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:
-    table = Table("image", "label", "probability", box=None, header_style="bold")
+    columns = ["image", "label", "probability", "then"][: 4 if top_k > 1 else 3]
+    table = Table(*columns, box=None, header_style="bold")
     table.columns[2].justify = "right"
-    if top_k > 1:
-        table.add_column("then")
     for one in predictions:
         shown = [f"{printable(label)} {share:.1%}" for label, share in zip(one.labels, one.probabilities, strict=True)]
-        first = (printable(one.image), printable(one.label or NONE_OF_THESE), f"{one.probabilities[0]:.1%}")
-        then = shown if one.is_rejected or one.chosen else shown[1:]
-        table.add_row(*first, *([", ".join(then)] if top_k > 1 else []))
+        first = (printable(one.image), printable(one.label or NONE_OF_THESE), f"{one.probability:.1%}")
+        told = one.chosen or (() if one.is_rejected else one.labels[:1])
+        then = [text for label, text in zip(one.labels, shown, strict=True) if label not in told]
+        table.add_row(*(*first, ", ".join(then))[: len(columns)])
     if table.row_count:
         width = None if stream.isatty() else WIDEST  # nothing is cut where there is no screen
         Console(file=stream, width=width, highlight=False, markup=False, emoji=False).print(table)
