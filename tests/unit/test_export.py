@@ -234,7 +234,7 @@ def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, mon
     assert run_export(monkeypatch, folder, *words) == 0
     file = folder / "export" / f"timm-resnet18-{precision}.safetensors"
     code = guides_lines("timm.create_model")
-    place = "logs/runs/digits/export/timm-resnet18-fp32.safetensors"
+    place = "logs/runs/photos/model.safetensors"
     names = {}
     exec(code.replace(place, str(file)), names)
     images = held_out(data)[0][:5]
