@@ -161,7 +161,7 @@ def _one_line_for_a_wrong_description() -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # a wrongly described network may raise anything
-        raise UserError(f"this is no description of a model: {one_line(f'{type(error).__name__}: {error}')}") from error
+        raise UserError(f"not a description of a model: {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
 def _checked_members(model_type: str, members: Sequence[str]) -> tuple[str, ...]:

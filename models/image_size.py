@@ -99,7 +99,7 @@ def set_strides(module: nn.Module, strides: dict[str, int]) -> None:
     for name, stride in strides.items():
         convolution = module.get_submodule(name)
         if not isinstance(convolution, nn.Conv2d):
-            raise UserError(f"'{name}' is no convolution, its stride cannot be {stride}")
+            raise UserError(f"'{name}' is not a convolution, its stride cannot be {stride}")
         convolution.stride = (stride, stride)
 
 

@@ -126,7 +126,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
     """
     file = Path(path)
     if not os.path.isfile(file):
-        raise UserError(f"weights file '{path}' does not exist or is no file: give --weights FILE")
+        raise UserError(f"weights file '{path}' does not exist or is not a file: give --weights FILE")
     try:
         with file.open("rb") as stream:
             is_safetensors = stream.read(9)[8:] == b"{"  # 8 bytes of header length, then JSON

@@ -55,7 +55,7 @@ def main() -> int:
     from zerovision.commands import main as run_command
 
     sys.argv = [f"zerovision {verb}", *words]
-    return run_command(SCRIPTS.get(verb, verb))
+    return run_command(SCRIPTS.get(verb, verb), verb)
 
 
 def _print(text: str) -> None:

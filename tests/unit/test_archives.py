@@ -166,16 +166,16 @@ END = bytes(1024)
 IMAGE = header("1.png", len(png())) + block(png())
 SOUND = header("1.cls", 1) + block(b"a") + IMAGE
 CRAFTED = {
-    "empty": (b"", "is no uncompressed tar file"),
-    "no tar": (b"PK" + bytes(2000), "is no uncompressed tar file"),
-    "gzip": (b"\x1f\x8b" + bytes(2000), "is no uncompressed tar file"),
-    "cut off": (SOUND[:-100], "is no uncompressed tar file"),
+    "empty": (b"", "is not an uncompressed tar file"),
+    "no tar": (b"PK" + bytes(2000), "is not an uncompressed tar file"),
+    "gzip": (b"\x1f\x8b" + bytes(2000), "is not an uncompressed tar file"),
+    "cut off": (SOUND[:-100], "is not an uncompressed tar file"),
     "without an end": (SOUND, "cut off, or damaged at"),
     "damaged header": (SOUND + b"x" * 512 + SOUND + END, "cut off, or damaged at"),
-    "huge": (SOUND + header("2.png", 10**15) + END, "is no uncompressed tar file"),
-    "negative": (SOUND + header("2.png", -2048) + END, "is no uncompressed tar file"),
-    "negative in pax": (SOUND + header("2.png", 0, pax={"size": "-1024"}) + END, "is no uncompressed tar file"),
-    "long label": (header("1.cls", 2**21) + block(bytes(2**21)) + IMAGE + END, "is no label"),
+    "huge": (SOUND + header("2.png", 10**15) + END, "is not an uncompressed tar file"),
+    "negative": (SOUND + header("2.png", -2048) + END, "is not an uncompressed tar file"),
+    "negative in pax": (SOUND + header("2.png", 0, pax={"size": "-1024"}) + END, "is not an uncompressed tar file"),
+    "long label": (header("1.cls", 2**21) + block(bytes(2**21)) + IMAGE + END, "is not a label"),
     "no label": (IMAGE + END, "the sample '1' has no label"),
     "deep label": (header("1.json", 99999) + block(b"[" * 99999) + IMAGE + END, "no label"),
     "label of a list": (
@@ -306,7 +306,7 @@ def test_a_crafted_parquet_file_gets_one_line(tmp_path, write_parquet):
     content = file.read_bytes()
     for damaged in (b"", b"PAR1", content[:-50], content[:100] + bytes(60) + content[160:]):
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"is no readable Parquet file|is damaged in row group"):
+        with pytest.raises(UserError, match=r"is not a readable Parquet file|is damaged in row group"):
             load(file)
     with pytest.raises(UserError, match="column label has numbers with a fraction"):
         load(write_parquet(file, {"image": [png()] * 2, "label": [0.5, 1.0]}))

@@ -167,7 +167,7 @@ def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path, capsys):
     assert rows[f"{photos}/val/ant/03.png"]["split"] == "train"
     for line, said in (
         (f"{photos}/train/bee/05.png,relabel,dog", "'relabel' 'dog'; expected"),
-        ("/etc/passwd,drop,", "'/etc/passwd' is no image of the data"),
+        ("/etc/passwd,drop,", "'/etc/passwd' is not an image of the data"),
     ):
         fixes.write_text(f"path,action,new\n{line}\n")
         with pytest.raises(UserError, match=said):
@@ -293,7 +293,7 @@ def test_clean_generated_images_raise_no_alarm_and_have_no_table(tmp_path, monke
     assert "predicts" in facts["notes"][-2]
     assert not (output / "fixed.csv").exists()
     (tmp_path / "fixes.csv").write_text("path,action,new\n")
-    with pytest.raises(UserError, match="no files"):
+    with pytest.raises(UserError, match="not files"):
         audit(AuditSettings(data="fake", fixes=str(tmp_path / "fixes.csv"), output=str(output)))
 
 

@@ -60,7 +60,7 @@ def test_another_image(runs):
     ours, others = hashes(runs / "a"), hashes(runs / "pixel")
     (first, *_) = (step for step in ours if ours[step]["leaves"][0]["images"] != others[step]["leaves"][0]["images"])
     assert (found.step, found.last_equal, found.found.images_differ) == (first, first - 1, True)
-    assert "leaves       1 of 1 differ: rank 0 (leaf 1): other images" in list(lines_of(found))
+    assert "batches      1 of 1 differ: rank 0 (micro-batch 1): other images" in list(lines_of(found))
     assert found.settings == ["images of training: 1 are in one run alone, or have another content or label there"]
 
 
@@ -70,7 +70,7 @@ def test_another_rate(runs):
     assert found.found.tensors
     assert found.settings == ["--learning-rate: 0.001 | 0.01"]
     assert list(lines_of(found))[1].startswith("differ       at step 1: the same images; ")
-    assert "leaves       all 1 are equal: what differs is their sum, or the update" in list(lines_of(found))
+    assert "batches      all 1 are equal: what differs is their sum, or the update" in list(lines_of(found))
 
 
 def test_what_cannot_be_compared(runs, tmp_path):

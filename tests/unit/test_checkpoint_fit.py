@@ -239,7 +239,7 @@ def test_a_resume_keeps_what_these_ranks_can_share(ranks, batch_size, steps):
 @pytest.mark.parametrize("batch_size", [None, "auto", 0, 2.5, 2**60])
 def test_a_strange_batch_size_in_a_checkpoint_is_one_line(batch_size):
     checkpoint = found(config={"batch_size": batch_size}, global_batch=2**60)
-    with pytest.raises(UserError, match=r"its --batch-size .* is no whole number"):
+    with pytest.raises(UserError, match=r"its --batch-size .* is not a whole number"):
         keep_global_batch(dataclasses.replace(CONFIG, batch_size="auto"), checkpoint, world_of(2))
 
 

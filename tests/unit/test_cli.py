@@ -81,6 +81,10 @@ def test_a_message_names_what_the_user_has(text, command, monkeypatch):
     said.message.assert_called_once_with(command)
 
 
+def test_a_mistake_is_told_under_the_verb():
+    assert "\nbisect: the following arguments are required: " in run("bisect").stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["launch", "--help"]])
 def test_somebody_may_stop_reading_the_help(words):
     reader, writer = os.pipe()

@@ -81,8 +81,8 @@ def test_images_of_label_minus_one_are_passed_over(tmp_path):
 
 
 WRONG = {
-    "no such file": (None, "no readable .npz file"),
-    "text": ("text", "no readable .npz file"),
+    "no such file": (None, "not a readable .npz file"),
+    "text": ("text", "not a readable .npz file"),
     "missing": (lambda a: a.pop("y_test"), "y_test is missing"),
     "floats": (lambda a: a.update(x_train=a["x_train"] / 255), "x_train is float32, x_test is uint8: give both"),
     "narrow": (lambda a: a.update(x_test=a["x_test"][:, :3]), r"uint8 \[10, 3, 28, 1\]"),
@@ -94,9 +94,9 @@ WRONG = {
     "too few names": (lambda a: a.update(class_names=["a", "b"]), "has 2 names"),
     "one name twice": (lambda a: a.update(class_names=[*"abcdefghia"]), "class names occur twice, first 'a'"),
     "a name alone": (lambda a: a.update(class_names=np.array("a")), "has 1 names"),
-    "cut off": ("cut off", "no readable .npz file"),
-    "one array": ("one array", "no readable .npz file"),
-    "objects": (lambda a: a.update(x_train=np.array([{}] * 20)), "no readable .npz file"),
+    "cut off": ("cut off", "not a readable .npz file"),
+    "one array": ("one array", "not a readable .npz file"),
+    "objects": (lambda a: a.update(x_train=np.array([{}] * 20)), "not a readable .npz file"),
 }
 
 

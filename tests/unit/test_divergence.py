@@ -29,8 +29,8 @@ PREPROCESSING = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
     [
         (2.3, 2.3, 10, None),
         (2.3, 22.9, 10, None),
-        (2.3, 23.1, 10, "the validation loss is 23.1, that of a uniform guess 2.3"),
-        (194.0, 3.07, 10, "the training loss is 194, that of a uniform guess 2.3"),
+        (2.3, 23.1, 10, "the validation loss is 23.1; a uniform guess has 2.3"),
+        (194.0, 3.07, 10, "the training loss is 194; a uniform guess has 2.3"),
         (7.0, 69.0, 1000, None),
         (0.0, 6.9, 1, None),
         (1.0, math.nan, 10, "the validation loss is nan"),

@@ -565,7 +565,7 @@ def test_a_run_is_read_with_values_that_no_new_one_may_have_together(tmp_path):
     [
         (b"PK\x03\x04archive of torch.save", "is a pickle, which could run code"),
         (b"\x80\x04\x95pickle", "is a pickle, which could run code"),
-        (b"hello", "is no safetensors file"),
+        (b"hello", "is not a safetensors file"),
         (b"\x10\0\0\0\0\0\0\0{broken", "cannot be read as safetensors"),
         (None, "is neither a file, nor a folder, nor a run"),
     ],

@@ -85,7 +85,7 @@ def test_int8_keeps_accuracy_in_a_quarter_of_the_size(trained, monkeypatch, caps
     lost, low, high = map(float, verdict.groups()[:3])
     assert lost == pytest.approx(100 * float(before - after), abs=0.01)
     assert low <= lost <= high
-    assert (verdict[4] == ": so few images do not rule out more than 1") == (high > 1)
+    assert (verdict[4] == ": too few images to rule out more than 1") == (high > 1)
 
 
 def spoiled(built, *pairs):

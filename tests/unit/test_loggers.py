@@ -193,7 +193,7 @@ def test_files_hold_the_numbers(tmp_path):
 def test_a_run_ends_with_its_time_speed_and_memory():
     assert run_lines(RUN) == [
         "time         data 1 %, forward 35 %, backward 48 %, communication 9 %, optimizer 4 %, other 3 %",
-        "speed        310 images/s in 3 min 20 s, evaluation 12 s apart, 123 TFLOP/s per rank, MFU 12.5 %; "
+        "speed        310 images/s in 3 min 20 s, plus 12 s of evaluation, 123 TFLOP/s per rank, MFU 12.5 %; "
         "memory of rank 0: peak 3 GB, now 2 GB, reserved 2.5 GB",
     ]
 

@@ -474,7 +474,7 @@ def write_bad_file(kind: str, file: Path) -> None:
     ("kind", "message"),
     [
         ("missing", "does not exist"),
-        ("folder", "is no file"),
+        ("folder", "is not a file"),
         ("empty", "cannot be read"),
         ("text", "neither safetensors nor"),
         ("code", "could run code is refused"),

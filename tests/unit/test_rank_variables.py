@@ -160,7 +160,7 @@ def test_an_address_that_leads_nowhere_is_not_listened_on_alone(port, address, n
     listener = socket.socket(fileno=_listen(address, port, is_alone=False))
     socket.create_connection(("127.0.0.1", port)).close()
     listener.close()
-    assert capfd.readouterr().err.count(f"note: {address} is no address of this machine") == notes
+    assert capfd.readouterr().err.count(f"note: {address} is not an address of this machine") == notes
 
 
 def test_an_unknown_name_is_one_line(port):

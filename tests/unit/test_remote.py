@@ -192,7 +192,7 @@ def test_an_index_beside_saves_reading_all_and_tells_damage_from_the_first_byte(
 
 def test_a_first_reading_that_fails_is_not_kept(server, tmp_path, impatient):
     server.change = lambda body: bytes(len(body))
-    with pytest.raises(UserError, match=r"'http://[\d.:]+/parquet/all-00000-of-00001.parquet' is no readable Parquet"):
+    with pytest.raises(UserError, match=r"'http://[\d.:]+/parquet/all-00000-of-00001.parquet' is not a readable"):
         load_data(options(server.url("parquet"), tmp_path))
     server.change = bytes
     assert len(load_data(options(server.url("parquet"), tmp_path)).train)

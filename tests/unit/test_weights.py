@@ -185,7 +185,7 @@ CRAFTED = {
     "an unknown filter": ({"preprocessing.interpolation": ["bicubic"]}, "expected bilinear, bicubic, nearest"),
     "preprocessing of a part": ({"preprocessing": {"image_size": 32}}, "lacks the metadata 'resize_size'"),
     "a huge stride": ({"description.stem_stride_changed": {"blocks.0.0": [2, 10**9]}}, "changed 1000000000: expected"),
-    "a stride of what has none": ({"description.stem_stride_changed": {"head": [2, 1]}}, "is no convolution"),
+    "a stride of what has none": ({"description.stem_stride_changed": {"head": [2, 1]}}, "is not a convolution"),
     "an unknown model": ({"description.model_type": "\x1b[2J"}, r"unknown model '\x1b[2J'"),
     "a network from a hub": (
         {"description.model_type": "timm:x", "description.timm_name": "hf-hub:a/b"},

@@ -55,15 +55,15 @@ COMMANDS = {
 }
 
 
-def run_command(name: str) -> int:
-    """Run the command line as a command, and return the exit code."""
+def run_command(name: str, verb: str = "") -> int:
+    """Run the command line as a command, whose mistakes are told under its verb, and return the exit code."""
     command = COMMANDS[name]
-    return run_script(name, command.parse, command.run, writes_product=command.writes_product)
+    return run_script(verb or name, command.parse, command.run, writes_product=command.writes_product)
 
 
-def main(name: str) -> int:
+def main(name: str, verb: str = "") -> int:
     """Run the command line as a command; one that may have ranks leaves with its exit code."""
-    exit_code = run_command(name)
+    exit_code = run_command(name, verb)
     if COMMANDS[name].may_have_ranks:
         sys.stdout.flush()
         sys.stderr.flush()

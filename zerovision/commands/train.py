@@ -108,7 +108,7 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
     if scores:
         kind = "of the test part" if of_test else "held out, which chose the epoch"
         interval = interval_of(scores, "top1")
-        sure = f" (95 % sure: {percent(interval[0])} to {percent(interval[1])})" if interval else ""
+        sure = f" (95 % interval: {percent(interval[0])} to {percent(interval[1])})" if interval else ""
         lines.append(f"accuracy     {percent(scores['top1'])} of {scores['samples']} images {kind}{sure}")
         known = [one for one in scores["classes"] if one["support"]]
         worst = min(known, key=lambda one: (one["recall"], -one["support"]))

@@ -81,7 +81,7 @@ def publish(settings: PublishSettings) -> Iterator[str]:
         said = one_line(error).replace(huggingface_hub.get_token() or "\0", "***").rstrip(".")
         raise UserError(
             f"'{repository}' was not published: {type(error).__name__}, {said}. Is the name right, and does the token "
-            "(HF_TOKEN, or hf auth login) allow to write there?"
+            "(HF_TOKEN, or hf auth login) allow writing there?"
         ) from None
     yield f"published    {huggingface_hub.constants.ENDPOINT}/{repository}"
 
@@ -95,7 +95,7 @@ def check_repository(name: str) -> None:
         is_right = False
     if not is_right:
         raise UserError(
-            f"{shown(name)} is no name on the hub: give ORG/NAME, of letters, digits, '-', '_' and '.', such as "
+            f"{shown(name)} is not a name on the hub: give ORG/NAME, of letters, digits, '-', '_' and '.', such as "
             "my-team/photos."
         )
 
@@ -104,7 +104,7 @@ def why_not_for_timm(metadata: dict[str, Any]) -> str:
     """Return why `timm.create_model("hf-hub:ORG/NAME")` would load another network than this; empty if it would not."""
     description = metadata["description"]
     if not description.timm_name:
-        return "it is no network of timm's"
+        return "it is not a network of timm's"
     if description.stem_stride_changed:
         return "timm would give its first layer the usual stride"
     if metadata["preprocessing"].values != BYTES:

@@ -75,7 +75,7 @@ def find_run(given: str | Path) -> Path:
     if found := next(filter(_is_run, folders), None):  # a run is named after its data, whose folder may lie here
         return found.resolve()
     if folders:
-        raise UserError(f"folder '{folders[0]}' is no run: it has no config.json. Give logs/runs/NAME.")
+        raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Give logs/runs/NAME.")
     names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
     raise UserError(
         f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(str(given), names)} "
@@ -129,4 +129,4 @@ def _check_is_safetensors(path: Path) -> None:
     if start.startswith(PICKLE_STARTS) and start[8:] != b"{":
         raise UserError(f"'{path}' is a pickle, which could run code when it is loaded: give a run, or its {WEIGHTS}.")
     if start[8:] != b"{":
-        raise UserError(f"'{path}' is no safetensors file: give a run, or its {WEIGHTS}.")
+        raise UserError(f"'{path}' is not a safetensors file: give a run, or its {WEIGHTS}.")

@@ -120,7 +120,7 @@ def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:
     what = next((kind for kind in OF_LEAF if kind in one.keys() & other.keys() and one[kind] != other[kind]), "")
     ranks = " | ".join(map(str, dict.fromkeys((one["rank"], other["rank"]))))
     same = {"images": "", "outputs": " of the same images", "gradients": " of the same images and outputs"}
-    return what and f"rank {ranks} (leaf {number}): other {what}{same[what]}"
+    return what and f"rank {ranks} (micro-batch {number}): other {what}{same[what]}"
 
 
 def lines_of(difference: Difference) -> Iterator[str]:
@@ -137,9 +137,9 @@ def lines_of(difference: Difference) -> Iterator[str]:
         if found.leaves:
             count = f"{len(found.leaves)} of {found.leaves_compared}"
             more = "; ..." if len(found.leaves) > 3 else ""
-            yield f"leaves       {count} differ: {'; '.join(found.leaves[:3])}{more}"
+            yield f"batches      {count} differ: {'; '.join(found.leaves[:3])}{more}"
         elif found.leaves_compared:
-            yield f"leaves       all {found.leaves_compared} are equal: what differs is their sum, or the update"
+            yield f"batches      all {found.leaves_compared} are equal: what differs is their sum, or the update"
     other = difference.settings or ["no setting, version or image that a run notes"]
     yield from (f"other        {line}" for line in other)
 

@@ -110,7 +110,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
             raise UserError(f"{where}: {line!r} is not 'name slots=N' with N from 1 to 9999.")
         host = match["host"]
         if not HOST_NAME.fullmatch(host):
-            raise UserError(f"{where}: {host!r} is no host name (letters, digits, '.' and '-').")
+            raise UserError(f"{where}: {host!r} is not a host name (letters, digits, '.' and '-').")
         if host in found:
             raise UserError(f"{where}: host {host!r} is in line {found[host][1]} already.")
         found[host] = (int(match["slots"]), number)
@@ -130,7 +130,7 @@ def split_hosts(names: str, nodes: int = 1) -> list[str]:
     hosts = names.split(",")
     bad = [host for host in hosts if not HOST_NAME.fullmatch(host) or hosts.count(host) > 1]
     if bad:
-        raise UserError(f"--hosts: {bad[0]!r} is no host name, or is given twice: give names as in node01,node02.")
+        raise UserError(f"--hosts: {bad[0]!r} is not a host name, or is given twice: give names as in node01,node02.")
     if len(hosts) < nodes:
         raise UserError(f"--hosts: {nodes} nodes asked for, {len(hosts)} named.")
     return hosts

@@ -134,7 +134,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
     now = values_of(made) | {**given}
     network, is_head = str(now["model_type"]), has_weights and effort == "seconds" and not given.get("weights")
     if facts.is_files:
-        take("a broken file ends no training, and is counted", bad_images=MOST_BAD)
+        take("broken files are skipped and counted", bad_images=MOST_BAD)
         take("decoded once, on disk", cache="disk")
     if not facts.has_val:
         share = HELD_OUT[0] if facts.images < HELD_OUT[1] else HELD_OUT[2]
@@ -176,7 +176,7 @@ def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any
         network, size = SCRATCH[bool(facts.gpus)][rung]
         why = f"from random weights, at --effort {effort} on {'GPUs' if facts.gpus else 'CPU cores'}"
         if found:
-            why += f"; {found.network} has pretrained weights, which cannot be had here and would give far more"
+            why += f"; {found.network} has pretrained weights, which are not available here and would give far more"
         take(why, model_type=network, **({} if "model_type" in given else {"image_size": size}))
     else:
         take("small images", model_type="basic_cnn" if facts.side < TINY else OURS[bool(facts.gpus)][rung])

@@ -52,7 +52,7 @@ def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
     fewer, more = ranks // per_node * per_node, -(-ranks // per_node) * per_node
     if fewer not in (0, more):
         raise UserError(
-            f"--num-gpus {ranks} is no multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
+            f"--num-gpus {ranks} is not a multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
             "--gpus-per-node."
         )
     if config.global_batch and config.batch_size != "auto":
@@ -128,7 +128,7 @@ def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> Tr
     one = config.micro_batch * ranks
     if global_batch % one:
         raise UserError(
-            f"--global-batch {global_batch} is no multiple of {plural(config.micro_batch, 'image')} x "
+            f"--global-batch {global_batch} is not a multiple of {plural(config.micro_batch, 'image')} x "
             f"{plural(ranks, 'GPU')}: give {nearest_multiples(global_batch, one)}, or another --batch-size."
         )
     return dataclasses.replace(config, gradient_accumulation_steps=global_batch // one, global_batch=0)

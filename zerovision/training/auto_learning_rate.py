@@ -75,7 +75,7 @@ def choose_learning_rate(run: Run) -> Run:
         except TrialStopped:  # as the run, which is about to end
             rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
-        raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is no rate: give one.")
+        raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is not a rate: give one.")
     return run.changed(learning_rate=rate).noting(f"--learning-rate auto is {rate:g}: {source}")
 
 

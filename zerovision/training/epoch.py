@@ -127,5 +127,5 @@ def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | N
         if not math.isfinite(loss):
             return f"the {name} is {loss}"
         if loss > GUESSES_ALLOWED * guess:
-            return f"the {name} is {loss:.3g}, that of a uniform guess {guess:.3g}"
+            return f"the {name} is {loss:.3g}; a uniform guess has {guess:.3g}"
     return None

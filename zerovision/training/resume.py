@@ -97,7 +97,7 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
         return config if config.batch_size == "auto" else divide_given(config, world.data.size)
     global_batch = found.manifest.identity.get("global batch")
     if type(global_batch) is not int or not 0 < global_batch < 2**63:
-        raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is no whole number.")
+        raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is not a whole number.")
     if config.global_batch not in (0, global_batch):
         raise UserError(
             f"--global-batch {config.global_batch}: the checkpoint's is {global_batch}. Leave it out to go on, or "
@@ -106,7 +106,7 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
     if config.batch_size == "auto":
         saved = found.manifest.config.get("batch_size")
         if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
-            raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is no whole number.")
+            raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is not a whole number.")
         share = max(1, global_batch // world.data.size)
         config = dataclasses.replace(config, batch_size=largest_divisor(share, saved))
     return divide(config, global_batch, world.data.size, "the checkpoint's global batch of")

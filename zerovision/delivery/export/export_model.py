@@ -151,7 +151,7 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
         column.justify = "right"
     Console(highlight=False).print(table)
     unsure = found.points_lost_interval[1] > settings.max_accuracy_loss
-    doubt = f": so few images do not rule out more than {settings.max_accuracy_loss:g}" if unsure else ""
+    doubt = f": too few images to rule out more than {settings.max_accuracy_loss:g}" if unsure else ""
     print(f"  {found.describe_loss(settings.precision)}{doubt}")
     print(f"  medians of onnxruntime with {settings.threads} thread(s) on this machine")
 

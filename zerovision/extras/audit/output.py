@@ -117,7 +117,7 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
                 name, action, new = (as_given(row[column] or "") for column in COLUMNS[:3])
                 place = f"--fixes {path}, line {reader.line_num}"
                 if name not in numbers:
-                    raise UserError(f"{place}: {shown(name)} is no image of the data.")
+                    raise UserError(f"{place}: {shown(name)} is not an image of the data.")
                 if new not in allowed.get(action, ()) and not (action == GROUP and new):
                     listed = f"{DROP}, {RELABEL} with a class, {MOVE} with train, val or test, {GROUP} with a name"
                     raise UserError(f"{place}: {shown(action)} {shown(new)}; expected {listed}.")

@@ -220,7 +220,7 @@ def run_lines(point: RunPoint) -> list[str]:
     shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in point.time_shares.items())
     device = point.device
     speed = f"{point.images_per_second:.0f} images/s in {format_duration(point.seconds)}"
-    speed += f", evaluation {format_duration(point.evaluation_seconds)} apart"
+    speed += f", plus {format_duration(point.evaluation_seconds)} of evaluation"
     if device.tflops_per_second is not None:
         speed += f", {device.tflops_per_second:.3g} TFLOP/s per rank"
     if device.mfu is not None:

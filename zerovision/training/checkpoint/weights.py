@@ -97,7 +97,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         UserError: for a file that is missing or that `save_weights` did not write.
     """
     if not os.path.isfile(path):
-        raise UserError(f"weights file '{path}' does not exist or is no file")
+        raise UserError(f"weights file '{path}' does not exist or is not a file")
     try:
         with open_weights(path) as reader:
             facts = read_facts(reader)

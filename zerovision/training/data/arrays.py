@@ -93,7 +93,7 @@ def _load_npz(options: DataOptions) -> DatasetPair:
     except FileServerError:
         raise
     except Exception as error:  # a damaged archive may end in anything, a single array (.npy) is none
-        raise UserError(f"--data npz:{path}: this is no readable .npz file ({' '.join(str(error).split())}).") from None
+        raise UserError(f"--data npz:{path}: not a readable .npz file ({' '.join(str(error).split())}).") from None
     where = f"--data npz:{path}"
     given = [str(name) for name in _labels_in(np.ravel(arrays.get(CLASS_NAMES, [])), f"{where}: {CLASS_NAMES}")]
     every = {part: _labels(arrays, part, where) for part in PARTS}

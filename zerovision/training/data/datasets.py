@@ -453,7 +453,7 @@ def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets:
     if len(labels) == 0:
         raise UserError(f"the {what} set is empty: at least one image is needed.")
     if len(class_names) < 2:
-        raise UserError(f"the {what} set has one class only ({''.join(class_names)!r}): at least two are needed.")
+        raise UserError(f"the {what} set has only one class ({''.join(class_names)!r}): at least two are needed.")
     if sets is not None:
         return sets.images_of_each(labels)
     # a label out of range would end in an assertion on the GPU, long after the start

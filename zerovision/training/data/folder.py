@@ -209,9 +209,7 @@ def _add_classes(
     if len(counts) == 1 and part != TEST:
         inside = len(folder.folders(folders[0].path)) > 1
         cure = f"give --data {folders[0].path}, if its folders are the classes" if inside else "add another one"
-        raise UserError(
-            f"{top!r} has one class only, {next(iter(counts))!r}, at least two class folders are needed: {cure}."
-        )
+        raise UserError(f"{top!r} has only one class, {next(iter(counts))!r}, and two are needed: {cure}.")
     return {*counts}
 
 

@@ -81,7 +81,7 @@ def _opened(path: PurePath) -> Any:
     except (FileServerError, UserError):
         raise
     except Exception as error:  # a damaged file may end in anything
-        raise UserError(f"'{path}' is no readable Parquet file ({one_line(error)}).") from None
+        raise UserError(f"'{path}' is not a readable Parquet file ({one_line(error)}).") from None
 
 
 def _image_columns(schema: Any, label_column: str) -> list[str]:

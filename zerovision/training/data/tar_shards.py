@@ -98,7 +98,7 @@ def scan(extension: str, label_key: str, file: Path) -> Index:
         cause = one_line(error)
     except (OSError, ValueError, OverflowError, RecursionError, MemoryError) as error:  # of a crafted header
         cause = f"damaged: {one_line(error)}"
-    raise UserError(f"'{file}' is no uncompressed tar file ({cause}): unpack it, or make it anew.")
+    raise UserError(f"'{file}' is not an uncompressed tar file ({cause}): unpack it, or make it anew.")
 
 
 class _Scan:
@@ -207,7 +207,7 @@ def _kind_of(name: str) -> str:
 
 def _text(file: Path, tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     if member.size > MOST_LABEL_BYTES:
-        raise UserError(f"'{file}': {shown(member.name)} has {member.size} bytes, which is no label.")
+        raise UserError(f"'{file}': {shown(member.name)} has {member.size} bytes, which is not a label.")
     content = tar.extractfile(member)
     return "" if content is None else content.read().decode("utf-8", "surrogateescape")
 

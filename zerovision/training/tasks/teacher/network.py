@@ -237,7 +237,7 @@ def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise UserError(
-            f"--teacher {config.teacher} is no run with a {WEIGHTS} in {logs[0]}, no such folder, and no file: give "
+            f"--teacher {config.teacher} is not a run with a {WEIGHTS} in {logs[0]}, a folder or a file: give "
             "one, or timm:NAME."
         )
     module, metadata = load_model(path)
