@@ -1,6 +1,6 @@
-"""The table of networks that can be trained; `zerovision.models.build` builds one.
+"""The table of networks; `zerovision.models.build` builds them.
 
-Importing this module loads neither torch nor timm: the command line reads the table for its `--help`.
+Importing this module loads neither torch nor timm, because the command line reads the table for `--help`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def hub_name_of(weights: str) -> str:
 
 
 def check_model_name(name: str) -> None:
-    """Accept a name of `MODELS` or `timm:<name>`; whether timm has that name is checked by `build_model`.
+    """Accept a name in `MODELS` or `timm:<name>`; `build_model` checks whether timm has that name.
 
     Raises:
         UserError: for any other name, with the nearest one.
@@ -89,7 +89,7 @@ def check_model_name(name: str) -> None:
 
 
 def model_spec(name: str) -> ModelSpec:
-    """Return the table's line for `name`, or the line that a `timm:<name>` stands for."""
+    """Return the table's line for `name`, or a line for `timm:<name>`."""
     check_model_name(name)
     if name in MODELS:
         return MODELS[name]

@@ -1,4 +1,4 @@
-"""The memory that a network's forward and backward need beside its weights, counted without data."""
+"""The memory that a network's forward and backward need besides its weights, counted without data."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
 
 class Piece(NamedTuple):
-    """Bytes of what a network computes from one place in it to the next, for one micro-batch.
+    """The bytes of a network's computation from one place to the next, for one micro-batch.
 
     Attributes:
         saved: what forward keeps of it for backward.
-        workspace: the most, in either direction, beside what is kept of it and of all before it.
-        entered: the tensor that comes from the piece before it; 0 of the first.
+        workspace: the most bytes, in either direction, besides what is kept of it and of earlier pieces.
+        entered: the tensor from the previous piece; 0 for the first.
     """
 
     saved: int
@@ -44,11 +44,12 @@ class Activations(NamedTuple):
     """Bytes of one micro-batch.
 
     Attributes:
-        saved: what forward keeps for backward: distinct tensors, with the images.
-        moments: when most is taken beside that (less is, once backward frees it): these bytes, of gradients of
-            activations, of the weights' gradients that are computed just then, on a CPU of oneDNN's copies of these;
-            and how many elements of the weights' gradients are complete. A moment with no more of either is left out.
-        pieces: the same by the places that were asked for, one more than there are.
+        saved: what forward keeps for backward: distinct tensors, including the images.
+        moments: pairs of bytes and elements at the moments of highest use. The bytes are additional ones: gradients of
+            activations, weight gradients that are being computed, and on a CPU oneDNN's copies of these, minus what
+            backward has freed. The elements are those of complete weight gradients. Moments with no more of either are
+            left out.
+        pieces: the same between the requested places, one more than there are places.
     """
 
     saved: int
@@ -57,7 +58,7 @@ class Activations(NamedTuple):
 
     @property
     def workspace(self) -> int:
-        """Bytes beside `saved` at the worst moment."""
+        """Bytes besides `saved` at the peak."""
         return max(taken for taken, _ in self.moments)
 
 
@@ -70,16 +71,16 @@ def activations(
     channels_last: bool = True,
     places: Sequence[str] = (),
 ) -> Activations:
-    """Count by a forward and a backward on tensors without data, in which gradients are added to existing ones.
+    """Count in a forward and a backward on tensors without data, with gradients added to existing ones.
 
     Args:
         network: of `without_data`, float32 images [B, C, H, W] -> logits; activation checkpointing may be enabled. It
-            is not to be used afterwards.
-        shape: of a micro-batch of images, [B, C, H, W].
-        precision: 'fp32', or 'bf16' or 'fp16' by autocast, whose copies of the weights count too.
-        device: 'cpu' or 'cuda', whose autocast normalizes in fp32.
+            must not be used afterwards.
+        shape: shape of a micro-batch of images, [B, C, H, W].
+        precision: 'fp32', or 'bf16' or 'fp16' with autocast, whose copies of the weights count too.
+        device: 'cpu', or 'cuda', whose autocast normalizes in fp32.
         channels_last: whether the engine keeps convolutions' weights in the images' order of dimensions.
-        places: names of modules in the order in which they are entered, once each, by which the bytes are also told.
+        places: names of modules in order of entry, once each, between which the bytes are also counted.
     """
     copies = functools.partial(onednn_copies, channels_last=channels_last) if device == "cpu" else None
     lower = precision != "fp32"
@@ -111,7 +112,7 @@ def activations(
 
 
 class _Pieces:
-    """Notes what is taken while forward and backward are between places of a network."""
+    """Records the memory used while forward and backward are between places of a network."""
 
     def __init__(self, network: nn.Module, places: Sequence[str], live: LiveBytes, image_bytes: int) -> None:
         self._live, self._most = live, [0] * (len(places) + 1)
@@ -143,18 +144,18 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, copies: Callable[[Any, Any], int] | None = None) -> None:
-        """Count also the bytes that `copies` returns for an operation and its arguments, while that runs."""
+        """Also count the bytes that `copies` returns for an operation and its arguments, while it runs."""
         super().__init__()
         self.now = self._complete = self._most_now = 0
         self._copies, self._sizes = copies, dict[int, int]()
         self._most: dict[int, int] = {}  # bytes, by the number of complete elements
 
     def complete(self, parameter: torch.Tensor) -> None:
-        """Note that a parameter's gradient is complete."""
+        """Record that a parameter's gradient is complete."""
         self._complete += parameter.numel()
 
     def moments(self) -> list[tuple[int, int]]:
-        """Return (most bytes, complete elements) without those that another pair exceeds in both."""
+        """Return pairs (most bytes, complete elements), without those that another pair exceeds in both."""
         found: list[tuple[int, int]] = []
         for done in sorted(self._most, reverse=True):
             if not found or self._most[done] > found[-1][0]:
@@ -162,12 +163,12 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def take_most(self) -> int:
-        """Return the most bytes since this was last called."""
+        """Return the peak bytes since the last call."""
         most, self._most_now = self._most_now, self.now
         return most
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave out what exists already; it must outlive the mode."""
+        """Ignore existing storages, which must outlive the mode."""
         self._sizes.update({tensor.untyped_storage()._cdata: 0 for tensor in tensors})
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,7 +194,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def onednn_copies(operation: Any, args: Any, *, channels_last: bool) -> int:
-    """Return the bytes of the copies that oneDNN makes of a layer's weights when it computes their gradient."""
+    """Return the bytes of oneDNN's copies of a layer's weights while it computes their gradient."""
     if operation != torch.ops.aten.convolution_backward.default:
         return 0
     _, _, weights, *_, groups, wanted = args  # [C_out, C_in / groups, height, width]
@@ -206,14 +207,14 @@ def onednn_copies(operation: Any, args: Any, *, channels_last: bool) -> int:
 
 
 def _normalize_in_float32(network: nn.Module) -> None:
-    """Cast as CUDA's autocast does and the CPU's does not (https://docs.pytorch.org/docs/stable/amp.html)."""
+    """Cast like CUDA's autocast, unlike the CPU's (https://docs.pytorch.org/docs/stable/amp.html)."""
     for part in network.modules():
         if isinstance(part, nn.LayerNorm | nn.GroupNorm):
             part.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
 
 
 def _fill_with_fakes(network: nn.Module) -> None:
-    """Replace weights and buffers on the meta device by fake tensors; inside a `FakeTensorMode`."""
+    """Replace weights and buffers on the meta device with fake tensors; inside a `FakeTensorMode`."""
     for part in network.modules():
         tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for table in tables:

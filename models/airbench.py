@@ -1,7 +1,7 @@
-"""The small network of airbench, made for fast training on small images (Jordan 2024, https://arxiv.org/abs/2404.00498).
+"""The small network of airbench, for fast training on small images (Jordan 2024, https://arxiv.org/abs/2404.00498).
 
 Each block halves the image right after its first convolution, so that most of the work is done at low resolution.
-Other than there, BatchNorm's scales are trained, and PyTorch's default rate updates its running statistics.
+Unlike there, BatchNorm's scales are trained, and PyTorch's default rate updates its running statistics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Airbench(nn.Module):
         self.head = nn.Linear(channels, num_classes, bias=False)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return which parameters are in one layer, as timm's models do."""
+        """Return which parameters are in one layer, in timm's form."""
         return {"stem": r"^stem", "blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _block(in_channels: int, width: int) -> nn.Sequential:
 
 
 def _convolution(in_channels: int, width: int) -> nn.Conv2d:
-    """Make a 3x3 convolution that passes as many channels unchanged as there are."""
+    """Make a 3x3 convolution that initially passes as many channels through as possible."""
     convolution = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
     nn.init.dirac_(convolution.weight[:in_channels])
     return convolution
@@ -67,5 +67,5 @@ def airbench(pretrained: bool = False, **options: Any) -> nn.Module:
 
 @register_model
 def airbench_small(pretrained: bool = False, **options: Any) -> nn.Module:
-    """As `airbench`, of half the width."""
+    """Build `airbench` at half the width."""
     return build_model_with_cfg(Airbench, "airbench_small", pretrained, widths=(32, 128, 128), **options)

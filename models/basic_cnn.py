@@ -38,7 +38,7 @@ class BasicCNN(nn.Module):
         self.head = nn.Linear(128, num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return which parameters are in one layer, as timm's models do."""
+        """Return which parameters are in one layer, in timm's form."""
         return {"blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

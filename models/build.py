@@ -1,4 +1,4 @@
-"""Builds a network from the table: create, fit to the image size, load weights, and describe it for a later rebuild."""
+"""Builds a network from the table: creates it, fits it to the image size, loads weights, and describes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indic
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A network that is ready to train, and its description."""
+    """A network that is ready to train, with its description."""
 
     module: nn.Module
     """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings, see `ProjectionHead`."""
@@ -49,20 +49,20 @@ def build_model(
     loads_weights: bool = True,
     class_names: Sequence[str] = (),
 ) -> BuiltModel:
-    """Build the network that is to be trained, in float32 on PyTorch's default device.
+    """Build the network to train, in float32 on PyTorch's default device.
 
     Args:
-        config: with the model and its initial weights. Dropout and drop path are no part of the description, because
-            they are for training alone; the batch size is there to refuse one that BatchNorm cannot take.
+        config: settings with the model and its initial weights. Dropout and drop path are not part of the description,
+            because only training uses them; the batch size is needed to refuse one that BatchNorm cannot use.
         num_classes: width of the head.
-        image_size: of the images, pixels.
-        image_channels: of the images.
-        loads_weights: whether it begins with the configured weights; else with random ones, whatever the model.
-        class_names: of the data, by which the loaded weights' classifier is put in order; none to take it as it is.
+        image_size: size of the images, pixels.
+        image_channels: channels of the images.
+        loads_weights: whether it starts from the configured weights; otherwise from random ones, for any model.
+        class_names: class names of the data, by which the loaded classifier is reordered; none to keep its order.
 
     Raises:
-        UserError: for a name, size, batch or file that does not work, with what to type; for dropout or a drop path of
-            a model that has none.
+        UserError: for a name, size, batch or file that does not work, with what to type; for dropout or drop path in a
+            model without it.
     """
     pretrained, weights = loads_weights and config.pretrained, loads_weights and config.weights
     if pretrained and weights:
@@ -111,7 +111,7 @@ def build_model(
 
 
 def rebuild_model(description: Description) -> nn.Module:
-    """Build the network of a `BuiltModel.description` again: random weights, no network connection.
+    """Rebuild the network of a `BuiltModel.description` with random weights, without a network connection.
 
     Raises:
         UserError: for a description that `build_model` did not write.
@@ -123,14 +123,15 @@ def rebuild_model(description: Description) -> nn.Module:
 
 
 def tensor_mismatch(description: Description, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Return how a description differs from the tensors that are to fill its network, or None; nothing is allocated.
+    """Return how a description differs from the tensors for its network, or None; allocates nothing.
 
-    The network is made of tensors that have shapes but no data, so that a file cannot ask for more memory than its own
-    size: a short description may stand for any number of parameters, or of indices made from the image size.
+    The network is made of tensors that have shapes but no data, so that a file cannot use more memory than its own
+    size. A short description may otherwise stand for any number of parameters, or of indices computed from the image
+    size.
 
     Args:
         description: a `BuiltModel.description`.
-        shapes: of every tensor, by name.
+        shapes: shapes of every tensor, by name.
 
     Raises:
         UserError: for a description that `build_model` did not write.
@@ -165,7 +166,7 @@ def _one_line_for_a_wrong_description() -> Iterator[None]:
 
 
 def _checked_members(model_type: str, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the members of an ensemble, () of another model; raise a UserError for names that do not fit."""
+    """Return the members of an ensemble, () for other models; raise a UserError for invalid names."""
     if not model_spec(model_type).takes_members:
         return ()
     if len(members) < 2:
@@ -180,7 +181,7 @@ def _checked_members(model_type: str, members: Sequence[str]) -> tuple[str, ...]
 
 
 def _parts(description: Description) -> dict[str, Description]:
-    """Return the description of each member by the prefix of its parameters' names; by '' if there are no members."""
+    """Return each member's description by the prefix of its parameter names; by '' if there are no members."""
     if not description.members:
         return {"": description}
     alone = replace(description, members=(), stem_stride_changed={}, embedding=0)
@@ -208,7 +209,7 @@ def _create(
 
 
 def _registered(part: Description) -> str:
-    """Return the name of a part's network in timm's registry, to which one of ours is added."""
+    """Return the name of a part's network in timm's registry; our own networks are added to it."""
     if module := model_spec(part.model_type).module:
         importlib.import_module(module)
     return part.timm_name or part.model_type
@@ -223,7 +224,7 @@ def _check_rates(part: Description, rates: Mapping[str, float]) -> None:
 
 
 def _adapt_weights(description: Description, tensors: StateDict) -> StateDict:
-    """Return the tensors of the described network for its images, from those for others; or them, if that fails."""
+    """Adapt tensors to the described network's images; return them unchanged if that fails."""
     adapted: StateDict = {}
     for prefix, part in _parts(description).items():
         own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
@@ -233,7 +234,7 @@ def _adapt_weights(description: Description, tensors: StateDict) -> StateDict:
 
 
 def _create_pretrained(part: Description, make: Callable[..., nn.Module], notes: list[str]) -> nn.Module:
-    """Create a part with the hub's weights, and note what became of its head."""
+    """Create a part with the hub's weights, and note what happened to its head."""
     name, timm_name = part.model_type, part.timm_name
     if timm_name is None:
         raise UserError(f"model '{name}' has no pretrained weights: leave out --pretrained, or give --weights FILE")
@@ -258,13 +259,13 @@ def _create_pretrained(part: Description, make: Callable[..., nn.Module], notes:
 
 
 def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_names: Sequence[str]) -> Iterator[str]:
-    """Put a published classifier with as many classes as the data in their order, and yield notes about it.
+    """Reorder a published classifier with as many classes as the data to match them, and yield notes about it.
 
     Args:
         part: the network's description.
-        module: with the published weights.
-        fresh: with random ones.
-        class_names: of the data.
+        module: module with the published weights.
+        fresh: the same with random weights.
+        class_names: class names of the data.
     """
     published = getattr(module, "default_cfg", {})
     if not class_names or part.embedding or published.get("num_classes") != len(class_names):
@@ -282,8 +283,8 @@ def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_na
 class ProjectionHead(nn.Sequential):
     """Features `[B, F]` to embeddings `[B, width]` in training; in evaluation it returns the features themselves.
 
-    Khosla et al. 2020 (https://arxiv.org/abs/2004.11362, section 3): two layers that are thrown away after the
-    training, because the features before them are the better representation.
+    Khosla et al. 2020 (https://arxiv.org/abs/2004.11362, section 3): two layers that are discarded after training,
+    because the features before them are the better representation.
     """
 
     def __init__(self, features: int, width: int) -> None:
@@ -296,7 +297,7 @@ class ProjectionHead(nn.Sequential):
 
 
 def put_projection(module: nn.Module, model_type: str, width: int) -> nn.Module:
-    """Put a projection in the place of a network's classifier; return the network.
+    """Replace a network's classifier with a projection; return the network.
 
     Raises:
         UserError: if the classifier is not one linear layer.

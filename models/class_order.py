@@ -1,4 +1,4 @@
-"""Which output of a network stands for which class: by the names of the classes, never by their number alone."""
+"""Matches a network's outputs to classes by class names, never by their number alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Names = Sequence[str]
 
 
 def order_of(names: Names, known: Sequence[Names]) -> tuple[list[int], list[str]]:
-    """Return at which output each of these classes is, and which of them are at none, or at several.
+    """Return the output of each of these classes, and the classes with none or several.
 
     Args:
-        names: of the classes, in the order that is wanted.
-        known: lists of the outputs' names, such as wnids and words, of which that with the most of the classes counts.
+        names: names of the classes, in the desired order.
+        known: lists of the outputs' names, such as wnids and words; the one with the most of the classes counts.
     """
     found: list[tuple[list[int], list[str]]] = []
     for outputs in known:
@@ -35,13 +35,13 @@ def order_of(names: Names, known: Sequence[Names]) -> tuple[list[int], list[str]
 
 
 def published_classes(config: Mapping[str, Any]) -> list[Names]:
-    """Return what the outputs of published weights are called, none if nobody says.
+    """Return the names of the outputs of published weights; none if unknown.
 
-    timm names those of ImageNet by their number alone: its 1,000 classes have wnids, all their words and the first of
-    these ("tench" of "tench, Tinca tinca").
+    timm identifies ImageNet only by its number of classes: the 1,000 classes have wnids, all their words, and the first
+    word ("tench" of "tench, Tinca tinca").
 
     Args:
-        config: of timm's, with num_classes, and label_names if they are others.
+        config: timm's configuration, with num_classes, and label_names for other classes.
     """
     labels = config.get("label_names")
     if isinstance(labels, (list, tuple)) and all(isinstance(name, str) for name in labels):
@@ -54,9 +54,9 @@ def published_classes(config: Mapping[str, Any]) -> list[Names]:
 
 
 def classes_beside(path: str) -> list[Names]:
-    """Return what the outputs of a file are called by the config.json of a hub's repository beside it, if there is one.
+    """Return the output names in the config.json of a hub repository beside a file, if there is one.
 
-    That is in timm's form, with label_names, or in that of transformers, with id2label.
+    It has timm's form, with label_names, or transformers' form, with id2label.
     """
     try:
         config = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))
@@ -72,13 +72,13 @@ def head_by_name(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return a trained classifier for the classes of the data, and notes about it.
 
-    It stays if it has these classes, put into their order. If it has others it starts from random weights; if they have
-    no names they are taken for those of the data.
+    A classifier with these classes is kept and reordered. One with other classes starts from random weights; classes
+    without names are taken for those of the data.
 
     Args:
         head: its tensors, with as many outputs as there are names.
         fresh: the same with random weights.
-        names: of the data's classes.
+        names: names of the data's classes.
         known: lists of the outputs' names.
     """
     known = [outputs for outputs in known if len(outputs) == len(names)]

@@ -1,7 +1,7 @@
 """A CNN whose feature map is read from left to right by an LSTM.
 
-The layout is CRNN's (Shi, Bai and Yao 2015, arXiv:1507.05717): the last two blocks pool the height only, so that
-the width remains as a sequence of columns: 7 for 28 pixels, 28 for 224.
+The layout is CRNN's (Shi, Bai and Yao 2015, arXiv:1507.05717): the last two blocks pool the height only, so that the
+width remains as a sequence of columns: 7 for 28 pixels, 28 for 224.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CNNLSTM(nn.Module):
         self.head = nn.Linear(2 * HIDDEN_SIZE, num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return which parameters are in one layer, as timm's models do."""
+        """Return which parameters are in one layer, in timm's form."""
         return {"blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

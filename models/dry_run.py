@@ -1,4 +1,4 @@
-"""Runs a network without data: whether it works with a size of images, its operations.
+"""Runs a network without data, to check an image size and to count operations.
 
 The network runs on tensors that have shapes but no data. That takes a fraction of a second at any size, and does not
 change weights, BatchNorm statistics or the state of random numbers.
@@ -27,7 +27,7 @@ def without_data(module: nn.Module) -> nn.Module:
     """Return a copy of a module in training mode whose parameters and buffers are on the meta device.
 
     Args:
-        module: it must be whole: neither sharded nor converted for several ranks; it is left as it is.
+        module: the module, neither sharded nor converted for several ranks; it is not changed.
     """
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def forward_failure(module: nn.Module, image_size: ImageSize, batch_size: int, i
 def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> int | None:
     """Return the operations of forward and backward for one image, None if the module cannot be run without data.
 
-    Multiplications and additions of convolutions and matrix products count, as `torch.utils.flop_counter` knows them;
+    Multiplications and additions in convolutions and matrix products count, as in `torch.utils.flop_counter`;
     normalization, activations, the optimizer and recomputed activations do not.
 
     Args:
@@ -85,9 +85,11 @@ def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int
 def forward_flops(
     module: nn.Module, places: Sequence[str], image_size: ImageSize, image_channels: int = 3
 ) -> list[int]:
-    """Return the operations of a forward for one image, before, between and after places; else as `training_flops`.
+    """Return the operations of a forward for one image before, between and after places.
 
-    Places are names of modules in the order in which they are entered, once each.
+    Otherwise like `training_flops`.
+
+    Places are names of modules in order of entry, once each.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -102,7 +104,7 @@ def forward_flops(
 
 
 def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> object:
-    """Run the network on fake tensors, which also go together with real ones."""
+    """Run the network on fake tensors, which can be mixed with real ones."""
     buffers = [(part, dict(part._buffers)) for part in module.modules()]
     for part, before in buffers:  # an operation among real tensors alone, such as BatchNorm's counting, is really done
         part._buffers.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
@@ -116,7 +118,7 @@ def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> objec
 
 @contextmanager
 def _silent_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback for a shape that does not fit, which the check expects."""
+    """Keep torch from logging a traceback for a shape that does not fit, which the check allows."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = logger.disabled
     logger.disabled = True
@@ -134,13 +136,13 @@ def convolution_backward_flops(
     out_shape: Sequence[Any],
     **_named: Any,
 ) -> int:
-    """Count a convolution's backward: as many operations as forward for each gradient, of the input and of the weight.
+    """Count a convolution's backward: the gradients of input and weight each take as many operations as forward.
 
-    PyTorch's own formula ignores groups, and counts a depthwise convolution's weight gradient several hundred times:
-    14 times MobileNetV3-Small's whole training.
+    PyTorch's own formula ignores groups, and counts a depthwise convolution's weight gradient several hundred times,
+    which gives 14 times the operations of MobileNetV3-Small's whole training.
 
     Args:
-        gradient_shape: of the gradient of the output [B, C_out, ...].
+        gradient_shape: shape of the gradient of the output [B, C_out, ...].
         input_shape: [B, C_in, ...].
         weight_shape: [C_out, C_in / groups, ...], or [C_in, C_out / groups, ...] transposed.
         settings: bias, stride, padding, dilation, whether it is a transposed convolution, and more.
@@ -153,7 +155,7 @@ def convolution_backward_flops(
 
 
 def _remove_batchnorm(module: nn.Module) -> None:
-    """Remove BatchNorm, which does not count and takes two thirds of the time without data."""
+    """Remove BatchNorm, which does not count but takes two thirds of the time without data."""
     for name, child in module.named_children():
         if isinstance(child, _BatchNorm):
             setattr(module, name, nn.Identity())

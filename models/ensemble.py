@@ -11,17 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Ensemble(nn.Module):
-    """A deep ensemble: each member learns by its own loss, in evaluation their probabilities are averaged.
+    """A deep ensemble: each member learns with its own loss; in evaluation their probabilities are averaged.
 
-    Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474). Trained on the average itself, a member would learn
-    little from an image that another member has right already, and end up worse than alone.
+    Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474). If trained on the average, a member would learn
+    little from images that other members already classify correctly, and end up worse than alone.
 
-    In training each member draws random numbers, such as dropout's, from a seed of its own: what it draws does not
-    depend on what the others are, nor on whether they run here.
+    In training each member draws random numbers, such as dropout's, from its own seed, so they do not depend on the
+    other members, nor on whether these run here.
 
     Attributes:
-        own: numbers of the members that run here.
-        gather: returns the logits of all members in their order, given those of `own`.
+        own: indices of the members that run here.
+        gather: returns the logits of all members in order, given those of `own`.
     """
 
     def __init__(self, members: Iterable[nn.Module]) -> None:
@@ -50,7 +50,7 @@ class Ensemble(nn.Module):
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed what a network on a device draws from."""
+    """Seed the generators that a network on a device draws from."""
     # Not torch.manual_seed, which asks every kind of device for its generator: 120 microseconds against 1.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -60,7 +60,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def log_mean_probability(logits: torch.Tensor) -> torch.Tensor:
     """Return the log of the members' mean probability, float32 `[B, num_classes]`.
 
-    It is normalized already: its softmax is the mean probability itself.
+    It is already normalized: its softmax is the mean probability.
 
     Args:
         logits: float32 `[B, num_classes, members]`.
@@ -69,11 +69,11 @@ def log_mean_probability(logits: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over_members(loss: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a loss over the members; that of a single network is the loss itself.
+    """Return the mean of a loss over the members; for a single network, the loss itself.
 
     Args:
-        loss: from logits `[B, num_classes]` to losses `[B]`.
-        logits: `[B, num_classes, members]` of an ensemble in training mode, or `[B, num_classes]`.
+        loss: maps logits `[B, num_classes]` to losses `[B]`.
+        logits: `[B, num_classes, members]` from an ensemble in training mode, or `[B, num_classes]`.
     """
     if logits.ndim == 2:
         return loss(logits)

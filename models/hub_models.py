@@ -1,4 +1,4 @@
-"""Networks of timm's in any repository of the Hugging Face hub: `timm:hf-hub:ORG/NAME`, as timm itself names them."""
+"""timm networks in any repository of the Hugging Face hub: `timm:hf-hub:ORG/NAME`, as timm names them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zerovision.training.base.errors import UserError
 
 
 def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) -> tuple[str, str]:
-    """Return the network of a repository as `timm:<architecture>`, and the local path of its weights, '' if not wanted.
+    """Return a repository's network as `timm:<architecture>`, and the local path of its weights, '' if not requested.
 
-    Both files are fetched into the hub's local cache if they are not there; only safetensors are read.
+    Missing files are downloaded into the hub's local cache; only safetensors are read.
 
     Args:
         model_type: `timm:hf-hub:ORG/NAME`, or `timm:hf-hub:ORG/NAME@REVISION`.
-        weights: a file that is loaded in place of the repository's; '' for that.
-        wants_weights: whether the repository's are loaded where there is no such file.
+        weights: a file to load instead of the repository's weights, or ''.
+        wants_weights: whether to load the repository's weights if there is no such file.
 
     Raises:
-        UserError: if the repository cannot be reached, is not of timm's form, or has no model.safetensors.
+        UserError: if the repository cannot be reached, does not have timm's form, or has no model.safetensors.
     """
     repository, _, revision = model_type.removeprefix(HUB_PREFIX).partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):

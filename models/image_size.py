@@ -1,4 +1,4 @@
-"""Fits a network to the size of its images: the stem's stride, and a check that the size works at all."""
+"""Fits a network to its image size: adapts the stem's stride, and checks that the size works."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def create_for_image_size(
     image_channels: int = 3,
     keep_stem: bool = False,
 ) -> tuple[nn.Module, StrideChanges]:
-    """Create a network, lower its stem's stride if images are small, and check the shapes of one training step.
+    """Create a network, lower its stem's stride for small images, and check the shapes of one training step.
 
-    A stride of 2 in the first layer of a network made for 224 pixels starves it at 32. If the network does not work
-    with the lower stride (parallel branches in the stem), the usual stride stays.
+    A stride of 2 in the first layer of a network made for 224 pixels loses too much detail at 32. If the network does
+    not work with the lower stride (parallel branches in the stem), the usual stride stays.
 
     Args:
-        create: makes the network for an image size; it maps `[B, C, H, W]` to `[B, num_classes]`.
+        create: creates the network for an image size; it maps `[B, C, H, W]` to `[B, num_classes]`.
         name: the model as the user typed it.
         image_size: in pixels.
         batch_size: images per step and rank.
         image_channels: C.
-        keep_stem: whether the stride stays for small images, too.
+        keep_stem: whether the stride also stays for small images.
 
     Returns:
         The network and the strides that were changed.
 
     Raises:
-        UserError: if the size does not work, with one that does.
+        UserError: if the size does not work; the message has one that does.
     """
     own_stem_from = 0 if keep_stem else SMALL_IMAGE_PIXELS
     module, changes, failure = _create_and_fit(create, image_size, batch_size, image_channels, own_stem_from)
@@ -77,10 +77,7 @@ def _create_and_fit(
     image_channels: int,
     own_stem_from: int,
 ) -> tuple[nn.Module, StrideChanges, str | None]:
-    """Return the network, the strides that were changed below the size `own_stem_from`, and why the size does not work.
-
-    The last is None if it does.
-    """
+    """Return the network, the strides changed below size `own_stem_from`, and why the size does not work, or None."""
     try:
         module = create(image_size)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer's own refusal
@@ -104,7 +101,7 @@ def set_strides(module: nn.Module, strides: dict[str, int]) -> None:
 
 
 def _stem_strides_to_lower(module: nn.Module) -> StrideChanges:
-    """Find first convolutions of stride 2 that overlap; a patch embedding (kernel = stride) is left alone."""
+    """Find first convolutions with stride 2 that overlap, not patch embeddings (kernel = stride)."""
     config = getattr(module, "default_cfg", {})
     # A network with a fixed input size has position tables laid out for the usual stride.
     if config.get("fixed_input_size"):

@@ -1,4 +1,4 @@
-"""How images were prepared for the weights that a run starts or learns from: as timm or a file says it."""
+"""The preprocessing of the weights that a run starts or learns from, from timm or a file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # ours by timm's
 
 
 class Preparation(NamedTuple):
-    """How images are prepared for a network; None for what does not matter.
+    """The preprocessing for a network; None for what does not matter.
 
     Attributes:
-        mean: Per channel, of pixels in 0..1.
-        std: As `mean`.
+        mean: Mean per channel of pixels in 0..1.
+        std: See `mean`.
         interpolation: Name of the filter.
         fit: crop, squash or pad.
-        crop: Share of the shorter side that is seen, with `fit` crop.
+        crop: Share of the shorter side that is kept, with `fit` crop.
         image_size: In pixels.
     """
 
@@ -40,7 +40,7 @@ class Preparation(NamedTuple):
 
     @classmethod
     def of_run(cls, preprocessing: Preprocessing) -> Preparation:
-        """Return that of a run's images."""
+        """Return the preprocessing of a run's images."""
         size, resized = preprocessing.image_size, preprocessing.resize_size
         fit = preprocessing.fit or ("squash" if resized is None else "crop")
         crop = None if fit != "crop" or resized is None else crop_share(size, resized)
@@ -48,10 +48,10 @@ class Preparation(NamedTuple):
 
     @classmethod
     def of_timm(cls, published: Mapping[str, Any]) -> Preparation:
-        """Return that of timm's `pretrained_cfg`, whose defaults are those of timm.
+        """Return the preprocessing in timm's `pretrained_cfg`, with timm's defaults.
 
         Raises:
-            ValueError, KeyError, TypeError: if it is none.
+            ValueError, KeyError, TypeError: if it is invalid.
         """
         mean, std = (tuple(map(float, published[name])) for name in ("mean", "std"))
         fit = FITS.get(published.get("crop_mode") or "center")
@@ -62,19 +62,19 @@ class Preparation(NamedTuple):
 
 
 def crop_share(size: ImageSize, resized: ImageSize) -> float:
-    """Return the share of the shorter side that a centre crop keeps, from which the resized side is computed again."""
+    """Return the share of the shorter side that a centre crop keeps, from which the resized side can be recomputed."""
     side, whole = (min(sides(each)) for each in (size, resized))
     share = side / whole
     return share if math.floor(side / share) == whole else math.nextafter(share, 0)
 
 
 def differences(there: Preparation, here: Preparation, *, of_arrays: bool) -> str:
-    """Return how images are prepared otherwise here than there, with the flags that change it; '' if they are not.
+    """Return how the preprocessing differs between the run and the weights, with the flags that change it, or ''.
 
     Args:
-        there: for the weights; None in it is the same as here.
-        here: in the run.
-        of_arrays: whether the images here have a size of their own, which is that of the whole.
+        there: the weights' preprocessing; None in it means the same as in the run.
+        here: the run's preprocessing.
+        of_arrays: whether the run's images are arrays with a fixed size, used whole.
     """
     if of_arrays:
         there = there._replace(fit=None, crop=None, image_size=None)
@@ -98,16 +98,16 @@ def differences(there: Preparation, here: Preparation, *, of_arrays: bool) -> st
 def starting_preparations(
     model_type: str, members: Sequence[str], *, pretrained: bool, weights: str
 ) -> list[Preparation]:
-    """Return how images were prepared for the starting weights: one, none for random weights, several of an ensemble's.
+    """Return the preprocessing of the starting weights: one, none for random weights, or several for an ensemble.
 
     Args:
         model_type: a name of `MODELS`, or `timm:<name>`.
-        members: names of an ensemble's.
+        members: names of an ensemble's members.
         pretrained: whether the hub's weights are loaded.
-        weights: the local file that is loaded, or ''; a file of one of our own runs says it itself.
+        weights: the local file to load, or ''; a file from one of our runs has its own.
 
     Raises:
-        UserError: if the published weights of members expect pixels normalized in different ways.
+        UserError: if the members' published weights expect different normalizations.
     """
     if weights and (own := _of_file(weights)):
         return [own]

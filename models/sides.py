@@ -1,4 +1,4 @@
-"""Sizes of images as configurations, descriptions and preprocessing have them: one value for height and width."""
+"""Image sizes in configurations, descriptions and preprocessing: one value for height and width."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def sides(size: ImageSize) -> tuple[int, int]:
 
 
 def size_of(height: int, width: int) -> ImageSize:
-    """Return the size of images with these sides."""
+    """Return the image size with these sides."""
     return height if height == width else f"{height}x{width}"
 
 
 def read_size(word: str) -> ImageSize:
-    """Return a size that was typed.
+    """Parse a typed size.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not a size.
     """
     return size_of(*sides(word)) if _SIDES.fullmatch(word) else int(word)

@@ -1,8 +1,8 @@
-"""Which layers of which networks several ranks can compute together, each a part of every layer (tensor parallelism).
+"""The layers that several ranks can compute together, each a part of every layer (tensor parallelism).
 
-A region is a part of a network that begins with matrices whose outputs are divided over the ranks, and ends with one
-whose inputs are: in between each rank has some heads or hidden features, and the ranks' results are added once
-(Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
+A region begins with matrices whose outputs are divided over the ranks, and ends with one whose inputs are. In between
+each rank has some heads or hidden features, and the ranks' results are added once (Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zerovision.training.base.errors import UserError
 
 @dataclass(frozen=True)
 class Region:
-    """How a kind of layer is divided.
+    """How to divide a kind of layer.
 
     Attributes:
-        first: names of the parameters, or of modules with all of theirs, whose outputs are divided, and of how many
-            blocks of outputs a rank has its part of each: 3 where queries, keys and values are one matrix.
+        first: names of the parameters, or of modules with all their parameters, whose outputs are divided, and the
+            number of blocks of outputs that are divided separately: 3 if queries, keys and values are one matrix.
         last: the module whose inputs are divided.
-        heads: the attribute with the number of heads, which stay whole; '' if any feature can be a rank's.
-        counts: further attributes that are to be a rank's share.
+        heads: the attribute with the number of heads, which stay whole; '' if features can be divided anywhere.
+        counts: other attributes to set to a rank's share.
         dropout: a dropout between them.
     """
 
@@ -56,11 +56,11 @@ WIDE_HEAD = 2**20  # weights of a classifier from which the exchange of its outp
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What of a network is divided.
+    """The divided parts of a network.
 
     Attributes:
-        regions: by the name of their module, how each is divided and how many heads or features it has.
-        head: the name of the classifier if its outputs are divided, and gathered at once; '' if it stays whole.
+        regions: by module name, how each region is divided and its number of heads or features.
+        head: the name of the classifier if its outputs are divided and then gathered; '' if it stays whole.
     """
 
     regions: dict[str, tuple[Region, int]] = field(default_factory=dict)
@@ -68,17 +68,17 @@ class TensorPlan:
 
 
 def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
-    """Return what of a network `ranks` ranks can divide.
+    """Return the parts of a network that `ranks` ranks can divide.
 
-    A region with anything else that has weights, such as a norm over all heads, stays whole.
+    A region with other weights, such as a norm over all heads, stays whole.
 
     Args:
         module: the network.
         model_type: its name, for messages.
-        ranks: that divide it.
+        ranks: number of ranks that divide it.
 
     Raises:
-        UserError: if the network has nothing that can be divided, or fewer heads than ranks.
+        UserError: if the network has nothing to divide, or fewer heads than ranks.
     """
     kinds = next((TENSOR_PLANS[name.__name__] for name in type(module).__mro__ if name.__name__ in TENSOR_PLANS), {})
     regions = {}
@@ -102,7 +102,7 @@ def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
 
 
 def _is_divisible(layer: nn.Module, region: Region) -> bool:
-    """Return whether a layer has nothing but what is divided: no norm of its features, no dropout in its heads."""
+    """Return whether everything in a layer can be divided: no norm of its features, no dropout in its heads."""
     divided, last = (*region.first, region.last), layer.get_submodule(region.last)
     is_matrix = isinstance(last, nn.Linear) or (isinstance(last, nn.Conv2d) and last.kernel_size == (1, 1))
     has_others = any(name.partition(".")[0] not in divided for name, _ in layer.named_parameters())

@@ -1,4 +1,4 @@
-"""Every network of timm's registry, to which ours are added, with or without pretrained weights from its hub."""
+"""All networks in timm's registry, including ours, with or without pretrained weights from the hub."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ HUB_TIMEOUT_SECONDS = 5.0
 
 
 def check_timm_name(name: str) -> None:
-    """Accept a name of timm's registry, with or without a tag of its weights ("resnet18.a1_in1k").
+    """Accept a name in timm's registry, with or without a weights tag ("resnet18.a1_in1k").
 
     Raises:
-        UserError: for any other name, also for `hf-hub:`, which the trainer's parser has replaced.
+        UserError: for any other name, including `hf-hub:`, which the trainer's parser has already replaced.
     """
     if not timm.is_model(name):
         # No list of all that is allowed: timm has more than a thousand names.
@@ -42,11 +42,11 @@ def check_timm_name(name: str) -> None:
 
 
 def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
-    """Return ' Did you mean ...?' with timm's name for a network, however it is written; '' if none is near.
+    """Return ' Did you mean ...?' with timm's name for a network in any spelling; '' if none is similar.
 
     Args:
         name: such as resnet50, ResNet-50, microsoft/resnet-50 or hf-hub:timm/resnet50.a1_in1k.
-        others: names that are no networks of timm's, which a mistyped name may be as well.
+        others: names outside timm that a mistyped name may also mean.
     """
     given, dot, tag = name.rpartition("/")[2].rpartition(":")[2].partition(".")
     letters = str.maketrans("", "", "-_ ")
@@ -61,7 +61,7 @@ def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
 
 
 def check_dropout(name: str, model_type: str, rate: float) -> None:
-    """Raise UserError for a network that has no dropout, by its name in the registry and as the user calls it."""
+    """Raise UserError for a network without dropout, given its registry name and the user's name."""
     modules = _modules_with(name, drop_rate=rate)
     rates = (module.p if isinstance(module, nn.Dropout) else getattr(module, "drop_rate", 0.0) for module in modules)
     if rate not in rates:
@@ -76,7 +76,7 @@ def check_drop_path(name: str, model_type: str, rate: float) -> None:
 
 
 def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
-    """Return the modules of a network that is made with a rate, without data; none if it does not take the argument."""
+    """Return the modules of a network built with a rate, without data; none if it does not accept the argument."""
     try:
         with torch.device("meta"):
             return [*timm.create_model(name, **rate).modules()]
@@ -100,12 +100,12 @@ def create(
     Args:
         timm_name: its name in timm's registry.
         num_classes: width of the head.
-        image_size: of the images, pixels.
-        image_channels: of the images; weights for another number are adapted as by timm's `adapt_input_conv`.
+        image_size: size of the images, pixels.
+        image_channels: channels of the images; weights for another number are adapted with timm's `adapt_input_conv`.
         pretrained: load the hub's weights.
-        rates: timm's `drop_rate`, of the classifier's input, and of what else timm has in a network, and
-            `drop_path_rate`, the probability that the last residual block is skipped for an image, linearly less in
-            those before (Huang et al. 2016, https://arxiv.org/abs/1603.09382); the network's own where none is given.
+        rates: timm's `drop_rate`, for the classifier's input and other dropout of the network, and `drop_path_rate`,
+            the probability that the last residual block is skipped for an image, linearly lower in earlier blocks
+            (Huang et al. 2016, https://arxiv.org/abs/1603.09382); the network's own by default.
 
     Raises:
         UserError: for an unknown name or tag, or if the pretrained weights are not available.
@@ -134,7 +134,7 @@ def published_config(name: str) -> dict[str, Any]:
     """Return timm's facts about the published weights of a network: their classes, normalization and sizes.
 
     Raises:
-        UserError: for an unknown name or tag, and a network of which no weights are published.
+        UserError: for an unknown name or tag, and a network without published weights.
     """
     check_timm_name(name)
     config: Any = timm.get_pretrained_cfg(name)
@@ -146,18 +146,18 @@ def published_config(name: str) -> dict[str, Any]:
 def adapt_weights(
     timm_name: str, image_size: ImageSize, image_channels: int, tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return a network's tensors for images of a size and channels, from those of others, as timm adapts its own.
+    """Adapt a network's tensors to another image size and number of channels, as timm does.
 
     timm resamples position embeddings, and sums or repeats a stem's weights for another number of channels.
 
     Args:
         timm_name: the network.
         image_size: in pixels.
-        image_channels: of the images.
+        image_channels: channels of the images.
         tensors: its whole state dict for other images, with the head.
 
     Returns:
-        The adapted state dict; `tensors` if they cannot be adapted, because they are of another network.
+        The adapted state dict; `tensors` if they cannot be adapted, because they belong to another network.
     """
     config: Any = timm.get_pretrained_cfg(timm_name)
     try:
@@ -182,7 +182,7 @@ def adapt_weights(
 
 
 def timm_size(timm_name: str | None, image_size: ImageSize) -> int | tuple[int, int] | None:
-    """Return the `img_size` that a network is made for, None of one that timm makes for all sizes."""
+    """Return the `img_size` that a network is made for, None if timm builds it for all sizes."""
     config = timm.get_pretrained_cfg(timm_name) if timm_name else None
     if not (config and config.fixed_input_size):
         return None
@@ -199,7 +199,7 @@ def _options(timm_name: str, image_size: ImageSize, image_channels: int) -> dict
 
 
 def reason_of(error: Exception) -> str:
-    """Return why the hub's client could not give something, without a full stop."""
+    """Return why the hub's client failed, without a full stop."""
     if isinstance(error, LocalEntryNotFoundError):
         return f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and its local cache has none"
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
@@ -207,7 +207,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def offline_where_unreachable() -> Iterator[None]:
-    """Use only the hub's local cache if the hub does not answer: its client would retry for most of a minute."""
+    """Use only the hub's local cache if the hub does not answer, because its client retries for nearly a minute."""
     constants = huggingface_hub.constants
     was_offline = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = was_offline or not _hub_answers()

@@ -29,23 +29,25 @@ def load_weights_file(
     adapt: Callable[[StateDict], StateDict],
     class_names: Sequence[str] = (),
 ) -> list[str]:
-    """Load a safetensors or `weights_only` file into `module`; a head of another kind or classes stays as it is.
+    """Load a safetensors or `weights_only` file into `module`.
+
+    A head of another kind or with other classes is not changed.
 
     Args:
         module: the network to fill, in place.
         path: the file.
-        description: of `module`, see `zerovision.models.build.BuiltModel`.
+        description: describes `module`, see `zerovision.models.build.BuiltModel`.
         heads: names of the classifier's submodules.
-        adapt: returns the same network's tensors for `module`'s image size and channels, from those of another size; or
-            those that it is given, if they do not fit.
-        class_names: of the data; none to take a head of as many classes as it is.
+        adapt: adapts tensors of the same network to `module`'s image size and channels; returns them unchanged if they
+            do not fit.
+        class_names: class names of the data; none to keep a head with the same number of classes.
 
     Returns:
         Messages for the log, one line each.
 
     Raises:
-        UserError: for a missing, broken or unsafe file, one of another model, one that contradicts itself, or one
-            with NaN or infinity.
+        UserError: for a file that is missing, broken, unsafe, contradictory, from another model, or has NaN or
+            infinity.
     """
     expected = module.state_dict()
     tensors, facts, read_notes = read_weights_file(path, expected)
@@ -98,7 +100,7 @@ def check_finite(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
     """Check that no weight is NaN or infinite; reads every value.
 
     Raises:
-        UserError: naming the first tensor that contains NaN or infinity.
+        UserError: with the first tensor that contains NaN or infinity.
     """
     if name := not_finite(tensors):
         raise UserError(
@@ -116,10 +118,10 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
 
     Args:
         path: the file.
-        names: of the network's tensors; a prefix before them in the file is taken off.
+        names: names of the network's tensors; a prefix to them in the file is removed.
 
     Returns:
-        The tensors by name, the facts of a file of ours or {}, and notes about what was taken from one of others.
+        The tensors by name, the metadata of our own files or {}, and notes about what was used from other files.
 
     Raises:
         UserError: for a file that is missing, broken, or would run code.
@@ -158,7 +160,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
 
 
 def _unpickled(path: str) -> object:
-    """Return what `torch.save` wrote, made of tensors and plain values.
+    """Return what `torch.save` wrote, if it consists of tensors and plain values.
 
     timm and torchvision keep their arguments in an `argparse.Namespace`: it has no code that a pickle could use.
     """
@@ -168,7 +170,7 @@ def _unpickled(path: str) -> object:
 
 
 def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> None:
-    """Refuse a file whose list of class names is not as long as its head is wide."""
+    """Raise an error if the number of class names differs from the head's width."""
     if "class_names" not in facts:
         return
     named = len(facts["class_names"])
@@ -186,7 +188,10 @@ def _check_same_network(
     tensors: StateDict,
     left_out: set[str],
 ) -> None:
-    """Refuse tensors that do not fit; `ours` describes the network, `theirs` that of the file if it is of a run."""
+    """Raise an error for tensors that do not fit.
+
+    `ours` describes the network, `theirs` the file's, if it is from a run.
+    """
     model_type = ours.model_type
     missing = [key for key in expected if key not in tensors]
     unexpected = [key for key in tensors if key not in expected]
@@ -206,7 +211,7 @@ def _check_same_network(
 
 
 def _other_strides(theirs: Description, ours: Description) -> list[str]:
-    """Return a note for each layer of the stem whose stride is not that with which one of our files was trained."""
+    """Return a note for each stem layer whose stride differs from the training of our file."""
     there, here = theirs.stem_stride_changed, ours.stem_stride_changed
     notes = []
     for name, (usual, _) in {**there, **here}.items():
@@ -220,7 +225,7 @@ def _other_strides(theirs: Description, ours: Description) -> list[str]:
 
 
 def _other_shapes(expected: StateDict, tensors: StateDict, left_out: set[str]) -> dict[str, list[int]]:
-    """Return the shapes in a file, by name, that are not those of the network."""
+    """Return the shapes in a file, by name, that differ from the network's."""
     return {
         key: list(tensor.shape)
         for key, tensor in tensors.items()
@@ -237,10 +242,10 @@ RAW = ("state_dict", "model", "model_state_dict", "module", "net")
 
 
 def find_state_dict(content: object) -> tuple[StateDict, list[str]] | None:
-    """Return the tensors by name in what a file contains, and a note if they are an average; None if there are none.
+    """Return the tensors by name in a file's content, and a note if they are an average; None if there are none.
 
     Args:
-        content: what `torch.load` returned.
+        content: the result of `torch.load`.
     """
     notes = []
     if isinstance(content, dict):
@@ -256,15 +261,15 @@ def find_state_dict(content: object) -> tuple[StateDict, list[str]] | None:
 
 
 def without_prefix(path: str, tensors: Mapping[str, Any], names: Collection[str]) -> tuple[StateDict, list[str]]:
-    """Return the tensors under the names of a network, and notes about the prefix that they had.
+    """Return the tensors under a network's names, and notes about a removed prefix.
 
-    Wrappers put one before each name (DDP `module.`, torch.compile `_orig_mod.`), and so does a module that contains
-    the network (`model.`, `backbone.`). What is beside it, such as a loss's class weights, is left out and named.
+    Wrappers add a prefix to each name (DDP `module.`, torch.compile `_orig_mod.`), as does a module that contains the
+    network (`model.`, `backbone.`). Other tensors, such as a loss's class weights, are left out and reported.
 
     Args:
-        path: of the file, for the error.
-        tensors: of the file.
-        names: of the network's tensors.
+        path: path to the file, for the error.
+        tensors: tensors of the file.
+        names: names of the network's tensors.
 
     Raises:
         UserError: if the file contains several such networks.

@@ -1,7 +1,7 @@
-"""The metadata of a weights file: read in this one place, and checked before anything is built from it.
+"""The metadata of a weights file, read only here, and checked before anything is built from it.
 
-A file may come from anywhere and contain anything. What `read_facts` returns has the right types, is bounded, and has
-no other keys than those asked for; `zerovision.models.build.tensor_mismatch` checks whether it fits the file's tensors.
+A file may come from anywhere and contain anything. The result of `read_facts` has the right types, bounded size, and
+only the expected keys; `zerovision.models.build.tensor_mismatch` checks whether it fits the file's tensors.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class WrongMetadata(ValueError):
 
 
 class _Section:
-    """A part of the metadata, which checks itself; what `LEFT_OUT` names stands in a file only if it is unusual."""
+    """A part of the metadata, which checks itself; fields in `LEFT_OUT` are in a file only if they are unusual."""
 
     @classmethod
     def from_dict(cls, value: Any) -> Self:
-        """Return what `to_dict` returned, from JSON; other keys are passed over.
+        """Return the object from the JSON of `to_dict`; other keys are ignored.
 
         Raises:
             WrongMetadata: if a value is missing, has the wrong type, or is out of bounds.
@@ -65,17 +65,17 @@ class _Section:
 
 @dataclass(frozen=True)
 class Description(_Section):
-    """What a network is: enough for `zerovision.models.build.rebuild_model`.
+    """The description of a network for `zerovision.models.build.rebuild_model`.
 
     Attributes:
         model_type: A name of `MODELS`, or `timm:<name>`.
-        timm_name: The network's name in timm; None of ours, and of an ensemble.
+        timm_name: The network's name in timm; None for ours, and for an ensemble.
         num_classes: Width of the head.
-        image_size: Of the images, in pixels.
-        members: Model names of an ensemble's.
+        image_size: Size of the images, in pixels.
+        members: Model names of an ensemble's members.
         stem_stride_changed: [old, new] by the name of the convolution.
-        image_channels: Of the images.
-        embedding: Width of a projection in the place of the classifier; 0 for a classifier.
+        image_channels: Channels of the images.
+        embedding: Width of a projection instead of a classifier; 0 for a classifier.
     """
 
     model_type: str
@@ -108,18 +108,18 @@ class Description(_Section):
 
 @dataclass(frozen=True)
 class Preprocessing(_Section):
-    """How an image becomes the input of a network: decoded, resized, cropped or padded, and normalised.
+    """How an image becomes a network's input: decoded, resized, cropped or padded, and normalized.
 
     Attributes:
-        image_size: What the network sees, in pixels.
-        resize_size: The image is resized to cover it, a square one with its shorter side, and the centre is cropped;
-            None: it is resized to `image_size`.
-        mean: Per channel, of values in 0..1.
-        std: As `mean`.
-        interpolation: A name of torchvision's `InterpolationMode`.
-        fit: "pad" if the image keeps its shape between bars of the mean's colour, else "".
-        values: Type of the numbers, one of `VALUE_TYPES`; whole ones are scaled as torchvision's `ToDtype` does it.
-        decode: "exact" or "numbers" if files are not shrunk while they are decoded, else "".
+        image_size: Size of the network's input, in pixels.
+        resize_size: Size that the resized image covers (for a number, its shorter side) before the centre crop; None to
+            resize to `image_size`.
+        mean: Mean per channel of values in 0..1.
+        std: See `mean`.
+        interpolation: A name in torchvision's `InterpolationMode`.
+        fit: "pad" if the image keeps its shape between bars of the mean color, else "".
+        values: Type of the numbers, one of `VALUE_TYPES`; integers are scaled as in torchvision's `ToDtype`.
+        decode: "exact" or "numbers" if files are not shrunk while decoding, else "".
     """
 
     image_size: ImageSize
@@ -153,21 +153,21 @@ class Preprocessing(_Section):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Height and width of what the network sees, in pixels."""
+        """Height and width of the network's input, in pixels."""
         return sides(self.image_size)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of what the network sees."""
+        """Channels, height and width of the network's input."""
         return self.channels, *self.sides
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether the network takes numbers that no picture has."""
+        """Whether the network takes values that no picture has."""
         return self.values != BYTES or self.channels not in PICTURE_CHANNELS
 
     def at_size(self, size: ImageSize) -> Preprocessing:
-        """Return that of square images of another size, of which as much is seen."""
+        """Return the preprocessing for square images of another size, with the same visible share."""
         resize_size = self.resize_size and int(size) * int(self.resize_size) // int(self.image_size)
         return replace(self, image_size=size, resize_size=resize_size)
 
@@ -187,10 +187,10 @@ def open_weights(path: str | os.PathLike[str]) -> safe_open:
 
 
 def read_facts(reader: safe_open) -> dict[str, Any]:
-    """Return description, class_names, preprocessing and extra of an open file; {} of one that is not ours.
+    """Return description, class_names, preprocessing and extra of an open file; {} if it is not ours.
 
     Raises:
-        WrongMetadata: if they are not what `zerovision.training.checkpoint.weights.save_weights` writes.
+        WrongMetadata: if they are not in the form that `zerovision.training.checkpoint.weights.save_weights` writes.
     """
     text = (reader.metadata() or {}).get(METADATA_KEY)
     if text is None:
@@ -252,7 +252,7 @@ def _check_size(name: str, value: Any, largest: int) -> None:
 
 
 def _check_names(name: str, values: Iterable[Any]) -> None:
-    """Check texts that can be printed and written: of bounded length, without halves of characters."""
+    """Check that texts can be printed and written: bounded length, no unpaired surrogates."""
     for value in values:
         is_text = isinstance(value, str) and len(value) <= LONGEST_NAME
         _check(is_text, name, value, f"text of at most {LONGEST_NAME} letters")

@@ -1,4 +1,4 @@
-"""Convolutions that see their whole input at once, as VGG's first classifier layer does: products of matrices."""
+"""Convolutions over their whole input, such as VGG's first classifier layer, as matrix products."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 class WholeInputConv2d(nn.Conv2d):
-    """A convolution that is computed as a product of matrices if its kernel is as large as its input.
+    """A convolution that is computed as a matrix product if its kernel is as large as its input.
 
-    On a CPU the convolution's own kernels take four times as long then: VGG16's has 103 million weights.
+    On a CPU the convolution's own kernels then take four times as long; VGG16's has 103 million weights.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

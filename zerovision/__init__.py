@@ -1,4 +1,4 @@
-"""Trains image classifiers from one laptop core to many GPUs with one line."""
+"""Trains image classifiers with one command, on anything from a laptop core to many GPUs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The command `zerovision`: a verb, and the words for it.
+"""The command `zerovision`: a subcommand and its arguments.
 
-Importing this module imports the standard library alone.
+Importing this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS_OF_ONE_MACHINE = 5  # of `launch`, before its flags
 
 
 def main() -> int:
-    """Run the verb of the command line; return its exit code."""
+    """Run the subcommand that the command line names; return its exit code."""
     verb, *words = sys.argv[1:] or ["--help"]
     if verb in ("-h", "--help", "help"):
         listing = "\n".join(f"  {name:9} {what}" for name, what in VERBS.items())
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _print(text: str) -> None:
-    """Print to somebody who may stop reading, such as `head`."""
+    """Print to a reader that may stop early, such as `head`."""
     from zerovision.training.base.lasting_output import report_failed_output
 
     report_failed_output(is_product=False)
@@ -67,7 +67,7 @@ def _print(text: str) -> None:
 
 
 def _launch(words: list[str]) -> int:
-    """Hand over to the launcher of one machine or of several."""
+    """Run the launcher for one machine or for several."""
     leading = next((count for count, word in enumerate(words) if word.startswith("-")), len(words))
     script = "launch_multi_node" if leading > WORDS_OF_ONE_MACHINE else "launch_distributed"
     if not words or ({"-h", "--help"} & {*words} and words[-2:] != ["--help", "all"]):

@@ -1,4 +1,4 @@
-"""The table of the commands that a person types: scripts of a checkout, or `python -m zerovision.commands NAME`."""
+"""The table of commands for users: scripts in a checkout, or `python -m zerovision.commands NAME`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zerovision.training.config.command_line import run_script
 
 
 class Command(NamedTuple):
-    """One line of `COMMANDS`; what it names is imported when it is used.
+    """One line of `COMMANDS`; the functions are imported when they are used.
 
     Attributes:
-        read: from the words of the command line to the settings.
-        act: from the settings to the exit code.
-        writes_product: as of `run_script`.
+        read: turns the command line into settings.
+        act: acts on the settings and returns the exit code.
+        writes_product: see `run_script`.
         may_have_ranks: whether a launcher may start it once per rank.
     """
 
@@ -30,7 +30,7 @@ class Command(NamedTuple):
         return pkgutil.resolve_name(self.read)(words)
 
     def run(self, settings: Any) -> int:
-        """Do what the command is for; return the exit code."""
+        """Run the command; return the exit code."""
         if hasattr(settings, "look"):
             settings.look()  # before the slow imports
         return pkgutil.resolve_name(self.act)(settings)
@@ -62,7 +62,7 @@ def run_command(name: str, verb: str = "") -> int:
 
 
 def main(name: str, verb: str = "") -> int:
-    """Run the command line as a command; one that may have ranks leaves with its exit code."""
+    """Run the command line as a command; a command that may have ranks exits with its exit code."""
     exit_code = run_command(name, verb)
     if COMMANDS[name].may_have_ranks:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a notebook or a script uses: `zerovision.train`, `evaluate` and `predict`, and what these return."""
+"""The Python interface: `zerovision.train`, `evaluate` and `predict`, and what they return."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Evaluation:
     Attributes:
         top1: share of the images whose label is the most probable class, in 0..1.
         macro_f1: mean F1 of the classes.
-        loss: mean, in nats.
-        samples: images.
-        scores: all that scores.json contains, see the documentation.
+        loss: mean loss in nats.
+        samples: number of images.
+        scores: the content of scores.json, see the documentation.
     """
 
     top1: float
@@ -53,7 +53,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, scores: Mapping[str, Any]) -> Evaluation:
-        """Return what is in scores.json."""
+        """Return the evaluation with the content of scores.json."""
         return cls(scores["top1"], scores["macro"]["f1"], scores["loss"], scores["samples"], scores)
 
     def __getitem__(self, name: str) -> Any:
@@ -88,11 +88,12 @@ class Result:
     """A training that has ended.
 
     Attributes:
-        folder: of the run.
-        exit_code: 0, or 128 and the number of a signal that stopped it: the same call with `resume="auto"` goes on.
+        folder: the run's folder.
+        exit_code: 0, or 128 plus the number of the signal that stopped it: the same call with `resume="auto"` continues
+            it.
         config: its settings.
-        evaluation: of the best epoch on the validation images; None if it was stopped before the first.
-        choices: what was chosen, by setting: the value and the reason; empty for a run that went on.
+        evaluation: evaluation of the best epoch on the validation images; None if it was stopped before the first.
+        choices: by setting, the value that was chosen and the reason; empty for a resumed run.
     """
 
     folder: Path
@@ -129,15 +130,15 @@ def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **sett
 
     Args:
         data: what `--data` takes, such as a folder of photographs.
-        gpus: ranks on this machine, a GPU each (CPU ranks if it has none), started by the launcher; None to train in
-            this process, on one GPU if there is one.
+        gpus: number of ranks on this machine, one GPU each (CPU ranks if it has none), started by the launcher; None to
+            train in this process, on one GPU if there is one.
         effort: how much to spend: "seconds", "minutes", "hours" or "best"; by default "minutes", or what the setting
             `minutes` allows.
         settings: the flags, with `_` for `-`: `epochs=5`, `model_type="resnet18"`; each overrides a choice. Paths may
-            be `Path`, and of several plug-ins a list.
+            be `Path` objects, and several plug-ins a list.
 
     Returns:
-        What the training has left; also if SIGTERM or SIGUSR1 stopped it.
+        The result of the training, even if SIGTERM or SIGUSR1 stopped it.
 
     Raises:
         UserError: for a setting that is wrong or unknown, and for data that cannot be used.
@@ -166,12 +167,12 @@ def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **sett
 
 
 def evaluate(model: str | Path, data: str | Path = "", **options: Any) -> Evaluation:
-    """Evaluate a trained model, see `zerovision.delivery.evaluate.evaluate`."""
+    """Evaluate a trained model; see `zerovision.delivery.evaluate.evaluate`."""
     return Evaluation.of(evaluation.evaluate(model, data, **options))
 
 
 def predict(model: str | Path, images: str | Path | Iterable[str | Path], **options: Any) -> Predictions:
-    """Label images, see `zerovision.delivery.predict.predict`, which yields predictions of any number of images."""
+    """Label images; see `zerovision.delivery.predict.predict`, which yields predictions for any number of images."""
     return Predictions(prediction.predict(model, images, **options))
 
 

@@ -1,4 +1,4 @@
-"""`train DATA`: chooses what is not given, says why, starts the launcher, and says what comes next."""
+"""`train DATA`: chooses the missing settings with reasons, starts the launcher, and prints the next commands."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from zerovision.training.world.gpus import usable_gpus
 class TrainSettings:
     """Trains a classifier on photographs. It chooses every setting that you leave out, and says why.
 
-    python scripts/train.py ~/photos                       # a folder of images for each class
+    python scripts/train.py ~/photos                       # one folder of images per class
     python scripts/train.py ~/photos --minutes 20          # no longer than that
     python scripts/train.py labels.csv --effort hours      # a larger network
     python scripts/train.py ~/photos --epochs 30 --model-type timm:resnet50
 
-    DATA is whatever the trainer's --data takes: a folder, a table, tar or Parquet files, hf:ORG/NAME, digits. All flags
-    of the trainer and of bash scripts/launch_distributed.sh are taken as well; each one that you give overrides a
-    choice. bash scripts/launch_distributed.sh --help all lists them.
+    DATA is whatever the trainer's --data takes: a folder, a table, tar or Parquet files, hf:ORG/NAME, digits. You can
+    add any flag of the trainer and of bash scripts/launch_distributed.sh; each one overrides a choice. bash
+    scripts/launch_distributed.sh --help all lists them.
     """
 
     given: Mapping[str, Any]  # of `TrainConfig`
@@ -93,11 +93,11 @@ def run(settings: TrainSettings) -> int:
 
 
 def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
-    """Return how good the model of a run is, its weakest class, and the commands that come next.
+    """Return the scores of a run's model, its weakest class, and the next commands.
 
     Args:
-        folder: of the run.
-        has_numbers: whether its images are not of 8 bits, so that no export contains their preprocessing.
+        folder: the run's folder.
+        has_numbers: whether its images are not 8-bit, so that no export can contain their preprocessing.
     """
     from zerovision.delivery.intervals import interval_of
     from zerovision.training.observe.evaluation import read_scores
@@ -128,7 +128,7 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
 
 
 def _name_for_commands(folder: RunFolder) -> str:
-    """Return the name of a run if a command finds the run by it, else the path of its folder."""
+    """Return a run's name if commands find the run by it, else the path to its folder."""
     from zerovision.delivery.trained_model import find_run
 
     with contextlib.suppress(UserError):

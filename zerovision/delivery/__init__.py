@@ -1,1 +1,1 @@
-"""What turns a finished run into something used."""
+"""Evaluates, exports, serves and publishes trained models, and reports on runs."""

@@ -1,6 +1,6 @@
-"""Which parts of an image counted: Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391), of transformers the rollout.
+"""Which parts of an image led to a class: Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391) or attention rollout.
 
-Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928) says what a vision transformer looks at, whatever the class.
+Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928) shows what a vision transformer attends to, for any class.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ DARKEST = 0.25  # share of its brightness that a part of the image keeps which d
 
 
 def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return how much each place of each image spoke for a class, and 1 for the place that did most.
+    """Return how much each position of each image contributed to a class, relative to the largest contribution (1).
 
-    Grad-CAM, equation 1 and 2 of the paper, for the last feature map of more than one place; of a vision transformer
-    the attention rollout, or, if its attention is of another kind, Grad-CAM for the patches that go into its last
-    block, because the class token alone comes out of that; the mean of an ensemble's members. 0 everywhere for an image
-    in which nothing spoke for the class.
+    This is Grad-CAM, equations 1 and 2 of the paper, on the last feature map with more than one position. For a vision
+    transformer it is the attention rollout, or, with another kind of attention, Grad-CAM on the patches that enter the
+    last block, which outputs only the class token. For an ensemble it is the mean over the members. An image in which
+    nothing contributed to the class gets 0 everywhere.
 
     Args:
         network: float32 [B, C, H, W] to logits [B, classes], in evaluation mode.
         images: float32 [B, C, H, W], as the network takes them.
-        classes: int64 [B], the class of each image that is asked about.
+        classes: int64 [B], the class to explain for each image.
 
     Returns:
         float32 [B, H, W] in 0..1.
@@ -53,12 +53,12 @@ def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Ten
 
 
 def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: Preprocessing) -> Image.Image:
-    """Return an image as the network saw it, darker where it spoke less.
+    """Return an image as the network saw it, darker where it contributed less.
 
     Args:
         image: float32 [C, H, W], normalized.
         importance: float32 [H, W] in 0..1.
-        preprocessing: that of the network, of bytes.
+        preprocessing: the network's, for 8-bit images.
     """
     shown = viewable(unnormalized(image, preprocessing).clamp(0, 1)) * (DARKEST + (1 - DARKEST) * importance)
     pixels = (255 * shown).round().byte().expand(3, -1, -1)
@@ -66,13 +66,13 @@ def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: Pre
 
 
 def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | None:
-    """Return what makes `picture_of` of images [C, H, W] as their source has them, and of a class of each.
+    """Return a function that makes `picture_of` from raw images [C, H, W] and one class per image.
 
-    None for images of other numbers than bytes, which have no picture.
+    Return None for images that are not 8-bit, which have no picture.
 
     Args:
-        network: as of `activation_maps`.
-        preprocessing: as of `picture_of`.
+        network: see `activation_maps`.
+        preprocessing: see `picture_of`.
     """
     if preprocessing.values != BYTES:
         return None
@@ -89,10 +89,10 @@ def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | Non
 
 @torch.no_grad()
 def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
-    """Return float32 [B, h, w] with a largest value of 1; None for a network that is no vision transformer.
+    """Return float32 [B, h, w] with a largest value of 1; None if the network is not a vision transformer.
 
-    Section 3 of the paper: the product of all blocks' attention, the mean of the heads and, for the residual
-    connection, half of it the identity; of that the class token's row, or the mean row if the patches are averaged.
+    Section 3 of the paper: the product over all blocks of the attention, averaged over the heads and, for the residual
+    connection, with the identity. The result is the class token's row, or the mean row if the patches are averaged.
     """
     layers: list[Any] = [getattr(block, "attn", None) for block in getattr(network, "blocks", ())]
     if not layers or not all(hasattr(layer, "fused_attn") and hasattr(layer, "attn_drop") for layer in layers):
@@ -140,7 +140,7 @@ def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -
 
 @contextlib.contextmanager
 def _last_features(network: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collect the feature maps of the next forward pass, the last one last: tokens, if the network's blocks have them.
+    """Collect the feature maps of the next forward pass in order, or tokens if the network's blocks have them.
 
     Yields:
         Tensors [B, C, h, w], or [B, h, w, C] as `output_fmt` has it; or one tensor of tokens [B, N, C].
@@ -174,7 +174,7 @@ def _spatial(network: nn.Module, features: torch.Tensor) -> torch.Size:
 
 
 def _as_map(network: nn.Module, features: torch.Tensor) -> torch.Tensor:
-    """Return features as [B, C, h, w]; tokens without those of no patch, in the patches' grid."""
+    """Return features as [B, C, h, w]: tokens of patches, arranged in the patches' grid."""
     if features.ndim == 4:
         return features.permute(0, 3, 1, 2) if getattr(network, "output_fmt", "NCHW") == "NHWC" else features
     patches = features[:, getattr(network, "num_prefix_tokens", 0) :].transpose(1, 2)

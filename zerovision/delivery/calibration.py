@@ -1,4 +1,4 @@
-"""Which views of an image are averaged, and the file of a calibration beside its weights; without torch, for pages."""
+"""The views of an image to average, and the calibration file beside the weights; without torch, for pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Views(NamedTuple):
     """Which views of each image are averaged.
 
     Attributes:
-        flip: whether each view is mirrored too, and both count half.
+        flip: whether each view is also mirrored; both then count half.
         shift_pixels: 0, or how far two more views are moved, one up and to the left, one down and to the right, with
             reflected edges; each counts a quarter, the image itself half (Jordan 2024,
             https://arxiv.org/abs/2404.00498, section 3.5).
@@ -42,13 +42,13 @@ PLAIN = Views()
 
 
 class Calibration(NamedTuple):
-    """How a model's logits become probabilities, and from which one on they count.
+    """How a model's logits become probabilities, and the threshold below which an image is rejected.
 
     Attributes:
-        temperature: by which logits are divided.
-        threshold: images whose highest probability is below it are of none of the classes.
-        views: whose probabilities were averaged.
-        facts: all that the file says: what it is of, and what `rejection_scores` found there.
+        temperature: number by which logits are divided.
+        threshold: images whose highest probability is below it belong to none of the classes.
+        views: views whose probabilities were averaged.
+        facts: the whole content of the file: what it belongs to, and what `rejection_scores` found.
     """
 
     temperature: float
@@ -58,12 +58,12 @@ class Calibration(NamedTuple):
 
 
 def calibration_file(weights: Path) -> Path:
-    """Return the file of the calibration of a weights' file."""
+    """Return the calibration file of a weights file."""
     return weights.with_suffix(".calibration.json")
 
 
 def read_calibration(weights: Path) -> Calibration | None:
-    """Return the calibration of a weights' file, None if it has none; that of weights before these is none.
+    """Return the calibration of a weights file, or None; one that belongs to older weights does not count.
 
     Raises:
         UserError: if the file is damaged.

@@ -1,4 +1,4 @@
-"""What a run leaves for people when it ends: the evaluation in full, the model card, and the report of it."""
+"""Writes what a run leaves when it ends: the full evaluation, the model card, and the report."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zerovision.training.observe.evaluation import read_scores
 
 
 def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: bool, with_report: bool) -> list[str]:
-    """Write the files about the best epoch so far; nothing that goes wrong here may spoil a run that went well.
+    """Write the files about the best epoch so far; a failure here must not spoil a run that succeeded.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         sources: the images of each part: "val", and "test" if there is one.
-        with_card: whether to write the model card: of a run that has finished, no other.
+        with_card: whether to write the model card, which only finished runs get.
         with_report: whether to write the report too.
 
     Returns:

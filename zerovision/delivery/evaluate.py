@@ -1,4 +1,4 @@
-"""Evaluates a trained model: exact scores of every image, and the files of them; on one process or on all ranks."""
+"""Evaluates a trained model exactly, in one process or on all ranks, and writes the files of the evaluation."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ SCORES_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
 def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False, **options: Any) -> dict[str, Any]:
     """Evaluate a trained model, write the files of the evaluation, and return what scores.json contains.
 
-    Started by a launcher this is a collective, whose result every rank returns. Otherwise one process evaluates, and
-    its signal handlers, environment, random generators and PyTorch's settings are left as they were.
+    Under a launcher this is a collective, and every rank returns the result. Otherwise one process evaluates, and keeps
+    its signal handlers, environment, random generators and PyTorch settings.
 
     Args:
         model: a run's name or folder, or a safetensors file.
@@ -65,9 +65,9 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
         options: the other fields of `EvaluateSettings`; `output=None`: no files are written.
 
     Returns:
-        The keys of `evaluation.describe_scores`, and epoch, data, split and precision; with `flip`
-        or `shift_pixels` also "views": both, and top1, top5 and loss of the mean probabilities; of a calibrated model
-        also "rejection", see `zerovision.delivery.fit_calibration.rejection_scores`.
+        The keys of `evaluation.describe_scores`, and epoch, data, split and precision; with `flip` or `shift_pixels`
+            also "views": both settings, and top1, top5 and loss of the mean probabilities; for a calibrated model also
+            "rejection", see `zerovision.delivery.fit_calibration.rejection_scores`.
 
     Raises:
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
@@ -103,19 +103,19 @@ def run(settings: EvaluateSettings) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated, the same on every rank.
+    """What to evaluate, the same on every rank.
 
     Attributes:
         module: the network, on the rank's device, in evaluation mode.
-        metadata: of its weights.
-        data: the images and the model's number of each of their classes.
+        metadata: the metadata of its weights.
+        data: the images, and the model's index of each of their classes.
         world: the ranks, which share the images.
         settings: what is asked for.
-        precision: of the forward passes.
-        views: what to average of each image, too.
-        keeps_probabilities: as `SampleRecorder`.
+        precision: precision of the forward passes.
+        views: the views of each image to average as well.
+        keeps_probabilities: see `SampleRecorder`.
         calibrator: gets the logits of the images that the model was not trained on; None for none.
-        folder: of the files; None for none.
+        folder: folder of the files; None for none.
     """
 
     module: nn.Module
@@ -137,7 +137,7 @@ def _prepare(
     views: Views,
     world: World,
 ) -> Evaluation:
-    """Load the images, and find out what is to be done with them; a collective."""
+    """Load the images, and determine what to do with them; a collective."""
     module, metadata = network
     config, known = agreed(lambda: (model.config(), run_data(model)), world)
     data = agreed(lambda: load_evaluation_data(metadata, config, settings, known), world)
@@ -180,9 +180,9 @@ class Result(NamedTuple):
     """The scores of an evaluation.
 
     Attributes:
-        plain: of the images that the model was not trained on; of all of them, if it was trained on all.
+        plain: scores of the images that the model was not trained on; of all of them, if it was trained on all.
         views: of the mean of several views of these; None without.
-        trained_on: of the images that the model was trained on; None if there are none, or it is not known.
+        trained_on: scores of the images that the model was trained on; None if there are none, or it is not known.
     """
 
     plain: Scores
@@ -191,14 +191,14 @@ class Result(NamedTuple):
 
 
 def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
-    """Return the exact scores of every image, each counted once, apart for those that were trained on; a collective.
+    """Return the exact scores, each image counted once, trained images separately; a collective.
 
     Args:
         evaluation: what is evaluated.
         verbose: whether to show a progress bar on a terminal.
 
     Raises:
-        UserError: on all ranks, if an image on any rank cannot be read, or more of them than may be skipped.
+        UserError: on all ranks, if an image on any rank cannot be read, or more images than may be skipped.
     """
     data, world, views = evaluation.data, evaluation.world, evaluation.views
     dataset, device = data.datasets.val, world.device
@@ -259,10 +259,10 @@ def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:
 def _output_folder(
     output: str | Path | None, model: TrainedModel, config: TrainConfig | None, data: EvaluationData
 ) -> Path | None:
-    """Return the folder of the files; by default the run's own evaluation, or another one beside it.
+    """Return the folder for the files; by default the run's own evaluation, or another one beside it.
 
     Raises:
-        UserError: if it is the current one, which would be gone for the shell in it.
+        UserError: if it is the current folder, which would be replaced.
     """
     if output is None:
         return None
@@ -300,7 +300,7 @@ def _write(evaluation: Evaluation, scores: dict[str, Any]) -> None:
 
 
 def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> None:
-    """Print the scores and the classes, of many those with the lowest F1."""
+    """Print the scores and the classes; of many classes, those with the lowest F1."""
     console = open_console()
     for note in notes:
         console.print(f"note: {printable(note)}", soft_wrap=True)

@@ -36,10 +36,11 @@ class EvaluationData:
 
     Attributes:
         datasets: the images to evaluate are its `val`.
-        data: what was asked for, such as "digits", or the full path of a folder; of the run's own what it was given.
+        data: what was asked for, such as "digits", or the full path of a folder; for the run's own data, as the run was
+            given it.
         split: "val", "test", "train" or "all".
-        label_map: int64 [labels of the data], the model's number of each class; of several labels, of each set.
-        task: of judging them.
+        label_map: int64 [labels of the data], the model's index of each class, or of each set with several labels.
+        task: the task that scores them.
         is_own: whether the run was trained on it.
         trained_images: the images that the run was trained on, if the data may contain some of them.
         notes: lines for the user.
@@ -57,11 +58,11 @@ class EvaluationData:
 
 @dataclass(frozen=True)
 class RunData:
-    """What is known of the data of a run.
+    """What is known about a run's data.
 
     Attributes:
-        fingerprint: as of `DatasetPair`; '' if it is not known.
-        folder: full path of the folder; '' if it is none, or not known.
+        fingerprint: see `DatasetPair`; '' if unknown.
+        folder: full path of the folder; '' if the data is not a folder, or unknown.
         images: the list in the run's folder, empty if there is none.
     """
 
@@ -71,7 +72,7 @@ class RunData:
 
 
 def run_data(model: TrainedModel) -> RunData:
-    """Return what is known of the data that a model was trained on.
+    """Return what is known about the data that a model was trained on.
 
     Raises:
         UserError: if the list of images is damaged.
@@ -89,16 +90,16 @@ def run_data(model: TrainedModel) -> RunData:
 def load_evaluation_data(
     metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluateSettings | ExportSettings, known: RunData
 ) -> EvaluationData:
-    """Load the images that the user, or else the run, names.
+    """Load the images that the user names, or else those of the run.
 
     Args:
         metadata: what `zerovision.training.checkpoint.weights.load_model` returned.
         config: the run's configuration, None if it is not known.
         choice: what the user asks for.
-        known: of the run's data.
+        known: what is known about the run's data.
 
     Raises:
-        UserError: if there is no such data, its classes are not the model's, or the run's path leads elsewhere now.
+        UserError: if there is no such data, its classes are not the model's, or the run's path now leads elsewhere.
     """
     if not choice.data and config is None:
         raise UserError("these weights lie outside a run, so their data is not known: give --data.")
@@ -138,7 +139,7 @@ def load_evaluation_data(
 
 
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
-    """Return why the data of the run is not known, or not the one that is here."""
+    """Return why the run's data is unknown, or is not the data found here."""
     if not os.path.exists(os.path.expanduser(data)):
         return f"'{data}', which the run was trained on, is not here: give --data, with its full path."
     place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"
@@ -147,7 +148,7 @@ def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> s
 
 
 def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], DatasetPair]) -> bool:
-    """Return whether data is the run's, by its name; a folder by its path, or by its files if that is relative."""
+    """Return whether the data is the run's: by name; for a folder by path, or by files if the path is relative."""
     if not trained_on or not find_dataset(data).is_path:
         return data == trained_on
     path, own = (Path(os.path.expanduser(name)) for name in (data, known.folder or trained_on))
@@ -160,9 +161,9 @@ def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], Da
 
 
 def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is_own: bool) -> str:
-    """Return what "auto" means: what was held out; of data that was not trained on all images, if it has no parts.
+    """Return what "auto" means: the held-out part, or all images of other data without parts.
 
-    If that has no validation part, but a test part, the test part.
+    Data with a test part but no validation part gives the test part.
 
     Raises:
         UserError: if the data has no such part.
@@ -200,12 +201,12 @@ def _data_options(preprocessing: Preprocessing, config: TrainConfig, choice: Ima
 
 
 def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preprocessing | None) -> DataOptions:
-    """Return the options of data that is looked at as a whole, divided as a run divides it.
+    """Return the options to load all parts of the data, divided as a run divides it.
 
     Args:
-        config: of the run, or the default.
-        choice: of the data.
-        seen_as: the preprocessing of a model that will look at it, if one will.
+        config: settings of the run, or the default.
+        choice: the choice of data.
+        seen_as: the preprocessing of the model that will see it, if there is one.
     """
     if seen_as is not None:
         return dataclasses.replace(_data_options(seen_as, config, choice, choice.data), task=config.task)
@@ -217,7 +218,7 @@ def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preproces
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:
-    """Return the model's number of each class of the data.
+    """Return the model's index of each class of the data.
 
     Raises:
         UserError: if the data has a class that the model does not know, or lacks one (unless allowed).

@@ -38,10 +38,10 @@ def write_evaluation(
     """Write all files of an evaluation; a failure leaves the folder as it was.
 
     Args:
-        folder: where they go; what an earlier evaluation left there is replaced.
-        facts: of `describe_scores`; more keys may stand beside its own.
-        read_image: from a sample's position to its image, uint8 or float32 [C, H, W].
-        explain: shows what counted in images; None if nothing can.
+        folder: where they go; the files of an earlier evaluation are replaced.
+        facts: of `describe_scores`; it may have more keys.
+        read_image: returns the image at a position, uint8 or float32 [C, H, W].
+        explain: shows what led to the class; None if that is not possible.
     """
     class_names = [one["name"] for one in facts["classes"]]
     check_replaceable(folder)
@@ -61,7 +61,7 @@ def write_evaluation(
 def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
     """Return an image [C, H, W] that fits into a square of `side` pixels; small ones keep their pixels.
 
-    Of float32, the smallest value is black and the largest white.
+    In float32 images, the smallest value is black and the largest white.
     """
     image = viewable(image)
     if image.is_floating_point():
@@ -76,7 +76,7 @@ def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
 
 
 def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
-    """Write every pair of classes, or if there are too many classes for that, the pairs that occur."""
+    """Write every pair of classes, or only the pairs that occur if there are too many classes."""
     if len(class_names) > LARGEST_MATRIX:
         named = ([class_names[true], class_names[predicted], count] for true, predicted, count in cells)
         write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)
@@ -114,7 +114,7 @@ def _write_worst(
 def _write_reasons(
     folder: Path, facts: dict[str, Any], read_image: Callable[[int], torch.Tensor], explain: Explain
 ) -> None:
-    """Write beside pictures what counted for the predicted class, until the time for it is over."""
+    """Write what led to the predicted class beside each picture, until the time for it is up."""
     end = time.monotonic() + MOST_SECONDS_OF_REASONS
     samples = [(kind, number, one) for kind in (WORST, TYPICAL) for number, one in enumerate(facts[kind])]
     for start in range(0, len(samples), IMAGES_AT_A_TIME):

@@ -1,7 +1,7 @@
-"""Calibrates a trained model's probabilities, and finds the one below which an image is of none of its classes.
+"""Calibrates a trained model's probabilities, and finds the threshold below which an image is rejected.
 
 Temperature scaling: the logits are divided by one number that gives validation images the smallest loss (Guo et al.
-2017, arXiv:1706.04599, section 4.2). It changes no prediction, only how sure the model is of it.
+2017, arXiv:1706.04599, section 4.2). This changes no prediction, only its confidence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOLERANCE = 1e-6  # of the logarithm of the temperature
 
 
 def read_reject(given: str) -> tuple[float, bool]:
-    """Return the number of a value of `--reject`, and whether it is a threshold in place of an accuracy.
+    """Return the number in a value of `--reject`, and whether it is a threshold instead of an accuracy.
 
     Raises:
         UserError: if it is neither.
@@ -50,13 +50,13 @@ def read_reject(given: str) -> tuple[float, bool]:
 
 
 class Calibrator:
-    """Keeps the logits of an evaluation, for a new calibration or by the one that there is.
+    """Keeps the logits of an evaluation, to fit a new calibration or to apply the existing one.
 
     Args:
         weights: the file that is evaluated.
         reject: what the user asked for; empty to use `known`.
-        views: what is averaged of each image.
-        known: the calibration that there is.
+        views: the views of each image that are averaged.
+        known: the existing calibration.
     """
 
     def __init__(self, weights: Path, reject: str, views: Views, known: Calibration | None) -> None:
@@ -65,10 +65,10 @@ class Calibrator:
         self._batches: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:
-        """Add one batch: as `SampleRecorder.add`.
+        """Add one batch; see `SampleRecorder.add`.
 
         Raises:
-            UserError: if the logits are more than a rank may keep.
+            UserError: if there are more logits than a rank may keep.
         """
         self._batches.append((logits.float(), labels, weights, indices))
         if 4 * logits.numel() * len(self._batches) > MOST_PROBABILITY_BYTES:
@@ -79,9 +79,9 @@ class Calibrator:
         """Write a new calibration, and return `rejection_scores` of these images; a collective.
 
         Args:
-            before: the scores of the probabilities as they are.
-            data: what the images are.
-            split: the part of them.
+            before: the scores of the uncalibrated probabilities.
+            data: the name of the images.
+            split: their part.
             num_classes: C.
             world: the ranks.
 
@@ -116,13 +116,14 @@ class Calibrator:
 
 
 def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
-    """Return the temperature of the smallest loss, the same on any number of ranks; 1 if no image is wrong.
+    """Return the temperature with the smallest loss, the same on any number of ranks; 1 if no image is wrong.
 
-    The loss is convex in 1 / temperature, so there is one minimum; a network that is worse than chance has the highest.
+    The loss is convex in 1 / temperature, so there is one minimum; a network that is worse than chance gets the highest
+    temperature.
     """
 
     def slope(logarithm: float) -> float:
-        """Return the derivative of the summed loss by 1 / temperature: expected logit less that of the true class."""
+        """Return the derivative of the summed loss by 1 / temperature: the expected logit minus the true class's."""
         inverse = math.exp(-logarithm)
         total = torch.zeros(1, dtype=torch.float64, device=world.device)
         for logits, labels, weights, _ in batches:
@@ -141,7 +142,7 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
 
 
 def threshold_of(details: SampleScores, reject: str) -> float:
-    """Return the threshold that a value of `--reject` gives: the lowest with the accuracy, half-way to what it rejects.
+    """Return the lowest threshold with the accuracy of `--reject`, half-way to the nearest rejected image.
 
     Raises:
         UserError: if no threshold has that accuracy.
@@ -162,11 +163,11 @@ def threshold_of(details: SampleScores, reject: str) -> float:
 
 
 def rejection_scores(scores: Scores, temperature: float, threshold: float) -> dict[str, Any]:
-    """Return what is told of calibrated probabilities and a threshold: shares in 0..1, the loss in nats.
+    """Return the scores of calibrated probabilities and a threshold: shares in 0..1, the loss in nats.
 
     Returns:
-        temperature, threshold, loss, ece, coverage (the share of the images that are not rejected), and accuracy (that
-        of the right ones among them; None of none).
+        temperature, threshold, loss, ece, coverage (the share of the images that are not rejected), and accuracy (the
+            share of these that are right; None if all are rejected).
     """
     assert scores.details is not None
     is_kept = scores.details.confidences >= threshold

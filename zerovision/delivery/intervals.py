@@ -1,4 +1,4 @@
-"""How sure the scores of an evaluation are: intervals of 95 % from the counts in scores.json."""
+"""The 95 % intervals of an evaluation's scores, from the counts in scores.json."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Interval = tuple[float, float]
 
 
 def interval_of(scores: Mapping[str, Any], name: str) -> Interval | None:
-    """Return the interval of one of `zerovision.training.base.points.SCORE_NAMES`, None of one that has none.
+    """Return the interval of one of `zerovision.training.base.points.SCORE_NAMES`, or None.
 
-    Shares of images have Wilson's, scores of classes Wilson's at their effective number of images, and the loss that of
-    the normal distribution.
+    Shares of images have Wilson's interval, scores of classes Wilson's at their effective number of images, and the
+    loss a normal one.
 
     Args:
         scores: the content of scores.json.
-        name: of the score.
+        name: name of the score.
     """
     samples = scores["samples"]
     if name in ("top1", "top5"):
@@ -41,10 +41,10 @@ def interval_of(scores: Mapping[str, Any], name: str) -> Interval | None:
 
 
 def wilson(hits: int, samples: int) -> Interval | None:
-    """Return the interval of a share of images, None of no images.
+    """Return the interval of a share of images, None without images.
 
     Wilson's score interval, as Brown, Cai and DasGupta 2001 (https://doi.org/10.1214/ss/1009213286) recommend: it holds
-    for few images and near 100 %, where that of the normal distribution does not.
+    for few images and near 100 %, where the normal interval does not.
     """
     return _wilson(hits, samples - hits) if samples else None
 
@@ -58,19 +58,19 @@ def _wilson(hits: float, misses: float) -> Interval:
 
 
 def of_difference(alone: int, other_alone: int, images: int) -> Interval:
-    """Return the interval of the difference of two shares of the same images, those of the first minus the second's.
+    """Return the interval of the difference of two shares of the same images, the first minus the second.
 
     Tango's score interval (1998, https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<891::AID-SIM780>3.0.CO;2-B):
-    as Wilson's it holds for few images, also if there is no difference at all.
+    like Wilson's, it holds for few images, even without any difference.
 
     Args:
-        alone: images that the first share has alone.
-        other_alone: images that the second one has alone.
-        images: of both, at least one.
+        alone: images that only the first share counts.
+        other_alone: images that only the second one counts.
+        images: number of images, at least one.
     """
 
     def score(difference: float) -> float:
-        """Return the standard errors between the difference that was found and this one."""
+        """Return how many standard errors lie between the observed difference and this one."""
         half = (2 * images - alone + other_alone) * difference - alone - other_alone
         root = math.sqrt(max(half**2 + 8 * images * other_alone * difference * (1 - difference), 0.0))
         variance = images * ((root - half) / (2 * images) + difference * (1 - difference))
@@ -81,7 +81,7 @@ def of_difference(alone: int, other_alone: int, images: int) -> Interval:
 
 
 def _root(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a falling function is zero, by halving the interval."""
+    """Return the zero of a decreasing function, by bisection."""
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)
@@ -89,13 +89,13 @@ def _root(falling: Callable[[float], float], low: float, high: float) -> float:
 
 
 def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
-    """Return the intervals of `OF_CLASSES`, for the mean scores that more images of the same kind would have.
+    """Return the intervals of `OF_CLASSES`: for the mean scores on more images of the same kind.
 
-    As with shares of surveys (Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), it is Wilson's of
-    the effective number of images: that with which a share would have the variance of the mean. The variance is the
-    delta method's (Takahashi et al. 2022, https://doi.org/10.1007/s10489-021-02635-5) with two more images in each
-    class, a right and a wrong one: a class without a mistake would have none. The F1 of few images is too low on
-    average, because it is a ratio; the interval is about what it would be of many.
+    As for shares in surveys (Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), it is Wilson's
+    interval for the effective number of images: the number at which a share has the variance of the mean. The variance
+    is the delta method's (Takahashi et al. 2022, https://doi.org/10.1007/s10489-021-02635-5) with two more images in
+    each class, one right and one wrong: a class without a mistake would have no variance. The F1 of few images is too
+    low on average, because it is a ratio; the interval is for the F1 of many images.
     """
     true, predicted, images = np.array(scores["confusion"], dtype=np.int64).T
     classes, wrong = len(scores["classes"]), true != predicted
@@ -128,9 +128,9 @@ def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
 
 
 def _bias(counts: ClassCounts) -> np.ndarray:
-    """Return by how much the F1 of each class is too low on average, to the second order of the delta method.
+    """Return the average underestimate of each class's F1, to the second order of the delta method.
 
-    Of the n images of a class or predicted so a share J is both, and F1 is 2 J / (1 + J).
+    Of the n images in a class or predicted as it, a share J is both, and F1 is 2 J / (1 + J).
     """
     either = counts.support + counts.predicted - counts.right
     variance = counts.right * (either - counts.right) / np.maximum(either**2 * (either - 1), 1)
@@ -140,15 +140,15 @@ def _bias(counts: ClassCounts) -> np.ndarray:
 def _of_mean(
     mean: float, center: float, values: np.ndarray, variances: np.ndarray, images: np.ndarray, shared: float = 0.0
 ) -> Interval:
-    """Return the interval of a mean over k classes, which has the mean itself in it.
+    """Return the interval of a mean over k classes, which contains the mean itself.
 
-    Few images tell a variance badly: Student's distribution takes the place of the normal one, with the degrees of
-    freedom of Satterthwaite 1946 (https://doi.org/10.2307/3002019).
+    Few images give a poor estimate of the variance, so Student's distribution replaces the normal one, with the degrees
+    of freedom of Satterthwaite 1946 (https://doi.org/10.2307/3002019).
 
     Args:
-        mean: of the classes.
+        mean: mean of the classes.
         center: the mean without its bias.
-        values: [k] from which the variances are.
+        values: [k], whose variances are given.
         variances: [k] of the values.
         images: [k] of each class.
         shared: the sum of the covariances.

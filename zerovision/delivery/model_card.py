@@ -1,7 +1,7 @@
 """The model card: README.md in a run's folder, with the front matter that the Hugging Face hub reads.
 
-Format: https://huggingface.co/docs/hub/model-cards; huggingface_hub itself writes the front matter, model_card.md.j2 is
-the text.
+Format: https://huggingface.co/docs/hub/model-cards; huggingface_hub writes the front matter; model_card.md.j2 is the
+text.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def write_model_card(run: Path) -> Path | None:
         run: the folder, with config.json, environment.json, metrics.jsonl, model.safetensors and its evaluation.
 
     Returns:
-        The card's path, None if it was left alone, or if the model is no classifier yet.
+        The card's path; None if it was left alone, or if the model has no classifier yet.
     """
     card = run / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
@@ -121,7 +121,7 @@ def write_model_card(run: Path) -> Path | None:
 
 
 def recipe_names(config: TrainConfig) -> list[str]:
-    """Return the fields of the card's recipe: the usual ones, and what else of model, data and update was chosen."""
+    """Return the fields of the card's recipe: the usual ones, and non-default settings of model, data and update."""
     fields = {
         field.name: field for kind in (TaskSettings, RecipeSettings, DataSettings) for field in dataclasses.fields(kind)
     }
@@ -164,7 +164,7 @@ def _front_matter(
 
 
 def _interval(scores: Mapping[str, Any], name: str) -> str:
-    """Return a space and the interval of a score in brackets, nothing if it has none."""
+    """Return a space and the interval of a score in brackets; '' if it has none."""
     found = interval_of(scores, name)
     if found is None:
         return ""
@@ -173,12 +173,12 @@ def _interval(scores: Mapping[str, Any], name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text that Markdown shows as it is, on one line."""
+    """Return text that Markdown shows unchanged, on one line."""
     for sign in "\\`|<>*_[]":
         text = text.replace(sign, f"\\{sign}")
     return " ".join(text.split())
 
 
 def _code(text: str) -> str:
-    """Return text as code on one line; Markdown has no way to write a backtick there."""
+    """Return text as code on one line, without backticks, which Markdown cannot escape there."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"

@@ -1,4 +1,4 @@
-"""Packs any data set into tar files that WebDataset reads, each with its index, and checks what was written."""
+"""Packs a data set into tar files that WebDataset reads, each with its index, and checks the result."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def run(settings: PackSettings) -> int:
 def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
     """Write the images of all parts, as they are, into tar files of about `shard_bytes` in a new folder.
 
-    Files keep their bytes; images in memory become PNG files. Training images are shuffled, for `--order shards`; that
-    decides nothing else, because a loaded set is sorted. Every tar file is read again and
-    compared with what was packed; the folder appears under its name when all of it is right.
+    Files keep their bytes; images in memory become PNG files. Training images are shuffled for `--order shards`; this
+    affects nothing else, because a loaded set is sorted. Every tar file is read again and compared with what was
+    packed; the folder gets its name when everything is right.
 
     Raises:
-        UserError: The folder exists and is not empty; the images are no files of 8 bits; an image cannot be read.
+        UserError: if the folder exists and is not empty, images are not 8-bit files, or one cannot be read.
     """
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"OUT '{output}' exists and is not an empty folder: give a new one.")
@@ -84,7 +84,7 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
 
 
 def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int) -> Iterator[tuple[Path, int]]:
-    """Write the tar files of a part, and yield each with the number of its images once it was checked."""
+    """Write the tar files of a part, and yield each with its number of images once it is checked."""
     source = dataset.source
     console, every = open_console(stderr=True), np.arange(len(dataset))
     if part == TRAIN:
@@ -116,7 +116,7 @@ def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int
 
 
 def _sample(source: Source, index: int) -> tuple[str, str, bytes]:
-    """Return the path of an image of a set, the suffix of its format, and its bytes."""
+    """Return an image's path, the suffix of its format, and its bytes."""
     if isinstance(source, FileSource):
         path = source.images.path(index)
         suffix = os.path.splitext(path)[1].lower()

@@ -1,4 +1,4 @@
-"""One look for all pages: their base template and style, and numbers, names and pictures as pages show them."""
+"""The common look of all pages: template and style, and the format of numbers, names and pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_NAME = 80
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Format a number with so many significant digits and thin spaces between thousands; '–' for None."""
+    """Format a number with this many significant digits and thin spaces between thousands; '–' for None."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -56,7 +56,7 @@ def date_and_time(unix_seconds: float) -> str:
 
 
 def plural(value: int, noun: str) -> str:
-    """Format a count and its noun as `zerovision.training.base.units.plural`, with thin spaces between thousands."""
+    """Format a count and its noun like `zerovision.training.base.units.plural`, with thin spaces between thousands."""
     return units.plural(value, noun).replace(",", THIN)
 
 
@@ -66,7 +66,7 @@ def clip(text: str, longest: int = LONGEST_NAME) -> str:
 
 
 def clip_middle(text: str, longest: int = LONGEST_NAME) -> str:
-    """Shorten a file's name, whose end tells it from others."""
+    """Shorten a file's name in the middle, to keep its ending."""
     kept = longest - 1
     return text if len(text) <= longest else f"{text[: kept // 2]}…{text[-(kept - kept // 2) :]}"
 
@@ -82,7 +82,7 @@ def isolate(text: str) -> str:
 
 
 def data_uri(image: bytes | Image, kind: str, **options: Any) -> str:
-    """Return an image as an address that a page contains: a file of a kind, such as "png", or one to be made so.
+    """Return an image as a data URI: a file of this kind, such as "png", or an image to encode as one.
 
     The options are Pillow's.
     """
@@ -96,7 +96,7 @@ def data_uri(image: bytes | Image, kind: str, **options: Any) -> str:
 
 
 def render(page: Path, script: Path | None = None, **values: Any) -> str:
-    """Return a page, which extends base.html, as HTML with our style and its script alone in it."""
+    """Return a page that extends base.html as HTML, with our style and only its own script."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([TEMPLATE, page.parent]),
         autoescape=True,

@@ -1,6 +1,6 @@
-"""Predicts the classes of images: files of any size, whole folders, or standard input; and writes them out.
+"""Predicts the classes of images (files of any size, whole folders, or standard input) and writes them.
 
-As a table, as CSV, or as one JSON object a line; to standard output or to a file.
+The output is a table, CSV, or one JSON object per line, on standard output or in a file.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Prediction:
     """The most probable classes of one image.
 
     Attributes:
-        image: the path as it was given.
+        image: the path as given.
         labels: names of classes, the most probable one first; empty for an image that cannot be read.
-        probabilities: theirs, in 0..1; calibrated, if the model is.
-        note: what is odd about the image, in one line; usually empty.
+        probabilities: their probabilities, in 0..1; calibrated, if the model is.
+        note: a remark about the image, in one line; usually empty.
         error: why the image cannot be read, in one line; empty if it can.
-        picture: the image as the network saw it, darker where it spoke less for the first label; if asked for.
+        picture: the image as the network saw it, darker where it contributed less to the first label; if requested.
         is_rejected: whether the highest probability is below the model's threshold; None if it has none.
-        chosen: all classes above their thresholds and their probabilities, of a model of several labels.
+        chosen: all classes above their thresholds with their probabilities, for a model with several labels.
     """
 
     image: str
@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The most probable class, or that it is none of them; of several labels all, with semicolons between."""
+        """The most probable class, or "none of these"; several labels are joined by semicolons."""
         if self.chosen is not None:
             return SEPARATOR.join(self.chosen)
         return NONE_OF_THESE if self.is_rejected else self.labels[0]
@@ -96,15 +96,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A loaded model with what it is asked for: from images to their predictions.
+    """A loaded model with its settings, which turns images into predictions.
 
     Attributes:
         module: the network, on its device, in evaluation mode.
-        metadata: of its weights.
-        settings: what it is asked for.
+        metadata: the metadata of its weights.
+        settings: the settings.
         views: of each image, whose probabilities are averaged.
-        reader: of the images.
-        calibration: what turns logits into probabilities, and rejects images; None for softmax alone.
+        reader: reader of the images.
+        calibration: turns logits into probabilities and rejects images; None for plain softmax.
         explains: whether predictions have a picture.
     """
 
@@ -118,7 +118,7 @@ class Predictor:
 
     @property
     def is_of_arrays(self) -> bool:
-        """Whether the network takes numbers that no picture has."""
+        """Whether the network takes values that no picture has."""
         return self.metadata["preprocessing"].takes_numbers
 
 
@@ -127,14 +127,13 @@ def predict(model: str | Path, images: str | Path | Iterable[str | Path], **opti
 
     Args:
         model: a run's name or folder, or a safetensors file.
-        images: one or several files, folders (searched to any depth, in order of their names; hidden files and those of
-            systems are left out), or "-" for standard input: one image, or paths, one a line. A .npy file contains one
-            image, [H, W] or [H, W, C].
+        images: files, folders (searched to any depth, in order of name, without hidden and system files), or "-" for
+            standard input: one image, or one path per line. A .npy file contains one image, [H, W] or [H, W, C].
         options: the other fields of `PredictSettings`; with `explain=True` predictions have a picture.
 
     Raises:
-        UserError: for a mistake in the arguments, and weights that cannot be used. While iterating: a folder contains
-            no image, or standard input is empty or has more than `MAX_FILE_BYTES`.
+        UserError: for a mistake in the arguments, and weights that cannot be used. While iterating: if a folder
+            contains no image, or standard input is empty or larger than `MAX_FILE_BYTES`.
     """
     listed = [images] if isinstance(images, str | Path) else images
     predictor = load_predictor(PredictSettings(model=str(model), images=listed, **options))
@@ -206,7 +205,7 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
 def _top_classes(
     predictor: Predictor, images: torch.Tensor
 ) -> list[tuple[list[float], list[int], Image.Image | None, np.ndarray]]:
-    """Return the highest probabilities of each image, the numbers of their classes, the picture, and all of them."""
+    """Return each image's highest probabilities, their class indices, the picture, and all probabilities."""
     module = predictor.module
     images = images.to(next(module.parameters()).device)
     pictures: list[Image.Image | None] = [None] * len(images)
@@ -255,7 +254,7 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
 
 
 def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
-    """Yield the images below a folder."""
+    """Yield the images in a folder and its subfolders."""
     found = False
     for path in _files_below(folder):
         if Path(path).suffix.lower() in extensions:
@@ -266,9 +265,9 @@ def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
 
 
 def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the paths of the files below a folder, its own before those of its subfolders.
+    """Yield the paths of the files in a folder, before those of its subfolders.
 
-    Hidden files and those of systems are left out; links are followed, but not into the folders `above` (real paths).
+    Hidden and system files are left out; links are followed, but not into the folders `above` (real paths).
     """
     try:
         entries = [entry for entry in entries_of(folder) if not entry.name.startswith(".")]
@@ -299,12 +298,12 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
 
     Args:
         predictions: of `zerovision.delivery.predict.predict`.
-        kind: "table", "csv" or "json"; empty for what the file's name ends with.
+        kind: "table", "csv" or "json"; empty to use the file's extension.
         path: the file, written beside its name and renamed at the end; empty for standard output.
-        top_k: classes of each prediction, at most.
+        top_k: largest number of classes per prediction.
 
     Raises:
-        UserError: if the file cannot be written, and as `predict`.
+        UserError: if the file cannot be written; see also `predict`.
     """
     if path and Path(os.path.expanduser(path)).is_dir():
         raise UserError(f"--output {path} is a folder: give a file, such as {Path(path) / 'labels.csv'}.")

@@ -1,4 +1,4 @@
-"""A trained model on the Hugging Face hub: weights, model card, names of the classes, and for timm its config.json."""
+"""Publishes a model on the Hugging Face hub: weights, model card, class names, and for timm its config.json."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def run(settings: PublishSettings) -> int:
 
 
 def publish(settings: PublishSettings) -> Iterator[str]:
-    """Send a model to the hub in one commit, and yield what to print.
+    """Upload a model to the hub in one commit, and yield the lines to print.
 
-    The hub's own client finds the token, in HF_TOKEN or where `hf auth login` has left it.
+    The hub's client finds the token in HF_TOKEN, or where `hf auth login` stored it.
 
     Raises:
         UserError: for a wrong name, a run without a model card, and whatever the hub refuses.
@@ -87,7 +87,7 @@ def publish(settings: PublishSettings) -> Iterator[str]:
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError for what is no ORG/NAME of the hub."""
+    """Raise UserError if the name is not ORG/NAME on the hub."""
     try:
         validate_repo_id(name)
         is_right = name.count("/") == 1
@@ -101,7 +101,10 @@ def check_repository(name: str) -> None:
 
 
 def why_not_for_timm(metadata: dict[str, Any]) -> str:
-    """Return why `timm.create_model("hf-hub:ORG/NAME")` would load another network than this; empty if it would not."""
+    """Return why `timm.create_model("hf-hub:ORG/NAME")` would load a different network.
+
+    '' if it would load this one.
+    """
     description = metadata["description"]
     if not description.timm_name:
         return "it is not a network of timm's"
@@ -115,7 +118,7 @@ def why_not_for_timm(metadata: dict[str, Any]) -> str:
 
 
 def timm_config(metadata: dict[str, Any]) -> bytes:
-    """Return config.json as timm writes it: the network, its classes, and how images are prepared."""
+    """Return config.json as timm writes it: the network, its classes, and the preprocessing."""
     description, preprocessing = metadata["description"], metadata["preprocessing"]
     height, width = preprocessing.sides
     options: dict[str, Any] = {"in_chans": preprocessing.channels}
@@ -138,7 +141,7 @@ def timm_config(metadata: dict[str, Any]) -> bytes:
 
 
 def _kept_share(preprocessing: Preprocessing) -> float | None:
-    """Return the share from which timm computes the size that images are resized to, None if it computes no such."""
+    """Return the share from which timm computes the size to resize images to; None if timm cannot."""
     if preprocessing.resize_size is None:
         return 1.0
     kept, resized = preprocessing.sides, sides(preprocessing.resize_size)

@@ -36,7 +36,7 @@ OF_MEGAPIXELS = "Largest image that is read; default: the run's."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings(CommandSettings):
-    """What names a model."""
+    """The setting that names a model."""
 
     model: str = word("RUN_OR_WEIGHTS", "A run's name or folder, or a safetensors file.")
 
@@ -47,7 +47,7 @@ class ModelSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageSettings(CommandSettings):
-    """What names the images to look at; empty values mean those of the run."""
+    """The settings that choose the images; empty values mean those of the run."""
 
     data: str = text(f"Images to use: {USAGES}; default: the run's own.")
     data_root: str = text(OF_DATASETS)
@@ -60,7 +60,7 @@ class ImageSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViewSettings(CommandSettings):
-    """Which views of an image are averaged, see `zerovision.delivery.views`."""
+    """The views of an image to average, see `zerovision.delivery.views`."""
 
     flip: bool = switch("Average the probabilities of each image and its mirror image.")
     shift_pixels: int = number(
@@ -70,15 +70,15 @@ class ViewSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateSettings(ViewSettings, ImageSettings, ModelSettings):
-    """Evaluates a trained model: exact scores, and the images on which it errs.
+    """Evaluates a trained model: exact scores, and the images that it gets wrong.
 
     python scripts/evaluate.py digits                                   # a run's name, on what it held out
     python scripts/evaluate.py logs/runs/digits --data ~/more-photos    # other images: one folder per class
     python scripts/evaluate.py model.safetensors --data digits
     torchrun --nproc_per_node=2 scripts/evaluate.py digits              # the same numbers, faster
 
-    Writes scores.json, per_class.csv, confusion.csv, confusion.png, worst.csv and worst.png. What is averaged is scored
-    beside the plain images. Only safetensors are read.
+    Writes scores.json, per_class.csv, confusion.csv, confusion.png, worst.csv and worst.png. Averaged views are scored
+    beside the plain images. Only safetensors files are read.
     """
 
     NAME: ClassVar = "evaluate"
@@ -110,11 +110,11 @@ class PredictSettings(ViewSettings, ModelSettings):
     python scripts/predict.py digits photo.png other.jpg
     python scripts/predict.py logs/runs/digits ~/photos --output labels.csv
     find ~/photos -newer last | python scripts/predict.py digits - --format json
-    python scripts/predict.py digits photo.png --explain why          # why/00001-photo.png: what spoke for the label
+    python scripts/predict.py digits photo.png --explain why          # why/00001-photo.png: what led to the label
     curl -s https://example.org/cat.jpg | python scripts/predict.py digits -
 
     Exit code: 0 all images were labelled, 1 some could not be read (named on standard error), 2 the arguments are
-    wrong. Only safetensors are read.
+    wrong. Only safetensors files are read.
     """
 
     NAME: ClassVar = "predict"
@@ -140,16 +140,16 @@ class PredictSettings(ViewSettings, ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportSettings(ImageSettings, ModelSettings):
-    """Exports a trained model to a file that other programs run, and checks that it computes what the model computes.
+    """Exports a trained model to a file that other programs run, and checks that it gives the same results.
 
     python scripts/export.py digits --format onnx                      # a run's name; for onnxruntime
-    python scripts/export.py digits --format onnx --precision int8     # quantized; prints what that costs and gains
+    python scripts/export.py digits --format onnx --precision int8     # quantized; prints accuracy and speed
     python scripts/export.py digits --format onnx --with-preprocessing  # takes pictures, gives probabilities
     python scripts/export.py logs/runs/digits --format torch-export    # for PyTorch without zerovision
     python scripts/export.py model.safetensors --format safetensors --precision bf16 --data digits --output ~/models
 
-    Every file is opened again and compared with PyTorch on real images before it gets its name.
-    Exit code: 0 exported, 1 refused because the file differs by too much, 2 the arguments are wrong.
+    Every file is opened again and compared with PyTorch on real images before it is kept. Exit code: 0 exported, 1
+    refused because the file differs by too much, 2 the arguments are wrong.
     """
 
     NAME: ClassVar = "export"
@@ -182,7 +182,7 @@ class ReportSettings(CommandSettings):
     """Write the report of a run, or of several side by side: a single HTML file that needs no network.
 
     python scripts/report.py digits                                # writes logs/runs/digits/report.html
-    python scripts/report.py digits --watch                        # again whenever the run has logged, until it ends
+    python scripts/report.py digits --watch                        # again whenever the run logs, until it ends
     python scripts/report.py digits digits-again --output both.html
 
     RUN is a run's name in logs/runs, or its folder.
@@ -202,12 +202,12 @@ class ReportSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishSettings(ModelSettings):
-    """Sends a finished run's model to the Hugging Face hub: weights, model card, class names, timm's config.json.
+    """Uploads a finished run's model to the Hugging Face hub: weights, model card, class names, timm's config.json.
 
-    python scripts/publish.py digits my-team/digits --dry-run   # lists what would be sent, without a network
+    python scripts/publish.py digits my-team/digits --dry-run   # lists what would be uploaded; needs no network
     python scripts/publish.py digits my-team/digits             # private, unless --public
 
-    The token is HF_TOKEN's, or that of `hf auth login`.
+    The token is HF_TOKEN, or that of `hf auth login`.
     """
 
     NAME: ClassVar = "publish"
@@ -219,14 +219,14 @@ class PublishSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackSettings(CommandSettings):
-    """Packs a data set into tar files of WebDataset's layout, with an index each, and checks what it wrote.
+    """Packs a data set into tar files in WebDataset's layout, each with an index, and checks them.
 
-    python scripts/pack.py ~/photos ~/packed                              # then --data ~/packed trains on them
+    python scripts/pack.py ~/photos ~/packed                              # then train with --data ~/packed
     python scripts/pack.py list.csv packed --shard-mb 100 --val-fraction 0.1
     python scripts/pack.py torchvision:CIFAR10 cifar10
 
-    DATA is what --data of a training takes. All flags of the trainer are taken as well, such as --split-seed. Images
-    keep their bytes, names and parts; training images are shuffled. Exit code: 0 all is packed, 2 it could not be.
+    pack also takes all flags of the trainer, such as --split-seed. Images keep their bytes, names and parts; training
+    images are shuffled. Exit code: 0 everything is packed, 2 packing failed.
     """
 
     NAME: ClassVar = "pack"

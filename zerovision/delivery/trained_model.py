@@ -21,7 +21,7 @@ PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model on the disk.
+    """A trained model on disk.
 
     Attributes:
         weights: its safetensors file.
@@ -84,9 +84,9 @@ def find_run(given: str | Path) -> Path:
 
 
 def read_run_config(run: Path) -> TrainConfig:
-    """Return the configuration of a run; what a newer version added has its default.
+    """Return the configuration of a run; settings that newer versions added have their defaults.
 
-    Values that it would not train with together any more are the run's all the same.
+    It is returned even if this version would refuse to train with it.
 
     Raises:
         UserError: if config.json is missing or damaged, or names plug-ins that are not loaded.
@@ -98,7 +98,7 @@ def read_run_config(run: Path) -> TrainConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of one of a run's files.
+    """Return the JSON object in a file of a run.
 
     Raises:
         UserError: if it is missing or damaged.

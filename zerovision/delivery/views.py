@@ -33,13 +33,13 @@ def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Vi
 def probabilities_of(
     network: nn.Module, images: torch.Tensor, views: Views, calibration: Calibration | None, task: OneLabel
 ) -> torch.Tensor:
-    """Return what `predict` says of images, float32 [B, classes]; by a network in evaluation mode."""
+    """Return the probabilities of `predict`, float32 [B, classes], from a network in evaluation mode."""
     weighted = [(weight, network(view)) for weight, view in views_of(images, views)]
     return task.mean_probabilities(weighted, None if calibration is None else calibration.temperature)
 
 
 def views_of(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:
-    """Return the weight and the images of each view; the first are the images themselves."""
+    """Return the weight and the images of each view; the first view is the images themselves."""
     weighted, far, (height, width) = [(1.0, images)], views.shift_pixels, images.shape[2:]
     if far:
         padded = nn.functional.pad(images, (far,) * 4, mode="reflect")

@@ -1,1 +1,1 @@
-"""What comes beside training: audits of data, sweeps, a page that serves a model, replay and bisection of runs."""
+"""Tools around training: data audits, sweeps, a page that serves a model, replay and bisection of runs."""

@@ -1,4 +1,4 @@
-"""The first step at which two runs differ that should be equal, and what differs between them."""
+"""Finds the first step at which two runs that should be equal differ, and what differs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_NO_ACCOUNT = (
 
 
 def run(settings: BisectSettings) -> int:
-    """Print what was found."""
+    """Compare the runs and print the result."""
     found = compare(find_run(settings.first), find_run(settings.second))
     for line in lines_of(found):
         print(line)
@@ -32,14 +32,14 @@ def run(settings: BisectSettings) -> int:
 
 
 class StepDifference(NamedTuple):
-    """How the hashes of one step differ between two lines of them.
+    """How the hashes of one step differ between two runs.
 
     Attributes:
-        images_differ: whether the images differ; None if the lines have not the same leaves.
-        leaves: those that differ, in words, from rank and number to what is other about each.
-        leaves_compared: of how many.
-        tensors: names of the parameters that differ after it, in the network's order.
-        parameters: how many there are.
+        images_differ: whether the images differ; None if the runs have different numbers of leaves.
+        leaves: descriptions of the leaves that differ: rank, number and what differs.
+        leaves_compared: number of leaves compared.
+        tensors: names of the parameters that differ after the step, in the network's order.
+        parameters: number of parameters.
     """
 
     images_differ: bool | None
@@ -50,20 +50,20 @@ class StepDifference(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether anything does."""
+        """Whether anything differs."""
         return bool(self.leaves or self.tensors)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What comparing two runs has found.
+    """The result of comparing two runs.
 
     Attributes:
-        compared: steps of which both have hashes.
-        last_equal: the last of them before the first difference, 0 if there is none.
+        compared: number of steps for which both have hashes.
+        last_equal: the last of these before the first difference, or 0.
         settings: lines about configuration, surroundings and images, whether or not a step differs.
-        step: the first at which they differ, 0 if they do not.
-        found: how they differ there.
+        step: the first step at which they differ, or 0.
+        found: the differences at that step.
     """
 
     compared: int
@@ -74,14 +74,14 @@ class Difference:
 
 
 def compare(first: Path, second: Path) -> Difference:
-    """Compare two runs by the hashes that `--log-hashes` has written; the later line of a step counts.
+    """Compare two runs by the hashes that `--log-hashes` wrote; for a repeated step, the later line counts.
 
     Args:
         first: folder of a run.
         second: folder of the run to compare.
 
     Raises:
-        UserError: if a run has no hashes, both have none of the same step, or they are of other networks.
+        UserError: if a run has no hashes, the runs share no step with hashes, or their networks differ.
     """
     sides = [read_hashes(first), read_hashes(second)]
     for run, hashes in zip((first, second), sides, strict=True):
@@ -106,7 +106,7 @@ def compare(first: Path, second: Path) -> Difference:
 
 
 def compare_step(one: Mapping[str, Any], other: Mapping[str, Any]) -> StepDifference:
-    """Compare two lines of hashes of a step; leaves are compared if both have as many."""
+    """Compare two lines of hashes of a step; leaves are compared if both runs have equally many."""
     leaves = [side.get("leaves", []) for side in (one, other)]
     pairs = [*zip(*leaves, strict=True)] if len(leaves[0]) == len(leaves[1]) else []
     words = [_differing(number, *pair) for number, pair in enumerate(pairs, start=1)]
@@ -116,7 +116,7 @@ def compare_step(one: Mapping[str, Any], other: Mapping[str, Any]) -> StepDiffer
 
 
 def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return what is other about a leaf in words: the first in the order in which it is computed; '' for nothing."""
+    """Describe the first difference of a leaf, in the order of computation; '' if there is none."""
     what = next((kind for kind in OF_LEAF if kind in one.keys() & other.keys() and one[kind] != other[kind]), "")
     ranks = " | ".join(map(str, dict.fromkeys((one["rank"], other["rank"]))))
     same = {"images": "", "outputs": " of the same images", "gradients": " of the same images and outputs"}
@@ -145,7 +145,7 @@ def lines_of(difference: Difference) -> Iterator[str]:
 
 
 def read_hashes(run: Path) -> dict[int, dict[str, Any]]:
-    """Return the lines of hashes of a run by step, the later one of a step that was trained twice.
+    """Return a run's lines of hashes by step; the later one if a step was trained twice.
 
     Raises:
         UserError: if metrics.jsonl cannot be read.
@@ -177,7 +177,7 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _of_images(first: Path, second: Path) -> Iterator[str]:
-    """Yield a line if the runs note other images."""
+    """Yield a line if the runs record different images."""
     one, other = ({image.path: image for image in read_image_list(run / IMAGES)} for run in (first, second))
     changed = sum(one.get(path) != other.get(path) for path in one.keys() | other.keys())
     if changed:

@@ -1,6 +1,6 @@
-"""One step of a run, trained again in this process from the checkpoint before it, and looked at from near.
+"""Repeats one step of a run in this process, from the checkpoint before it, and records its details.
 
-What the run's ranks computed are micro-batches of one accumulation here, which leaves the same bytes.
+The micro-batches of all ranks are accumulated in one process, which gives the same bytes.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ MOST_PICTURES = 600  # of one sheet
 
 @dataclass
 class WatchedStep:
-    """A `accumulate.Step` that keeps what one step was given and did, and ends the training after it.
+    """An `accumulate.Step` that records the inputs and results of one step, and ends the training after it.
 
     Attributes:
-        number: of that step in the run, from 1.
-        context: of the replay.
+        number: number of that step in the run, from 1.
+        context: context of the replay.
         before, after: the parameters by name, float32 in CPU memory.
-        gradients: of those that are trained, before clipping.
-        seen: each micro-batch, with the images as the network saw them, and its losses [B].
-        hashes: of the step as `zerovision.training.observe.step_hashes.StepHashes` has them.
+        gradients: gradients of the trained parameters, before clipping.
+        seen: each micro-batch, with images as the network saw them, and its losses [B].
+        hashes: the step's hashes as `zerovision.training.observe.step_hashes.StepHashes` has them.
     """
 
     number: int
@@ -92,12 +92,12 @@ class WatchedStep:
 
     @functools.cached_property
     def hasher(self) -> StepHashes:
-        """Hashes this step alone."""
+        """Hashes only this step."""
         context = self.context
         return StepHashes(1, context.world, context.plan.leaves, context.state.engine, Loggers([]))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of this moment by name."""
+        """Return the current parameters by name."""
         return hashed_parameters(self.context.state.engine, self.context.world)
 
 
@@ -120,10 +120,10 @@ def run(settings: ReplaySettings) -> int:
 
 @preserved_process()
 def replay(run: Path, number: int) -> WatchedStep:
-    """Train step `number`, from 1, of the run in a folder again, in a folder that is removed.
+    """Repeat step `number`, from 1, of the run in a folder; a temporary folder takes its files.
 
     Raises:
-        UserError: if the run has no such step, its data or configuration are gone, or its ranks trained apart.
+        UserError: if the run has no such step, its data or configuration is missing, or its ranks trained separately.
     """
     config, facts = read_run_config(run), read_json(run / ENVIRONMENT)
     if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
@@ -150,7 +150,7 @@ def replay(run: Path, number: int) -> WatchedStep:
 
 
 def _trained_steps(run: Path, planned: int) -> int:
-    """Return the last step that a run has logged, also if it went back after it; `planned` without a log."""
+    """Return the last step that a run logged, even if it went back later; `planned` without a log."""
     try:
         content = (run / METRICS).read_bytes()
     except OSError:
@@ -159,7 +159,7 @@ def _trained_steps(run: Path, planned: int) -> int:
 
 
 def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
-    """Return the newest checkpoint before a step, as `--resume` takes it; 'never' if there is none."""
+    """Return the newest checkpoint before a step in `--resume`'s form; 'never' if there is none."""
     for path in find_candidates("auto", run / CHECKPOINTS, is_restart=False)[0]:
         name = NAME_PATTERN.fullmatch(path.name)
         if name and int(name[1]) * steps_per_epoch + int(name[2]) < number:
@@ -168,7 +168,7 @@ def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
 
 
 def _train(watched: WatchedStep) -> None:
-    """Train up to the step as the run did, without its evaluations, which change nothing that a step depends on."""
+    """Train up to the step as the run did, without evaluations, which do not affect steps."""
     run = dataclasses.replace(watched.context, loggers=Loggers([]), step=watched)
     state, found = run.state, run.start.found
     if found is not None:
@@ -187,7 +187,7 @@ def _train(watched: WatchedStep) -> None:
 
 
 def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) -> Iterator[str]:
-    """Write batch.png and step.json into a new folder, and yield what to print; `differing` as of `differences`."""
+    """Write batch.png and step.json into a new folder, and yield what to print; for `differing`, see `differences`."""
     found, layers, (samples, pictures) = watched.context.start.found, _layers(watched), _samples(watched)
     counted = [one for one in samples if one["weight"]]
     loss = sum(one["weight"] * one["loss"] for one in counted) / max(sum(one["weight"] for one in counted), 1)
@@ -209,7 +209,7 @@ def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) 
 
 
 def differences(watched: WatchedStep, run: Path) -> list[str] | None:
-    """Return the leaves and parameters that have other hashes than in the run, in words; None if it has none."""
+    """Describe the leaves and parameters whose hashes differ from the run's; None if the run has none."""
     line = read_hashes(run).get(watched.number)
     if line is None:
         return None
@@ -219,7 +219,7 @@ def differences(watched: WatchedStep, run: Path) -> list[str] | None:
 
 
 def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return what the images are and what became of them, and the first ones as pictures, each with its caption."""
+    """Return facts and results for all images, and the first ones as pictures with captions."""
     data = watched.context.data
     samples: list[dict[str, Any]] = []
     pictures: list[Any] = []
@@ -240,7 +240,7 @@ def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
 
 
 def _layers(watched: WatchedStep) -> dict[str, dict[str, float]]:
-    """Return L2 norms by layer: of the gradient, of the weights before and after the step, and of their change."""
+    """Return the L2 norms by layer: the gradient, the weights before and after the step, and their change."""
     changes = {name: after - watched.before[name] for name, after in watched.after.items()}
     kinds = {"gradient": watched.gradients, "before": watched.before, "after": watched.after, "change": changes}
     squares: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""A page for one model, on this machine: drop an image, see its labels and what spoke for the first."""
+"""Serves a page for one model on this machine: drop an image, see its labels and what led to the first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HEADERS = {
 
 
 class Handler(WSGIRequestHandler):
-    """One connection, of which nothing is printed."""
+    """One connection, without logging."""
 
     timeout = 30.0  # seconds that it may be silent
     server_version, sys_version = "zerovision", ""
@@ -49,11 +49,11 @@ class Handler(WSGIRequestHandler):
 
 
 class Server(ThreadedWSGIServer):
-    """Serves `GET /`, the page, and `POST /predict`, an image's bytes to JSON; nothing else of this machine.
+    """Serves `GET /`, the page, and `POST /predict`, from an image's bytes to JSON; nothing else.
 
     Attributes:
         predictor: the loaded model.
-        is_local: whether this machine alone reaches it.
+        is_local: whether only this machine can reach it.
     """
 
     def __init__(self, predictor: Predictor, host: str, port: int) -> None:
@@ -81,7 +81,7 @@ class Server(ThreadedWSGIServer):
         self._names = {name.casefold() for name in (host, str(ip), *names, *(LOOPBACK if ip.is_unspecified else ()))}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection; wait while there are `MOST_CONNECTIONS`."""
+        """Start a thread for a connection, or wait while there are `MOST_CONNECTIONS`."""
         self.free_connections.acquire()
         super().process_request(request, client_address)
 
@@ -94,13 +94,13 @@ class Server(ThreadedWSGIServer):
 
     @property
     def address(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://{self.typed}:{self.port}/"
 
     def is_named(self, host: str) -> bool:
-        """Return whether a request's Host is this server, so that no other site's page reaches it by a name of its own.
+        """Return whether a request's Host names this server, so that no other site can reach it under its own name.
 
-        A name is known; an address leads nowhere else, also if it is that of a machine that forwards to this one.
+        Known names and all IP addresses are accepted, even the address of a machine that forwards to this one.
         """
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
@@ -130,7 +130,7 @@ class Server(ThreadedWSGIServer):
         return page.encode("utf-8", "replace")
 
     def answer(self, content: bytes) -> dict[str, Any]:
-        """Return labels with probabilities and the picture of an image, or the reason why it cannot be read."""
+        """Return an image's labels, probabilities and picture, or the reason why it cannot be read."""
         try:
             with self.one_at_a_time:
                 (found,) = predictions_of(self.predictor, iter([("the image", content)]))
@@ -149,10 +149,10 @@ def _json(status: HTTPStatus, value: dict[str, Any]) -> Response:
 
 
 def make_server(settings: ServeSettings) -> Server:
-    """Load a trained model and listen; `serve_forever` answers.
+    """Load a trained model and listen; `serve_forever` then answers.
 
     Raises:
-        UserError: for weights that cannot be used, a model of arrays, and an address that cannot be listened on.
+        UserError: for weights that cannot be used, a model trained on arrays, or an address that cannot be used.
     """
     asked: dict[str, Any] = {name: getattr(settings, name) for name in ("model", "top_k", "device", "max_megapixels")}
     predictor = load_predictor(PredictSettings(**asked, images=(), batch_size=1))
@@ -172,7 +172,7 @@ def run(settings: ServeSettings) -> int:
 
 
 def _can_explain(predictor: Predictor) -> bool:
-    """Return whether there are maps of what counted in an image."""
+    """Return whether the model's labels can be explained by maps."""
     preprocessing, parameter = predictor.metadata["preprocessing"], next(predictor.module.parameters())
     image = torch.zeros(1, preprocessing.channels, *preprocessing.sides, device=parameter.device)
     try:

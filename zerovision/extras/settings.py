@@ -1,4 +1,4 @@
-"""The settings of the commands beside training and use: their flags, and their help."""
+"""The settings of the other commands: their flags and their help."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ MOST_STEPS, LARGEST_PORT = 10**9, 65535
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditSettings(CommandSettings):
-    """Look for mistakes in a data set: the same scene in two parts, or under two labels, copies that were changed.
+    """Look for mistakes in a data set: scenes in two parts or under two labels, and changed copies.
 
     python scripts/audit_data.py ~/photos                                  # writes logs/audits/photos
     python scripts/audit_data.py ~/photos --output ~/photos-audit
     python scripts/audit_data.py ~/photos --run photos                     # divided as that run divides it
-    python scripts/audit_data.py ~/photos --fixes logs/audits/photos/fixes.csv   # make those that are left in the file
+    python scripts/audit_data.py ~/photos --fixes logs/audits/photos/fixes.csv   # apply the fixes left in the file
 
-    Writes audit.html, audit.json, fixes.csv and, of files, fixed.csv: the data with the fixes, as a table of its
-    images. Exit code: 0 done, whatever was found, 2 the arguments are wrong.
+    Writes audit.html, audit.json, fixes.csv and, for files, fixed.csv: the fixed data as a table of images. Exit code:
+    0 done, with or without findings, 2 wrong arguments.
     """
 
     NAME: ClassVar = "audit_data"
@@ -61,7 +61,7 @@ class ServeSettings(ModelSettings):
     python scripts/serve.py digits                       # prints the address; Ctrl-C ends it
     python scripts/serve.py model.safetensors --port 0   # a free port
 
-    It listens on 127.0.0.1 alone unless --host says otherwise; there is no password.
+    It listens only on 127.0.0.1 unless --host says otherwise; there is no password.
     """
 
     NAME: ClassVar = "serve"
@@ -75,11 +75,11 @@ class ServeSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplaySettings(CommandSettings):
-    """Train one step of a run again, from the checkpoint before it, and show what it was given and what it did.
+    """Repeat one step of a run from the checkpoint before it, and show its inputs and results.
 
     python scripts/replay.py digits --step 100      # writes logs/runs/digits/replay-100: batch.png, step.json
 
-    Exit code: 0 its bytes are those of the run, or the run has no hashes (--log-hashes), 1 they differ, 2 a mistake.
+    Exit code: 0 same bytes as the run, or the run has no hashes (--log-hashes), 1 they differ, 2 a mistake.
     """
 
     NAME: ClassVar = "replay"
@@ -95,7 +95,7 @@ class ReplaySettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BisectSettings(CommandSettings):
-    """Find the first step at which two runs differ that should be equal, and what else is different about them.
+    """Find the first step at which two runs that should be equal differ, and what else differs.
 
     bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --run-name a --log-hashes 10
     bash scripts/launch_distributed.sh mobilenet ddp 1 16 2 --run-name b --log-hashes 10 --gradient-accumulation-steps 2
@@ -117,15 +117,15 @@ class BisectSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepSettings(CommandSettings):
-    """Train one line with several values of its flags, and compare: a grid or random draws; all, or the better ones.
+    """Train with several values of flags, and compare: a grid or random draws; all trials, or only the better ones.
 
     python scripts/sweep.py rates --vary learning-rate=0.001,0.003,0.01 --vary seed=0,1 -- mobilenet ddp 2 16 12
     python scripts/sweep.py wide --vary learning-rate=0.0003..0.03:log --vary weight-decay=0..0.2 --trials 9 \\
         --halving 3 -- basic_cnn ddp 2 16 9 --data digits
     python scripts/sweep.py rates --hostfile hostfile.txt --vary seed=0,1,2,3 -- mobilenet ddp 2 16 12
 
-    After -- stand the words and flags of scripts/launch_distributed.sh. The same line again goes on where it was
-    stopped. Exit code: 0 every trial is done, 1 some have failed (each is a row), 2 a mistake, 130 or 143 stopped.
+    The arguments of scripts/launch_distributed.sh follow --. The same line again continues a stopped sweep. Exit code:
+    0 every trial is done, 1 some have failed (each is a row), 2 a mistake, 130 or 143 stopped.
     """
 
     NAME: ClassVar = "sweep"

@@ -1,8 +1,8 @@
-"""Trains one line with several values of its flags: a grid or random draws, all to the end or the better ones only.
+"""Trains with several values of flags: a grid or random draws, all to the end or only the better ones.
 
-The better ones go on by exact resume, so that a trial that reaches the last epoch is the run it would have been by
-itself: successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) with nothing trained twice. The table at the
-end has a row for each combination of values: the mean over seeds and folds.
+The better ones resume exactly, so a trial that reaches the last epoch equals an ordinary run: this is successive
+halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) with nothing trained twice. The final table has a row for each
+combination of values: the mean over seeds and folds.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class SweepTrial:
     """One combination of values.
 
     Attributes:
-        number: from 1.
-        values: by flag, without dashes.
-        run_name: of its run.
-        folder: of its run.
-        epochs: trained so far.
-        score: of the best of them, by the `--best-by` of the line, None before the first.
+        number: its number, from 1.
+        values: values by flag, without dashes.
+        run_name: name of its run.
+        folder: folder of its run.
+        epochs: epochs trained so far.
+        score: best score so far, by `--best-by`; None before the first epoch.
         state: "waiting", "paused", "finished", "diverged", or why it failed.
-        seconds: that its starts took here.
+        seconds: seconds that its starts took on this machine.
     """
 
     number: int
@@ -86,17 +86,17 @@ class SweepTrial:
 
     @property
     def flags(self) -> list[str]:
-        """Those that it alone has."""
+        """The flags that only this trial has."""
         return [f"--{flag}={value}" for flag, value in self.values.items()]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one trial at a time trains.
+    """A place that trains one trial at a time.
 
     Attributes:
-        variables: that choose its GPUs, or its share of the cores.
-        host: the machine, empty for this one.
+        variables: environment variables that choose its GPUs, or its share of the cores.
+        host: the machine, '' for this one.
     """
 
     variables: dict[str, str]
@@ -105,15 +105,15 @@ class Place:
 
 @dataclass
 class RunningSweep:
-    """A sweep that is run from this machine, with what every trial has come to so far.
+    """A sweep run from this machine, with the state of every trial.
 
     Attributes:
-        sweep: what is tried.
+        sweep: what to try.
         trials: all of them.
-        folder: where the sweep keeps its line, the trials' states and their output.
-        epochs: of a whole training.
+        folder: the sweep's folder, with its command line and the trials' states and output.
+        epochs: epochs of a whole training.
         best_by: the score by which trials are chosen, a key of `SCORE_NAMES`.
-        ranks: of each trial.
+        ranks: ranks of each trial.
     """
 
     sweep: SweepSettings
@@ -126,11 +126,11 @@ class RunningSweep:
     _places: list[Place] = field(default_factory=list)
 
     def run(self, jobs: int, hostfile: Path | None = None) -> Iterator[SweepTrial]:
-        """Train what is left; yield each trial when it has come to a rung.
+        """Train the remaining trials; yield each when it reaches a rung.
 
         Args:
-            jobs: how many trials at a time on this machine.
-            hostfile: of the machines that train in its place, each as many trials at a time as its slots allow.
+            jobs: number of trials at a time on this machine.
+            hostfile: machines that train instead, each as many trials at a time as its slots allow.
 
         Raises:
             UserError: if there are fewer GPUs than trials at a time need.
@@ -149,22 +149,23 @@ class RunningSweep:
             going = self._better(self._arrived(going, until), going)
 
     def _is_there(self, trial: SweepTrial, until: int) -> bool:
-        """Return whether nothing is left to train of a trial up to the end of an epoch."""
+        """Return whether a trial is complete up to the end of an epoch."""
         return trial.state in ("finished", "diverged") or (until < self.epochs and trial.epochs >= until)
 
     def _arrived(self, going: list[SweepTrial], until: int) -> list[SweepTrial]:
-        """Return the trials that are at a rung, by its epochs the best first."""
+        """Return the trials that have reached a rung, best first."""
         there = [trial for trial in going if self._is_there(trial, until)]
         return sorted(there, key=lambda trial: merit(self.best_by, _progress(trial.folder, until)[1]), reverse=True)
 
     def _better(self, there: list[SweepTrial], going: list[SweepTrial]) -> list[SweepTrial]:
-        """Return those at a rung that go on after it, of all that went for it."""
+        """Return the trials that continue after a rung, of all that were meant to reach it."""
         return there[: math.ceil(len(going) / self.sweep.halving)]
 
     def rungs_reached(self) -> dict[int, int]:
-        """Return how many rungs each trial has come to, by its number: those with the most are to be compared.
+        """Return how many rungs each trial has reached, by number; those with the most are compared.
 
-        Not how many epochs: a trial that has finished is complete, however early it stopped or how few it was given.
+        Rungs count, not epochs: a finished trial is complete, however early it stopped or however few epochs it was
+        given.
         """
         reached, going = {trial.number: 0 for trial in self.trials}, self.trials
         for rung, until in enumerate(self.rungs(), 1):
@@ -177,7 +178,7 @@ class RunningSweep:
         return reached
 
     def rungs(self) -> list[int]:
-        """Return the epochs after which the better trials alone go on; the last is that of a whole training."""
+        """Return the epochs after which only the better trials continue; the last is the full length."""
         share = self.sweep.halving
         if not share:
             return [self.epochs]
@@ -185,11 +186,11 @@ class RunningSweep:
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
 
     def stop(self) -> None:
-        """Let the trials that run save and leave; no other begins. Signal handlers call this: it waits for nothing."""
+        """Let the running trials save and exit, and start no other. Signal handlers call this, so it never waits."""
         self._is_stopped = True
 
     def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[Place | None]) -> SweepTrial:
-        """Train a trial up to the end of an epoch, if it is not that far; a failure is its state.
+        """Train a trial up to the end of an epoch, unless it is already there; a failure becomes its state.
 
         A machine that cannot be reached gets no other trial.
         """
@@ -248,7 +249,7 @@ class RunningSweep:
 
 
 def prepare(sweep: SweepSettings) -> RunningSweep:
-    """Check a sweep's line and those of all its trials, and find what an earlier start of it has come to.
+    """Check the command lines of a sweep and all its trials, and find the state of an earlier start.
 
     Raises:
         UserError: for whatever the trainer would refuse, and for another sweep of that name.
@@ -297,12 +298,12 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
 
 
 def _line_of(sweep: SweepSettings) -> dict[str, Any]:
-    """Return what makes it this sweep, as JSON has it."""
+    """Return what identifies the sweep, as JSON."""
     return json.loads(json.dumps({name: getattr(sweep, name) for name in OF_LINE}))
 
 
 def _keep_line(folder: Path, sweep: SweepSettings) -> None:
-    """Let the sweep's name stand for this line from now on; done last, so that a mistake leaves the name free."""
+    """Bind the sweep's name to this command line; done last, so that a mistake leaves the name free."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / LINE).exists():
@@ -339,7 +340,7 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
 
 
 def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
-    """Return the values of a list; of a range what draws one."""
+    """Return the values of a list, or a function that draws from a range."""
     found = _RANGE.fullmatch(text)
     if not found:
         return text.split("|" if "|" in text else ",")
@@ -358,7 +359,7 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
 
 
 def _places(ranks: int, jobs: int) -> list[Place]:
-    """Return the places of `jobs` trials of so many ranks at a time on this machine.
+    """Return places for `jobs` simultaneous trials on this machine, each with this many ranks.
 
     Raises:
         UserError: if there are too few GPUs.
@@ -377,10 +378,10 @@ def _places(ranks: int, jobs: int) -> list[Place]:
 
 
 def _places_on(ranks: int, hostfile: Path) -> list[Place]:
-    """Return as many places of so many ranks on each machine as its slots allow.
+    """Return as many places on each machine as its slots allow, each with this many ranks.
 
     Raises:
-        UserError: for a hostfile that is none, or a machine with too few slots for a trial.
+        UserError: for an invalid hostfile, or a machine with too few slots for a trial.
     """
     return [
         _on_gpus(range(job * ranks, (job + 1) * ranks), host)
@@ -394,7 +395,7 @@ def _on_gpus(gpus: Sequence[int | str], host: str = "") -> Place:
 
 
 class EpochLines:
-    """The epochs that a run has trained and evaluated: reads each line of its metrics.jsonl once."""
+    """The epochs that a run has trained and evaluated; reads each line of metrics.jsonl once."""
 
     def __init__(self, run: Path) -> None:
         self._file, self._read_bytes, self._lines = run / METRICS, 0, list[dict[str, Any]]()
@@ -411,7 +412,7 @@ class EpochLines:
 
 
 def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]:
-    """Return how many epochs a run has trained and evaluated, up to one of them, and the score of the best."""
+    """Return how many epochs a run has trained and evaluated, up to a given one, and the best score."""
     epochs = [line for line in EpochLines(folder).look() if line["epoch"] <= until]
     best = best_epoch(epochs)
     return max((line["epoch"] for line in epochs), default=0), score_in(best)[1] if best else None
@@ -434,12 +435,12 @@ def _save(folder: Path, trial: SweepTrial) -> None:
 
 @dataclass(frozen=True)
 class Combination:
-    """All trials that differ in nothing but `REPEATS`.
+    """All trials that differ only in `REPEATS`.
 
     Attributes:
-        values: by flag, without `REPEATS`.
-        compared: those with a score that came to the most rungs, the best first.
-        rank: rungs, and the mean as a number of which more is better.
+        values: values by flag, without `REPEATS`.
+        compared: the trials with a score that reached the most rungs, best first.
+        rank: the rungs, and the mean with its sign such that higher is better.
     """
 
     values: dict[str, str]
@@ -447,7 +448,7 @@ class Combination:
     rank: tuple[int, float]
 
     def score(self, best_by: str) -> str:
-        """Return mean ± standard deviation (n - 1), of shares in percent; of a single one itself."""
+        """Return mean ± standard deviation (n - 1), shares in percent; a single value by itself."""
         scores = [one.score for one in self.compared if one.score is not None]
         if not scores:
             return "-"
@@ -457,7 +458,7 @@ class Combination:
 
 
 def rows_of(running: RunningSweep) -> list[Combination]:
-    """Return a row for each combination of values but `REPEATS`, those of the most rungs first, then the best mean."""
+    """Return a row for each combination of values except `REPEATS`, by most rungs, then by best mean."""
     groups: dict[tuple[tuple[str, str], ...], list[SweepTrial]] = {}
     for one in running.trials:
         key = tuple((flag, value) for flag, value in one.values.items() if flag not in REPEATS)
@@ -484,7 +485,7 @@ def _combination(
 
 
 def write_table(running: RunningSweep) -> Path:
-    """Write sweep.csv, a line for each trial, into the sweep's folder; return the file."""
+    """Write sweep.csv, one line per trial, into the sweep's folder; return the file."""
 
     def cells(one: SweepTrial) -> list[str | float]:
         score = "" if one.score is None else one.score
@@ -498,7 +499,7 @@ def write_table(running: RunningSweep) -> Path:
 
 
 def write_page(running: RunningSweep, rows: Sequence[Combination]) -> Path | None:
-    """Draw the best trials side by side, as `report` does; return the page, None if there is none to draw."""
+    """Write the report of the best trials side by side; return the page, None if there is nothing to show."""
     from zerovision.delivery.report.page import MOST_RUNS, write_report  # takes a second
 
     folders = [one.folder for row in rows for one in row.compared][:MOST_RUNS]
@@ -513,7 +514,7 @@ def write_page(running: RunningSweep, rows: Sequence[Combination]) -> Path | Non
 
 
 def run(given: SweepSettings) -> int:
-    """Train the trials, print each as it comes to a rung, and print and write the table."""
+    """Train the trials, print each when it reaches a rung, and print and write the table."""
     running, received = prepare(given), []
 
     def stop(number: int, _frame: object) -> None:

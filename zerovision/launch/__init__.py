@@ -1,1 +1,1 @@
-"""Starts the ranks of a training on one machine, over ssh and under Slurm, watches them and starts them again."""
+"""Starts the ranks of a training on one machine, over ssh and under Slurm, watches them and restarts them."""

@@ -1,9 +1,9 @@
-"""The one process of a launch on each node: starts the node's ranks, watches them, and follows the launch's orders.
+"""The agent of a launch on each node: starts the node's ranks, watches them, and follows the launch's orders.
 
     python zerovision/launch/agent.py node01
 
-The launch starts it here, or through ssh or srun, whose stdin and stdout carry the messages: nothing listens and
-nothing connects, so only ssh's keys, or Slurm, decide who may start one. Its orders are messages of these kinds:
+The launch starts it here, or through ssh or srun, whose stdin and stdout carry the messages. Nothing listens on a port,
+so only ssh's keys, or Slurm, decide who may start one. Its orders are messages of these kinds:
 
     prepare   end what an earlier start left; answer "ready" with facts about this machine, or with what is wrong
     mark      write a file into the log folder, which is removed before the ranks start; answer "marked"
@@ -14,7 +14,7 @@ nothing connects, so only ssh's keys, or Slurm, decide who may start one. Its or
     end       end the ranks at once
     beat      nothing: a heartbeat
 
-It ends its ranks by itself if it receives nothing for `LOST_SECONDS`, and lets them save when the launch is gone.
+It ends its ranks if it receives nothing for `LOST_SECONDS`, and lets them save when the launch is gone.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _reached_by() -> str:
-    """Return this machine's address on the way to the launch, as ssh or Slurm names it; '' if neither does."""
+    """Return the address at which the launch reaches this machine, from ssh or Slurm; '' if neither names one."""
     came_in_on = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     return next(iter(came_in_on), "") or route_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
 
@@ -87,7 +87,7 @@ class Agent:
     def __init__(self, node: str, channel: Channel, address: str, lost_s: float) -> None:
         """Serve `channel` as `node`, which the launch reached on `address` ('' if not known).
 
-        If the launch is silent for `lost_s`, it counts as lost.
+        A launch that is silent for `lost_s` counts as lost.
         """
         self._node, self._channel, self._address, self._lost_s = node, channel, address, lost_s
         self._orders: queue.Queue[Message | None] = queue.Queue()
@@ -142,7 +142,7 @@ class Agent:
             time.sleep(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """Let the ranks leave if the launch is silent; a beat that cannot be sent, to a full pipe, waits elsewhere."""
+        """Let the ranks exit if the launch is silent; a heartbeat for a full pipe waits in another thread."""
         while True:
             silent_s = time.monotonic() - self._last_message
             if not self._is_closed and silent_s > self._lost_s:
@@ -152,13 +152,13 @@ class Agent:
             time.sleep(BEAT_SECONDS)
 
     def _leave(self) -> None:
-        """Let the ranks save and stop, if they can: the launch is gone."""
+        """Let the ranks save and stop if they can, because the launch is gone."""
         self._orders.put(None)
         if not self._received:
             self._received.append(signal.SIGTERM)
 
     def _prepare(self, order: Message) -> Message:
-        """End what an earlier start left here; return facts about this machine, or what is wrong."""
+        """End processes of an earlier start; return facts about this machine, or what is wrong."""
         self._launch.mark = f"{order['mark']}-{self._node}"  # two nodes may be one machine under two names
         self._launch.kill(spared_pid=self._launcher.pid)
         self._gpus = len(usable_gpus())
@@ -184,7 +184,7 @@ class Agent:
         }
 
     def _find_out(self, order: Message) -> Message:
-        """Answer a question of the doctor; what libraries print on the way is nothing for its table."""
+        """Answer a question of the doctor; the output of libraries is discarded."""
         from zerovision.launch.machine_facts import ANSWERS  # takes as long as all that a start needs
 
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -223,7 +223,7 @@ class Agent:
         return dataclasses.asdict(ending) | progress
 
     def _progress(self) -> Message:
-        """Return what a restart needs of the run that is trained, if one is."""
+        """Return what a restart needs to know about the current run, if there is one."""
         if self._node_run is None or self._folder is None:
             return {"run_name": "", "position": -1}
         return {"run_name": self._node_run.monitor.run_name, "position": self._folder.checkpoint_position()}

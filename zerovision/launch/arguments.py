@@ -1,6 +1,7 @@
-"""The command lines of the three launchers: positional arguments, flags and variables, declared and checked here alone.
+"""The command lines of the three launchers: positional arguments, flags and variables are declared and checked here.
 
-Every other flag belongs to the training entry, whose own parser checks it before any rank starts. Imports no torch.
+Every other flag belongs to the training entry, whose parser checks it before any rank starts. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def _setting(default: Any, kind: str = "", *, low: int = 1, high: int = 0, has_v
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """What a launcher was given.
+    """The arguments of a launcher.
 
-    The fields with a default are its settings: `max_restarts` is the flag --max-restarts (or --max_restarts), and the
-    variable MAX_RESTARTS, if it has one, where the flag is not given.
+    Fields with a default are settings: `max_restarts` is the flag --max-restarts (or --max_restarts), or else the
+    variable MAX_RESTARTS, if there is one.
     """
 
     script: str  # a key of `LAUNCHERS`
@@ -83,12 +84,12 @@ class LaunchArguments:
 
     @property
     def training(self) -> list[str]:
-        """The arguments of the training entry; the '=' form keeps a value from being read as a flag."""
+        """The arguments of the training entry, in the '=' form, in which no value can be read as a flag."""
         words = [f"{flag}={self.positional[word]}" for flag, word in WORD_OF.items()]
         return [*words, *self.flags]
 
     def command(self, program: str) -> list[str]:
-        """Return the command that runs `program` with these arguments, every variable replaced by its flag."""
+        """Return the command that runs `program` with these arguments, with flags instead of variables."""
         command = [sys.executable, program, self.script, *self.positional.values()]
         for field in LAUNCHERS[self.script].fields:
             value = getattr(self, field.name)
@@ -111,7 +112,7 @@ class Launcher(NamedTuple):
 
     Attributes:
         positional: names of the leading arguments.
-        settings: fields of `LaunchArguments` that it has.
+        settings: the fields of `LaunchArguments` that it accepts.
     """
 
     positional: str
@@ -119,7 +120,7 @@ class Launcher(NamedTuple):
 
     @property
     def fields(self) -> list[dataclasses.Field]:
-        """Those of its settings."""
+        """The fields of its settings."""
         return [SETTINGS[flag_of(name)] for name in self.settings.split()]
 
 
@@ -142,9 +143,9 @@ LAUNCHERS = {
 
 @current_folder_kept_out()
 def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
-    """Exit with what `main` returns for the command line, or with one line and the code of a known error.
+    """Exit with the result of `main` for the command line, or with one line and the code of a known error.
 
-    Gets SIGTERM with the end of whoever called it (`end_with_caller`).
+    The process gets SIGTERM when its caller ends (`end_with_caller`).
     """
     end_with_caller()
     outlast_readers()
@@ -164,12 +165,12 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
 
     Args:
         script: a key of `LAUNCHERS`.
-        arguments: those of the script.
+        arguments: the script's arguments.
         environment: the variables; an empty one counts as not set.
 
     Raises:
-        UserError: if an argument of the launcher is missing or out of range, or contradicts another. Else the
-            training's are not checked here.
+        UserError: if a launcher's argument is missing, out of range, or contradicts another. The training's arguments
+            are not checked here.
     """
     launcher = LAUNCHERS[script]
     names = launcher.positional.split()
@@ -241,14 +242,14 @@ def _text(word: str) -> str:
 
 
 def _with_dashes(word: str) -> str:
-    """Return a launcher's flag that was written with underscores as it is declared; any other word as it is."""
+    """Return a launcher's flag with dashes in place of underscores; any other word unchanged."""
     start, equals, value = word.partition("=")
     flag = start.replace("_", "-")
     return flag + equals + value if flag in SETTINGS else word
 
 
 def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
-    """Refuse more ranks than there may be, and a flag that gives another value than a word."""
+    """Refuse too many ranks, and a flag that contradicts a positional argument."""
     nodes, gpus = (int(positional.get(name, 1)) for name in ("num_nodes", "gpus_per_node"))
     if nodes * gpus > MOST_RANKS:
         raise UserError(f"num_nodes {nodes} x gpus_per_node {gpus}: expected up to {MOST_RANKS} GPUs.")
@@ -262,7 +263,10 @@ def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
 
 
 def with_flags(script: str, words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return a launcher's line with further flags, FLAG=VALUE each: one that a word gives changes the word."""
+    """Return a launcher's command line with more flags, FLAG=VALUE each.
+
+    A flag for a positional argument changes that argument.
+    """
     names, line = LAUNCHERS[script].positional.split(), [*words]
     for flag in flags:
         start, _, value = flag.partition("=")
@@ -274,10 +278,10 @@ def with_flags(script: str, words: Sequence[str], flags: Sequence[str]) -> list[
 
 
 def check_training(arguments: Sequence[str]) -> TrainConfig:
-    """Return the configuration that the arguments of the training entry give.
+    """Return the configuration from the arguments of the training entry.
 
     Raises:
-        UserError: for whatever the entry would refuse.
+        UserError: for anything that the entry would refuse.
     """
     config, _ = parse_args(arguments)
     check_files(config)
@@ -285,7 +289,7 @@ def check_training(arguments: Sequence[str]) -> TrainConfig:
 
 
 def print_command(command: Sequence[str]) -> None:
-    """Print a command as one line that a shell reads back to the same arguments, whatever bytes they consist of."""
+    """Print a command as one line that a shell parses into the same arguments, whatever bytes they contain."""
     sys.stdout.flush()
     sys.stdout.buffer.write(b" ".join(os.fsencode(_shell_word(word)) for word in command) + b"\n")
 

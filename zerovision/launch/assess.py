@@ -1,4 +1,4 @@
-"""What the facts of machines mean for a training on them: the rows of the doctor's table."""
+"""Assesses the facts of machines for a training: the rows of the doctor's table."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Row:
         check: what was examined, in a few words.
         verdict: "wrong" prevents a training or falsifies it; "warning" slows it down or may end it.
         found: what was found, in one line.
-        cure: what to do about it, in one line; '' if nothing is to be done.
-        host: the machine; '' for all of them, or none in particular.
+        cure: what to do about it, in one line; '' if there is nothing to do.
+        host: the machine; '' for all machines, or none in particular.
     """
 
     check: str
@@ -47,7 +47,7 @@ class Row:
 
 
 def join_hosts(rows: Iterable[Row]) -> list[Row]:
-    """Merge rows that are equal but for the host, and all rows of a check that are ok; keeps the order."""
+    """Merge rows that differ only in the host, and all "ok" rows of a check; keep the order."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         key = (row.check, row.verdict) if row.verdict == "ok" else (row.check, row.verdict, row.found, row.cure)
@@ -63,20 +63,20 @@ def join_hosts(rows: Iterable[Row]) -> list[Row]:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first names with commas, and how many more there are."""
+    """Return the first names, separated by commas, and the number of others."""
     more = len(names) - HOSTS_NAMED
     return ", ".join(names[:HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus: bool, saved_bytes: int) -> list[Row]:
-    """Return the rows of one machine that trains.
+    """Return the rows for one machine of a training.
 
     Args:
         facts: see `machine_facts`.
-        ranks: on this machine; 0 if unknown.
+        ranks: number of ranks on this machine; 0 if unknown.
         all_ranks: over all machines.
-        cluster_has_gpus: whether any of the machines has one.
-        saved_bytes: of the weights and a checkpoint of the training, 0 if not known.
+        cluster_has_gpus: whether any machine has a GPU.
+        saved_bytes: bytes of the weights and one checkpoint, 0 if unknown.
     """
     rows = [
         assess_packages(facts, read_pins((REPO_ROOT / "requirements.txt").read_text())),
@@ -120,7 +120,7 @@ def read_pins(requirements: str) -> dict[str, str]:
 
 
 def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
-    """Compare GPUs, or cores if no machine has a GPU, with the ranks (0: unknown), and the driver with torch."""
+    """Compare the number of GPUs, or of cores without GPUs, with the ranks (0: unknown), and the driver with torch."""
     gpus, ranks = facts["gpus"], max(ranks, 1)
     if facts["gpu_problem"]:
         cure = "load the driver (modprobe nvidia), or look into dmesg for Xid errors"
@@ -162,7 +162,7 @@ GPU_CURES = {
 
 
 def assess_gpu_health(gpus: Sequence[Facts]) -> list[Row]:
-    """Assess memory errors, heat, and memory that is in use; nothing without a GPU."""
+    """Assess memory errors, temperature, and memory in use; nothing without a GPU."""
     found: dict[Verdict, list[str]] = {}
     for number, gpu in enumerate(gpus):
         for verdict, name, most, said in GPU_LIMITS:
@@ -178,7 +178,7 @@ def assess_gpu_health(gpus: Sequence[Facts]) -> list[Row]:
 def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) -> list[Row]:
     """Compare memory, /dev/shm, open files, the log folder, and a container's cores with what the ranks need.
 
-    Ranks, NCCL and loader workers exchange data through /dev/shm. If it is full, one ends in a bus error.
+    Ranks, NCCL and loader workers exchange data through /dev/shm. If it is full, a process dies of a bus error.
     """
     free, total, shm_free, shm_total = (
         format_bytes(facts[f"{name}_bytes"]) for name in ("memory_free", "memory", "shm_free", "shm")
@@ -230,7 +230,7 @@ def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) ->
 
 
 def _limit(row: Row, available: float, needed: float, show: Callable[[float], str] = format_bytes) -> Row:
-    """Return the row with what is needed, or as "ok" if that much is available."""
+    """Return a row with what is needed, or "ok" if that much is available."""
     if available >= needed:
         return Row(row.check, "ok", row.found)
     return replace(row, found=f"{row.found}, {show(needed)} needed")
@@ -246,7 +246,7 @@ def assess_versions(hosts: Mapping[str, Facts], here: Mapping[str, str]) -> list
 
 
 def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
-    """Compare the hosts' copies of the data set, of those that could load it; the first one's decides a tie."""
+    """Compare the copies of the data set on the hosts that could load it; a tie goes to the first host."""
     copies = {host: facts["data"] for host, facts in hosts.items() if "hash" in facts["data"]}
     if not copies:
         return []
@@ -260,10 +260,10 @@ def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
 
 
 def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
-    """Return a row of the paths that failed, if any did: of the host that is in most of them, as a target if in one.
+    """Return a row for the failed paths, if any: for the host in most of them, or the target of a single one.
 
     Args:
-        failed: from which host to which one, and the port there.
+        failed: which host failed to reach which other one, and the port there.
     """
     ends = Counter([target for _, target, _ in failed] + [source for source, _, _ in failed])
     found = some_of([f"{source} cannot connect to {target}, port {port}" for source, target, port in failed])
@@ -277,9 +277,9 @@ def assess_all_reduce(answers: Mapping[str, Facts], ranks: int, way: str) -> Row
     """Return the row of the all-reduce, with its rate as nccl-tests counts it.
 
     Args:
-        answers: of `measure_network`, by host.
-        ranks: that took part.
-        way: by which the ranks reach each other, for the row.
+        answers: results of `measure_network`, by host.
+        ranks: ranks that took part.
+        way: how the ranks reach each other, for the row.
     """
     problems = {host: answer["problem"] for host, answer in answers.items() if "problem" in answer}
     if problems:

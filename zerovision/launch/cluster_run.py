@@ -30,12 +30,12 @@ RETURN_SECONDS = 30.0  # between two attempts to reach a host that a running sta
 
 @dataclass
 class Hosts:
-    """What a launch remembers of its hosts from one start to the next.
+    """What a launch remembers about its hosts from one start to the next.
 
     Attributes:
-        returns: how often each came back into a running training.
-        hangs: how often each had the rank that hung.
-        doubtful: those that the next start leaves out if it can.
+        returns: how often each host rejoined a running training.
+        hangs: how often the rank that hung was on each host.
+        doubtful: hosts that the next start leaves out if possible.
     """
 
     returns: Counter[str] = field(default_factory=Counter)
@@ -43,7 +43,7 @@ class Hosts:
     doubtful: set[str] = field(default_factory=set)
 
     def hung(self, host: str) -> None:
-        """Count a hang: from the second one on the host is doubtful."""
+        """Count a hang: after the second one, the host is doubtful."""
         self.hangs[host] += 1
         if self.hangs[host] > 1:
             self.doubtful = {host}
@@ -72,11 +72,11 @@ class ClusterRun:
         self._deadline = math.inf
 
     def run(self, restart: int, resuming: list[str]) -> Started:
-        """Start the ranks; return when none is left on any node that can be reached.
+        """Start the ranks; return when none is left on any reachable node.
 
         Args:
             restart: number of restarts so far.
-            resuming: flags of the training entry that make it go on with its run.
+            resuming: flags with which the training entry resumes its run.
         """
         try:
             doubtful, self._hosts.doubtful = self._hosts.doubtful, set()
@@ -117,7 +117,7 @@ class ClusterRun:
             )
 
     def _look(self) -> None:
-        """Send heartbeats, pass on a signal, and end what does not leave by itself."""
+        """Send heartbeats, pass on a signal, and end what does not exit by itself."""
         now = time.monotonic()
         self._nodes.beat()
         if self._received and not self._sent:
@@ -134,13 +134,13 @@ class ClusterRun:
                 node.end(within_s=KILL_SECONDS)
 
     def _note_losses(self) -> bool:
-        """Remember why the first node was lost; return whether any is."""
+        """Remember why the first node was lost; return whether any was."""
         reasons = [reason for node in self._taking_part if (reason := node.lost())]
         self._first_reason = self._first_reason or next(iter(reasons), "")
         return bool(reasons)
 
     def _seconds_left(self) -> float:
-        """Return what the nodes that still work have to leave by themselves."""
+        """Return the seconds that working nodes have to exit by themselves."""
         endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
         others = self._taking_part if len(self._taking_part) > 1 else []
         failing = any(node.messages.get("beat", {}).get("failing") for node in others if node.is_working())
@@ -158,14 +158,14 @@ class ClusterRun:
         self._received.clear()
 
     def _expect_absent(self, used: list[str]) -> None:
-        """Ask the hosts that do not take part again and again; the more often one came back, the less often."""
+        """Keep asking the hosts that do not take part; ask less often the more often one has come back."""
         absent = [host for host in self._plan.hosts if host not in used]
         if absent:
             self._absent_s = RETURN_SECONDS * 2 ** max(self._hosts.returns[host] for host in absent)
             self._absent = Roster(self._nodes, absent, self._plan.prepare, self._absent_s)
 
     def _bring_back(self, absent: Roster) -> None:
-        """Let the ranks save and stop, if hosts are back with which the next start has more nodes."""
+        """Let the ranks save and stop if returned hosts allow the next start more nodes."""
         absent.look()
         used, back = [node.host for node in self._taking_part], absent.ready
         if absent.seconds < self._absent_s or self._plan.usable_nodes(len(used + back)) <= len(used):
@@ -181,7 +181,7 @@ class ClusterRun:
             node.send("signal", number=signal.SIGTERM)
 
     def _started(self) -> Started:
-        """Return how it ended, from the last messages of every node."""
+        """Return how the start ended, from the last messages of every node."""
         self._note_losses()
         said = [node.messages.get("ended") or node.messages.get("beat", {}) for node in self._taking_part]
         run_name = next((name for last in said if (name := last.get("run_name"))), "")
@@ -199,9 +199,9 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
     """Return how a start ended.
 
     Args:
-        nodes: those that took part, that of rank 0 first; each has sent "ended" or is lost.
-        lost: why the first one that was lost is, '' if none was.
-        was_stopped: whether the ranks had been sent a signal to stop.
+        nodes: the nodes that took part, rank 0's first; each has sent "ended" or is lost.
+        lost: why the first lost node was lost, '' if none was.
+        was_stopped: whether the ranks were sent a signal to stop.
     """
     endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
     first = endings.get(nodes[0].host)
@@ -232,7 +232,7 @@ def _node_ending(ended: Message) -> Ending:
 
 
 def _print_rendezvous(plan: Plan, rendezvous: Rendezvous, restart: int) -> None:
-    """Print which nodes take part, over which interfaces, and where they meet; of this machine alone what it lacks."""
+    """Print the nodes, their interfaces and their meeting point; for this machine alone, only what it lacks."""
     if plan.is_local:
         if not rendezvous.has_gpus and restart == 0:
             limit = f" ({note})" if (note := quota_note()) else ""

@@ -1,4 +1,4 @@
-"""Finds out what is wrong before a run starts: asks an agent on each machine, and prints a table of what it finds."""
+"""Finds problems before a run starts: asks an agent on each machine, and prints a table."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ WIDTH_IN_FILES = 180  # characters: rows stay whole in a log file
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings(CommandSettings):
-    """Finds out what is wrong before a run starts.
+    """Finds problems before a run starts.
 
     python scripts/doctor.py                                            # this machine
     python scripts/doctor.py --data ~/photos                            # and whether this data set loads
@@ -68,8 +68,8 @@ class DoctorSettings(CommandSettings):
     python scripts/doctor.py --check-data ~/photos                      # every image of a data set
     python scripts/doctor.py --check-data list.csv --task multilabel --label-column tags
 
-    All flags of the trainer are taken as well, such as --task and --label-column. Inside a Slurm job it examines the
-    job's machines. Exit code: 0 nothing is wrong, 1 something is, 2 a mistake in the arguments.
+    The trainer's flags work here too, such as --task and --label-column. Inside a Slurm job the doctor examines the
+    job's machines. Exit code: 0 no problem, 1 a problem, 2 a mistake in the arguments.
     """
 
     NAME: ClassVar = "doctor"
@@ -94,7 +94,7 @@ class DoctorSettings(CommandSettings):
             raise UserError("--hostfile, --hosts and --here each say which machines: give one of them.")
 
     def config(self) -> TrainConfig:
-        """Return the training's configuration, with the doctor's own flags of it."""
+        """Return the training's configuration, with the doctor's own flags applied."""
         own = {"--data": self.check_data or self.data, "--log-dir": self.log_dir}
         own_words = [f"{flag}={value}" for flag, value in own.items() if value is not None]
         return parse_args([*self.training_words, *own_words], self.parser().flags)[0]
@@ -102,14 +102,14 @@ class DoctorSettings(CommandSettings):
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be examined.
+    """What to examine.
 
     Attributes:
-        slots: ranks by host, in their order; 0 for all GPUs of a host, or one CPU rank.
-        shell: that leads to the hosts, a key of `zerovision.launch.hosts.SHELLS`.
-        config: of the training, or the defaults.
+        slots: number of ranks by host, in order; 0 for all GPUs of a host, or one CPU rank.
+        shell: shell that leads to the hosts, a key of `zerovision.launch.hosts.SHELLS`.
+        config: settings of the training, or the defaults.
         has_data: whether its data set is examined.
-        has_training: whether it is known what will be trained.
+        has_training: whether the training is known.
     """
 
     slots: Mapping[str, int]
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this machine alone is to train."""
+        """Whether only this machine trains."""
         return list(self.slots) == [HERE]
 
     @property
@@ -163,7 +163,7 @@ def print_examination(request: Request, *, as_json: bool = False) -> int:
 
 
 def request_of(given: DoctorSettings) -> Request:
-    """Return what is to be examined.
+    """Return what to examine.
 
     Raises:
         UserError: for a mistake in the training's arguments or the names of the machines.
@@ -217,7 +217,7 @@ def examine(request: Request) -> list[Row]:
 
 
 def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]:
-    """Return the facts of the hosts that answer, and the rows of the others."""
+    """Return facts about the hosts that answer, and rows for the others."""
     nodes.connect(list(request.slots))
     deadline = time.monotonic() + REACH_SECONDS
     while time.monotonic() < deadline and any(
@@ -247,7 +247,7 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
 
 
 def _examine_shared_logs(nodes: Nodes, log_dir: str, hosts: Mapping[str, Facts]) -> list[Row]:
-    """Let the first host write a file into the log folder and the others look for it."""
+    """Let the first host write a file into the log folder, and the others look for it."""
     writing = [host for host, facts in hosts.items() if not facts["log_folder"]["problem"]]
     if len(writing) < 2:
         return []
@@ -293,13 +293,13 @@ def _examine_network(nodes: Nodes, request: Request, hosts: Mapping[str, Facts])
 
 
 def _ranks(slots: int, facts: Facts, use_gpu: bool) -> int:
-    """Return how many ranks a host has in the network's check: at most its GPUs, or its cores if no host has GPUs."""
+    """Return the number of ranks of a host in the network check: at most its GPUs, or its cores if no host has GPUs."""
     most = len(facts["gpus"]) if use_gpu else facts["cores"]
     return min(slots or (most if use_gpu else 1), most)
 
 
 def _address_of(host: str) -> str:
-    """Return the IPv4 or IPv6 address of a name, '' if it has none here."""
+    """Return the IPv4 or IPv6 address of a name, '' if it cannot be resolved here."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -307,7 +307,7 @@ def _address_of(host: str) -> str:
 
 
 def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[Any]]:
-    """Let all hosts listen, each connect to the first and to the next one in a ring; return the paths that failed."""
+    """Let all hosts listen, and each connect to the first and to the next in a ring; return the failed paths."""
     opened = nodes.ask(list(addresses), "listen", "listen", PATHS_SECONDS, addresses=addresses)
     ports = {host: answer["port"] for host, answer in opened.items() if "port" in answer}
     hosts = list(ports)
@@ -339,7 +339,7 @@ NOT_FOUND_CODES = (126, 127)  # of a shell: cannot be run, not found
 
 
 def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
-    """Return why there is no agent on a host, and what to do, from exit code and stderr of what was to start it."""
+    """Return why a host has no agent, and what to do, from the exit code and stderr of the command that starts it."""
     for sign, (found, cure) in SSH_COMPLAINTS.items():
         if sign in complaint:
             return found, cure.format(host=host, root=REPO_ROOT)

@@ -1,10 +1,10 @@
-"""The hosts of a launch, and the commands that start a program there, connected to pipes of ours.
+"""The hosts of a launch, and the commands that start a program on them, connected to our pipes.
 
-A remote shell parses the command of ssh, so it consists of constants only, quoted; whatever a user gives (arguments,
-variables, folders) is sent to the program's standard input.
+A remote shell parses ssh's command, so it consists only of quoted constants; user input (arguments, variables, folders)
+goes to the program's standard input.
 
 Hostfiles are read strictly: other launchers read `slots=4abc` as 4, take `slots=0`, and run `-oProxyCommand=...` as a
-command. Each line is `name slots=N`; blank lines and comments (#) are allowed. Imports no torch.
+command. Each line is `name slots=N`; blank lines and comments (#) are allowed. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def ssh_command(host: str, command: list[str]) -> Command:
 def srun_command(host: str, command: list[str]) -> Command:
     """Return the command that runs `command` once on a host of this Slurm allocation.
 
-    That process starts all ranks of its node, so it must see all GPUs that the job has there. Without --unbuffered,
-    which would make its standard output a terminal, a line passes as soon as it is complete.
+    That process starts all ranks of its node, so it must see all of the job's GPUs there. Without --unbuffered, which
+    would make its standard output a terminal, each line arrives as soon as it is complete.
 
     Args:
-        host: of the allocation.
+        host: name of a host of the allocation.
         command: the program and its arguments.
     """
     environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
@@ -88,7 +88,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         slots: GPUs the run takes on each of them.
 
     Returns:
-        Slots by host name for all hosts of the file, in its order.
+        Slots by host name for all hosts in the file, in order.
 
     Raises:
         UserError: naming file and line, for a file that cannot be read, a malformed line, a host given twice,
@@ -126,7 +126,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
 
 
 def split_hosts(names: str, nodes: int = 1) -> list[str]:
-    """Return the hosts of --hosts; raise a UserError for a name that is none or is given twice, and for too few."""
+    """Return the hosts of --hosts; raise a UserError for an invalid or repeated name, and for too few names."""
     hosts = names.split(",")
     bad = [host for host in hosts if not HOST_NAME.fullmatch(host) or hosts.count(host) > 1]
     if bad:

@@ -34,7 +34,7 @@ from zerovision.training.world.launchers import refuse_a_pod_alone, remember_lin
 
 
 def main(words: list[str]) -> int:
-    """Train as the script that stands first, its arguments and the environment say; return the exit code."""
+    """Train as the given script with its arguments and the environment; return the exit code."""
     script, *arguments = words
     given = read_arguments(script, arguments, os.environ)
     is_local = "num_nodes" not in given.positional
@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
 
 
 def _hosts(given: LaunchArguments) -> list[str]:
-    """Return the hosts that the launch uses, that of rank 0 first."""
+    """Return the hosts that the launch uses, rank 0's first."""
     if given.hosts:
         return split_hosts(given.hosts, given.nodes)[: given.nodes]
     default = Path("hostfile.txt")
@@ -71,7 +71,7 @@ def _hosts(given: LaunchArguments) -> list[str]:
 
 
 def preflight(plan: Plan) -> int:
-    """Let the doctor examine the machines if --preflight was given; return its exit code."""
+    """Run the doctor on the machines if --preflight was given; return its exit code."""
     if not plan.given.preflight:
         return 0
     from zerovision.launch.doctor import Request, print_examination
@@ -84,7 +84,7 @@ def train(plan: Plan, nodes: Nodes, received: list[int]) -> Started:
     """Start the ranks on all nodes, and again after every failure; return how it ended.
 
     SIGINT, SIGTERM, SIGHUP (which the ranks get as SIGTERM) and SIGUSR1 reach the ranks of all nodes; a second SIGINT
-    ends them. If this process is killed, the agents lose their connection and let the ranks save and stop.
+    ends them. If this process is killed, the agents lose the connection and let the ranks save and stop.
 
     Args:
         plan: what to start.

@@ -1,10 +1,10 @@
-"""Starts the ranks of one machine, each forked from this process, and ends them all when one fails.
+"""Starts the ranks of one machine by forking this process, and ends all of them when one fails.
 
     python -u zerovision/launch/local_ranks.py --nproc_per_node 2 --master_port 29500 ENTRY --model-type vgg
 
-The ranks get torchrun's variables. What `--preload` names is imported here, once for all of them; under a supervisor
-(`launch.node_launcher`) this process stays after a failure and forks the ranks of the next start, which imports nothing
-at all. Nothing here may use CUDA, which does not survive a fork.
+The ranks get torchrun's variables. The modules in `--preload` are imported here, once for all ranks. Under a supervisor
+(`launch.node_launcher`) this process survives a failure and forks the ranks of the next start, which need no imports.
+Nothing here may use CUDA, which does not survive a fork.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def import_ahead(names: str) -> None:
-    """Import modules (with commas between them) for all ranks; what cannot be imported is left for the ranks to report.
+    """Import modules (separated by commas) for all ranks; the ranks report what cannot be imported.
 
-    Without garbage collection, which takes a fifth of the time, and finds nothing.
+    Garbage collection is off: it takes a fifth of the time and finds nothing.
     """
     if not names:
         return
@@ -135,7 +135,7 @@ def report(channel: socket.socket | None, **message: object) -> None:
 
 
 def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
-    """Return the arguments and the changed variables of the next start, None if none comes."""
+    """Return the arguments and changed variables of the next start, None if there is none."""
     if channel is not None:
         with contextlib.suppress(OSError):
             if order := channel.recv(LONGEST_ORDER):
@@ -144,7 +144,7 @@ def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
 
 
 def is_closed(channel: socket.socket | None) -> bool:
-    """Return whether the supervisor, which there was, is gone; it sends nothing while ranks run."""
+    """Return whether the supervisor is gone; it sends nothing while ranks run."""
     if channel is None:
         return False
     try:
@@ -168,8 +168,8 @@ def passing_signals_on(ranks: list[int]) -> Iterator[None]:
 def wait_for_all(ranks: list[int], channel: socket.socket | None = None, stop_timeout_s: float = END_SECONDS) -> int:
     """Wait until every rank has ended; return the exit code (the shell's).
 
-    The others are stopped once one has failed; all are if the supervisor dies, which then cannot remove the launch's
-    folder either.
+    If one fails, the others are stopped. If the supervisor dies, all are stopped, and the launch's folder, which it
+    would have removed, is removed here.
     """
     first_failure, deadline, is_orphaned = 0, math.inf, False
     while True:
@@ -202,7 +202,7 @@ def _end_of(rank: int) -> int | None:
 
 
 def _send(ranks: list[int], number: int) -> None:
-    """Send a signal to every rank; one that has ended is a zombie until the next start, so its pid is not reused."""
+    """Send a signal to every rank; an ended rank is a zombie until the next start, so its pid is not reused."""
     for rank in ranks:
         os.kill(rank, number)
 

@@ -1,4 +1,4 @@
-"""What an agent finds out about its machine for the doctor: software, limits, GPUs, disks, data, and the network."""
+"""Collects facts about a machine for the doctor: software, limits, GPUs, disks, data, and the network."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _listening: list[socket.socket] = []  # until the process ends
 
 
 def machine_facts(_node: str, order: Mapping[str, Any]) -> Facts:
-    """Return what this machine has, ready for JSON.
+    """Return facts about this machine, ready for JSON.
 
     Args:
-        order: with `log_dir`, the folder of all logs, which need not exist yet; `data`, the fields of the data set's
-            `DataOptions`, None if it is not looked at; `training`, the flags of the training, None if there is none.
+        order: has `log_dir`, the folder of all logs, which need not exist yet; `data`, the fields of the data set's
+            `DataOptions`, or None; `training`, the flags of the training, or None.
     """
     shared_memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     return {
@@ -64,7 +64,7 @@ def machine_facts(_node: str, order: Mapping[str, Any]) -> Facts:
 
 
 def gpu_facts() -> Facts:
-    """Return `gpus`, `driver`, `driver_cuda` of this machine, and as `gpu_problem` why NVML fails ('' if not)."""
+    """Return `gpus`, `driver`, `driver_cuda` of this machine, and `gpu_problem`: why NVML fails, or ''."""
     import pynvml as nvml
 
     facts: Facts = {"gpus": [], "driver": "", "driver_cuda": None, "gpu_problem": ""}
@@ -97,9 +97,9 @@ def gpu_facts() -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Return why torch and torchvision do not fit together (None if they do), torch's CUDA, and if parts are decoded.
+    """Return why torch and torchvision do not match (or None), torch's CUDA, and whether the C decoder works.
 
-    CUDA must not be initialized here: the ranks of the network check are forked from this process.
+    CUDA must not be initialized here, because the ranks of the network check are forked from this process.
     """
     try:
         import torch
@@ -113,7 +113,7 @@ def torch_facts() -> Facts:
 
 
 def log_folder_facts(folder: Path) -> Facts:
-    """Return `path`, `free_bytes`, and as `problem` why nothing can be written there (None if it can)."""
+    """Return `path`, `free_bytes`, and `problem`: why nothing can be written there, or None."""
     existing, problem = existing_part(folder), None
     try:
         with tempfile.TemporaryFile(dir=existing, prefix=".doctor-") as file:
@@ -126,7 +126,7 @@ def log_folder_facts(folder: Path) -> Facts:
 
 
 def data_facts(options: Mapping[str, Any], training: Sequence[str] | None) -> Facts:
-    """Return what a data set `holds`, its `hash`, and the `saved_bytes` of a training on it; or the `problem`."""
+    """Return what a data set `holds`, its `hash`, and the `saved_bytes` of a training on it, or the `problem`."""
     from zerovision.training.data import DataOptions, load_data
 
     try:
@@ -145,13 +145,13 @@ def data_facts(options: Mapping[str, Any], training: Sequence[str] | None) -> Fa
 
 
 def open_port(node: str, order: Mapping[str, Any]) -> Facts:
-    """Listen at this machine's address among the `addresses` of all, and return the `port`."""
+    """Listen at this machine's address in `addresses`, and return the `port`."""
     _listening.append(socket.create_server((order["addresses"][node], 0), backlog=1024))
     return {"port": _listening[-1].getsockname()[1]}
 
 
 def try_paths(node: str, order: Mapping[str, Any]) -> Facts:
-    """Connect to the other machines that `targets` has for this one: name, address and port; return those `failed`."""
+    """Connect to this machine's `targets` (name, address and port); return those that `failed`."""
     targets = order["targets"].get(node, [])
     return {"failed": [(node, name, port) for name, address, port in targets if not _connects(address, port)]}
 
@@ -169,10 +169,10 @@ def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
 
     Args:
         node: this machine's name in `ranks`.
-        order: with `ranks`, name and number of ranks of every machine, in the order of the ranks; `address` and `port`
-            of the first, where the ranks meet; the `run_id` of their store; `use_gpu` for NCCL between GPUs instead of
-            gloo between CPUs; `interfaces`, by which each machine reaches the others ('' leaves the choice to gloo and
-            NCCL); `join_seconds`, how long ranks wait for each other, and `seconds` for all of it.
+        order: has `ranks`, the name and number of ranks of every machine, in rank order; `address` and `port` of the
+            first, where the ranks meet; the `run_id` of their store; `use_gpu` for NCCL between GPUs instead of gloo
+            between CPUs; `interfaces`, over which each machine reaches the others ('' leaves the choice to gloo and
+            NCCL); `join_seconds`, how long ranks wait for each other, and `seconds`, the limit for everything.
 
     Returns:
         `bytes` and `seconds` of an all-reduce, and the `backend`; `problem` if the check failed.
@@ -221,7 +221,7 @@ def _run_rank(order: Mapping[str, Any], interface: str, rank: int, local_rank: i
 
 
 def _measure_all_reduce(device: torch.device) -> tuple[int, float]:
-    """Return bytes and seconds of an all-reduce of float32 that bandwidth decides; a collective."""
+    """Return bytes and seconds of a bandwidth-bound float32 all-reduce; a collective."""
     import torch
     import torch.distributed as dist
 

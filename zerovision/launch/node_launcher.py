@@ -1,4 +1,4 @@
-"""The process that starts the ranks of this machine: started, asked for the next start, ended."""
+"""Manages the process that starts the ranks of this machine: starts it, requests the next start, ends it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LEAVE_SECONDS = 5.0
 
 
 def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
-    """Return the beginning of the command that starts ranks from one process, with what they will import.
+    """Return the beginning of the command that starts ranks from one process, with the modules to preload.
 
     Args:
-        engine: of the configuration; one that is not ours is the library of this name.
+        engine: the configured engine; if it is not ours, also the name of its library.
         has_gpus: whether the ranks use GPUs.
     """
     # Not for CPU ranks: how GPUs are counted here may miss some, and an engine may keep the kind that it is imported
@@ -40,10 +40,10 @@ def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
 
 
 def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str, str]:
-    """Return what makes a CPU rank's malloc keep what a step frees for the next one, which else faults each page in.
+    """Return variables that make a CPU rank's malloc keep freed memory for the next step, which avoids page faults.
 
-    Nothing for GPU ranks, nor if the environment has a variable of malloc's own (mallopt(3)), as whoever set it
-    chose; nor under a limit on address space (`ulimit -v` or `-d`), of which kept memory takes more than its pages.
+    Return none for GPU ranks, if the environment already sets one of malloc's variables (mallopt(3)), or under a limit
+    on address space (`ulimit -v` or `-d`), which kept memory would use up.
     """
     is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit, _ in OWN_LIMITS)
     if has_gpus or is_limited or any(name.startswith("MALLOC_") for name in environment):
@@ -53,15 +53,15 @@ def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str
 
 
 class NodeLauncher:
-    """The process of `zerovision/launch/local_ranks.py`, like a Popen that can be started again.
+    """The process of `zerovision/launch/local_ranks.py`, like a Popen that can be restarted.
 
-    It stays after a start, with everything imported, and is asked for the next one; it is run anew if it has ended.
+    It survives a start with everything imported and performs the next one; it is restarted if it has ended.
 
     Attributes:
-        returncode: of the last start: that of the rank that failed first, as the shell has it, or the process's own, as
-            Popen has it; None while that start runs.
-        ranks: the processes of the last start by rank, empty until all are there.
-        pid: of the process, 0 if there is none.
+        returncode: exit code of the last start: that of the first failed rank, in the shell's form, or the process's
+            own, in Popen's form; None while the start runs.
+        ranks: the processes of the last start by rank, empty until all exist.
+        pid: its process id, 0 if there is none.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class NodeLauncher:
         self.ranks = {}
 
     def poll(self) -> int | None:
-        """Return `returncode`, after a look at what the process has said and whether it has ended."""
+        """Return `returncode`, after reading the process's reports and checking whether it has ended."""
         while self.returncode is None and self._process and self._channel:
             try:
                 said = json.loads(self._channel.recv(LONGEST_ORDER) or "{}")
@@ -102,7 +102,7 @@ class NodeLauncher:
         return self.returncode
 
     def living_ranks(self) -> list[psutil.Process]:
-        """Return the ranks that run."""
+        """Return the running ranks."""
         return [rank for rank in self.ranks.values() if is_alive(rank)]
 
     def signal_ranks(self, number: int) -> int:
@@ -113,7 +113,7 @@ class NodeLauncher:
         return len(ranks)
 
     def close(self) -> None:
-        """End the process, which has no more ranks."""
+        """End the process, which has no ranks left."""
         if self._process and self._channel:
             self._channel.close()
             try:
@@ -134,7 +134,7 @@ class NodeLauncher:
             )
 
     def _is_asked(self, command: list[str], environment: dict[str, str]) -> bool:
-        """Ask the process for another start, as soon as it has noticed the end of the last; return whether it can."""
+        """Request another start once the process has noticed the end of the last one; return whether it can."""
         deadline = time.monotonic() + LEAVE_SECONDS
         while self._process and self.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""One start of the ranks of a machine and of the process that forks them: passes signals on, ends what stays."""
+"""One start of a machine's ranks and the process that forks them: passes signals on, and ends what does not exit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PASSED_ON = {
 
 
 def receive_signals() -> list[int]:
-    """Handle the signals of `PASSED_ON` from now on; return the list to which each one is appended."""
+    """Handle the signals of `PASSED_ON` from now on; return the list to which they are appended."""
     received: list[int] = []
     for number in PASSED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -48,11 +48,11 @@ class Ending:
     """How one start of the launcher ended.
 
     Attributes:
-        code: the exit code, as the shell has it.
+        code: the exit code, in the shell's form.
         reason: why, without a full stop.
         is_final: whether another start would not help.
-        hang_order: of the rank that hung, whether its process still runs, and its step; among several machines, the one
-            with the smallest is the likeliest cause.
+        hang_order: for the rank that hung, whether its process still runs, and its step; the machine with the smallest
+            value is the likeliest cause.
     """
 
     code: int
@@ -76,10 +76,10 @@ class NodeRun:
 
         Args:
             launch: the processes.
-            launcher: the process among them that starts the ranks; it stays for the next start.
-            folder: of the ranks' heartbeats.
+            launcher: the process that starts the ranks; it remains for the next start.
+            folder: folder of the ranks' heartbeats.
             received: the list to which the signal handlers append.
-            stop_timeout_s: seconds the ranks have to save and leave after a signal.
+            stop_timeout_s: seconds the ranks have to save and exit after a signal.
         """
         self.monitor = RankMonitor(launcher, folder)
         self._launch, self._launcher, self._folder, self._received = launch, launcher, folder, received
@@ -93,11 +93,11 @@ class NodeRun:
         self._is_abandoned = False
 
     def run(self, command: list[str], environment: dict[str, str], *, has_rank_0: bool = True) -> Ending:
-        """Start the ranks; return once no process of them is left, and of the launcher none if no start may follow.
+        """Start the ranks; return when none of their processes is left, nor the launcher if no start may follow.
 
         Args:
-            command: of the launcher.
-            environment: of all processes.
+            command: command of the launcher.
+            environment: environment of all processes.
             has_rank_0: whether rank 0, which marks the training as done, runs on this machine.
         """
         child, self._has_rank_0 = self._launcher, has_rank_0
@@ -137,7 +137,7 @@ class NodeRun:
         return ending
 
     def abandon(self) -> None:
-        """End every process at once; from another thread. `run` then returns."""
+        """End every process at once; called from another thread. `run` then returns."""
         self._is_abandoned = True
 
     def _pass_on(self) -> int:
@@ -155,7 +155,7 @@ class NodeRun:
         return self._launcher.signal_ranks(number)
 
     def _end_what_is_late(self) -> None:
-        """End the ranks that had time enough to leave, and a launcher that does not leave after them."""
+        """End the ranks that had enough time to exit, and a launcher that does not exit after them."""
         now = time.monotonic()
         if failure := self.monitor.first_failure():
             self._deadline = min(self._deadline, failure.seconds + DEAD_RANK_SECONDS)
@@ -168,7 +168,7 @@ class NodeRun:
             self._launcher.signal_ranks(signal.SIGKILL)  # it then ends by itself, with the code of the first failure
 
     def _ending(self, launcher_code: int, was_asked: bool) -> Ending:
-        """Return how it ended, by the launcher's exit code (-n if signal n ended it) and the ranks' last beats."""
+        """Return how the start ended, from the launcher's exit code (-n: signal n) and the last heartbeats."""
         if self._is_done() and (launcher_code == 0 or self.monitor.all_ended(0)):
             return Ending(0)
         code = shell_exit_code(launcher_code) or 1

@@ -1,8 +1,8 @@
 """The launch's side of its nodes: starts an agent on each, and exchanges messages with it.
 
-A message is JSON on one line after a byte that no program prints, because a remote shell has one stream for messages
-and for what the ranks print. A pipe takes up to 4096 bytes in one piece, so what ranks print at the same moment may
-stand before a message or after it, never inside.
+A message is one line of JSON after a byte that no program prints, because a remote shell uses one stream for messages
+and the ranks' output. A pipe takes up to 4096 bytes atomically, so the ranks' output may come before or after a
+message, but never inside.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Channel:
         return True
 
     def messages(self, pass_by: Callable[[bytes], object] = lambda _: None) -> Iterator[Message]:
-        """Yield the messages until the other end closes; every other byte goes to `pass_by` at once, in order."""
+        """Yield the messages until the other end closes; all other bytes go to `pass_by` at once, in order."""
         waiting = b""
         while True:
             try:
@@ -128,17 +128,17 @@ class Node:
 
     @property
     def was_ended(self) -> bool:
-        """Whether its ranks were ended because of what happened elsewhere."""
+        """Whether its ranks were ended because of an event elsewhere."""
         return self.end_by < math.inf
 
     def prepare(self, order: Message) -> None:
-        """Order it to prepare a start, and forget what it said during the last one."""
+        """Order it to prepare a start, and forget its messages from the last one."""
         self.messages.clear()
         self.end_by = math.inf
         self.send("prepare", **order)
 
     def end(self, within_s: float) -> None:
-        """Order it, once, to end its ranks at once; it is given up after this many seconds."""
+        """Order it, once, to end its ranks at once; give it up after this many seconds."""
         if not self.was_ended:
             self.end_by = time.monotonic() + within_s
             self.send("end")
@@ -151,7 +151,7 @@ class Node:
 
 @dataclass
 class Shell:
-    """The process that runs an agent or leads to it, and the last lines that it wrote on stderr."""
+    """The process that runs an agent or connects to it, and the last lines of its stderr."""
 
     process: subprocess.Popen
     host: str
@@ -159,14 +159,14 @@ class Shell:
     all_read: threading.Event = field(default_factory=threading.Event)
 
     def end(self, number: int, deadline: float) -> None:
-        """Send it a signal (0: none) if it still runs, and give it until the deadline to leave."""
+        """Send it a signal (0: none) if it still runs, and wait until the deadline for it to exit."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             if number and self.process.poll() is None:
                 os.killpg(self.process.pid, number)
             self.process.wait(max(0.0, deadline - time.monotonic()))
 
     def failure(self) -> str:
-        """Return why there will be no agent on its host, '' while it runs."""
+        """Return why its host will have no agent, '' while it runs."""
         if self.process.poll() is None:
             return ""
         # Its last lines contain the reason. A process that it left may keep stderr open: that is waited for once.
@@ -175,13 +175,13 @@ class Shell:
         return self.reason()
 
     def reason(self) -> str:
-        """Return why no agent answers on its host."""
+        """Return why no agent on its host answers."""
         lines = list(self.lines)
         return ([line for line in lines if self.host in line] or lines or ["no answer"])[-1]
 
 
 class Nodes:
-    """The agents of a launch, each through a shell of its own: here 'local', elsewhere 'ssh' or 'srun'."""
+    """The agents of a launch, each with its own shell: 'local' here, 'ssh' or 'srun' elsewhere."""
 
     def __init__(self, shell: str) -> None:
         self.found: dict[str, Node] = {}
@@ -192,7 +192,7 @@ class Nodes:
         self._beaten = 0.0  # when the last heartbeat was sent
 
     def connect(self, hosts: list[str]) -> None:
-        """Start an agent on each of the hosts; those that come up appear in `found`."""
+        """Start an agent on each host; those that start appear in `found`."""
         self._shells = [shell for shell in self._shells if shell.process.poll() is None]
         for host in hosts:
             with self._lock:
@@ -205,7 +205,7 @@ class Nodes:
             _in_background(self._read, node)
 
     def _start_remotely(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
-        """Messages go over the shell's standard input and output, between what the ranks print."""
+        """Messages go over the shell's standard input and output, between the ranks' output."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         # In a session of its own no Ctrl-C comes: the agents get orders.
         process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
@@ -214,10 +214,10 @@ class Nodes:
         return Node(host, Channel(process.stdout.fileno(), process.stdin.fileno()), shell, LOST_SECONDS)
 
     def _start_here(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
-        """Messages go over a pipe of their own: the ranks print where this process does, a terminal perhaps.
+        """Messages go over a separate pipe: the ranks print to this process's output, perhaps a terminal.
 
-        The pipe ends with the process at its other end, so silence says nothing: all may have been stopped, as by
-        Ctrl-Z or with their container.
+        The pipe closes with the process at its other end, so silence means nothing: everything may have been paused, by
+        Ctrl-Z or with a container.
         """
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb"):
@@ -229,7 +229,7 @@ class Nodes:
         return Node(host, Channel(reading, process.stdin.fileno()), shell, math.inf)
 
     def beat(self) -> None:
-        """Send every agent a heartbeat, if the last one is long enough ago."""
+        """Send every agent a heartbeat if it is due."""
         now = time.monotonic()
         if now - self._beaten > BEAT_SECONDS:
             self._beaten = now
@@ -237,7 +237,7 @@ class Nodes:
                 node.send("beat")
 
     def ask(self, hosts: list[str], answer: str, what: str, seconds: float, /, **values: object) -> dict[str, Message]:
-        """Ask the agents on some hosts; return their answers by host, without those that do not come in time."""
+        """Ask the agents on some hosts; return the answers that arrive in time, by host."""
         asked = {host: self.found[host] for host in hosts}
         for node in asked.values():
             node.messages.pop(answer, None)
@@ -251,7 +251,7 @@ class Nodes:
         return {host: node.messages[answer] for host, node in asked.items() if answer in node.messages}
 
     def close(self) -> None:
-        """End all connections and shells; agents that still live end their ranks."""
+        """Close all connections and shells; agents that still run end their ranks."""
         for shell in self._shells:
             assert shell.process.stdin
             with contextlib.suppress(OSError):
@@ -286,7 +286,7 @@ class Nodes:
 
 
 def is_passing(reason: str) -> bool:
-    """Return whether a shell that failed for this reason may succeed a little later."""
+    """Return whether a shell that failed for this reason may succeed later."""
     return any(sign.lower() in reason.lower() for sign in PASSING)
 
 

@@ -1,4 +1,4 @@
-"""What a launch starts, settled before any rank does: arguments, configuration, strategy, hosts, and this machine."""
+"""The plan of a launch, made before any rank starts: arguments, configuration, strategy, hosts, and this machine."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Plan:
 
     Attributes:
         given: the launcher's arguments.
-        arguments: of the training entry.
-        config: what these configure.
-        hosts: names of the nodes, that of rank 0 first.
-        shell: that leads to them, a key of `zerovision.launch.hosts.SHELLS`.
-        port: that the ranks meet on, 0 for a free one of rank 0's node.
+        arguments: arguments of the training entry.
+        config: the configuration from these arguments.
+        hosts: names of the nodes, rank 0's first.
+        shell: shell that leads to them, a key of `zerovision.launch.hosts.SHELLS`.
+        port: port that the ranks meet on, 0 for a free one of rank 0's node.
         folder: current folder of the ranks.
-        mark: of the processes of this launch on every machine.
+        mark: mark of the processes of this launch on every machine.
     """
 
     given: LaunchArguments
@@ -57,12 +57,15 @@ class Plan:
 
     @cached_property
     def software(self) -> dict[str, str]:
-        """Of the machine that launches, see `zerovision.training.observe.environment.software`; {} if it is alone."""
+        """The software of the launching machine, see `zerovision.training.observe.environment.software`.
+
+        {} on a single machine.
+        """
         return {} if self.is_local else software(self.config.plugin)
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone takes part."""
+        """Whether only this machine takes part."""
         return self.shell == "local"
 
     @property
@@ -80,7 +83,7 @@ class Plan:
 
     @property
     def min_nodes(self) -> int:
-        """The number of hosts that training can go on with."""
+        """The smallest number of hosts to continue with."""
         return self.given.min_nodes or len(self.hosts)
 
     @property
@@ -89,26 +92,26 @@ class Plan:
         return os.path.abspath(os.path.expanduser(self.config.log_dir or log_folder()))
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of the ranks beside those of their machine."""
+        """Return variables for the ranks in addition to their machine's."""
         forwarded = forwarded_environment(self.given.forward_env.split(","))
         return forwarded | remembered_line() | {"TORCH_EXTENSIONS_DIR": extensions_folder()}
 
     def usable_nodes(self, reachable: int) -> int:
-        """Return how many of the reachable nodes can share the global batch, 0 if they are too few."""
+        """Return how many of the reachable nodes can share the global batch, 0 if there are too few."""
         micro_steps = self._micro_steps(self.config)
         return next((n for n in range(reachable, self.min_nodes - 1, -1) if micro_steps % n == 0), 0)
 
     def _micro_steps(self, config: TrainConfig) -> int:
-        """Return the micro-steps of an update that all nodes share."""
+        """Return the number of micro-steps in an update over all nodes."""
         if config.global_batch:
             return config.global_batch * config.ranks_per_replica // (self.given.ranks_per_node * config.micro_batch)
         return len(self.hosts) * config.gradient_accumulation_steps
 
     def batch_flags(self, nodes: int, resuming: Sequence[str] = ()) -> list[str]:
-        """Return the flags that keep the global batch on this many nodes: more micro-steps on fewer of them.
+        """Return flags that keep the global batch on this many nodes: fewer nodes take more micro-steps.
 
         Args:
-            nodes: that take part.
+            nodes: number of nodes that take part.
             resuming: flags of this start, which may have changed the micro-steps.
         """
         if nodes == len(self.hosts) or self.config.batch_size == "auto":  # which the ranks divide themselves
@@ -120,7 +123,7 @@ class Plan:
 def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     """Return the arguments with `auto` replaced by the strategy, batch size and flags that the planner recommends.
 
-    A batch size `auto` stays, unless fewer images than that finds are recommended.
+    A batch size `auto` stays, unless the planner recommends fewer images than it would find.
 
     Args:
         given: arguments of the launcher.
@@ -154,16 +157,16 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
 
 
 def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
-    """Refuse a run whose name another one has, and a global batch that the ranks cannot share.
+    """Refuse a run name that is in use, and a global batch that the ranks cannot share.
 
-    A run that goes on keeps the global batch of its checkpoint: that is for the ranks to check, which read it.
+    A resumed run keeps the global batch of its checkpoint, which the ranks read and check.
 
     Args:
-        config: of the training.
-        possible_ranks: numbers of ranks that the launch may use, the wanted one first.
+        config: settings of the training.
+        possible_ranks: numbers of ranks that the launch may use, the requested one first.
 
     Raises:
-        UserError: for the batch what the wanted number of ranks says, if no number can share it.
+        UserError: if the name is in use, or no possible number of ranks can share the batch.
     """
     folder = run_folder(config)
     if config.run_name:
@@ -182,9 +185,9 @@ def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
 
 
 def forwarded_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of this process that the ranks on other machines need, and those named.
+    """Return the variables of this process that ranks on other machines need, and those named explicitly.
 
-    What looks like a secret is sent only if it is named: srun carries it in clear text.
+    Apparent secrets are sent only if named, because srun transmits them in clear text.
     """
     return {
         name: value

@@ -1,8 +1,8 @@
-"""The processes of one launch, found by a mark in their environment, and their one temporary folder.
+"""The processes of one launch, identified by a mark in their environment, and their temporary folder.
 
-Nothing of that folder is left behind, not even by kill -9. It holds the ranks' heartbeats and is their TMPDIR. The
-process that made it locks a file in it; if that lock is free and no process of the launch lives, the next launch on
-this machine removes the folder.
+The folder holds the ranks' heartbeats and is their TMPDIR. It is always removed, even after kill -9: its creator locks
+a file in it, and if that lock is free and no process of the launch lives, the next launch on this machine removes the
+folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Launch:
     """All processes of one launch on this machine, over all its restarts."""
 
     def __init__(self, mark: str = "") -> None:
-        """Use the mark of a launch of another process or machine, else a new one."""
+        """Use the given mark, of a launch from another process or machine, or else a new one."""
         self.mark = mark or uuid.uuid4().hex
 
     def processes(self) -> list[psutil.Process]:
@@ -59,7 +59,7 @@ class Launch:
         return found
 
     def kill(self, spared_pid: int = 0) -> None:
-        """End every process of this launch at once, but not the one that is spared."""
+        """End every process of this launch at once, except the spared one."""
         deadline = time.monotonic() + KILL_SECONDS
         while time.monotonic() < deadline:
             if not (processes := [process for process in self.processes() if process.pid != spared_pid]):
@@ -76,7 +76,7 @@ def send(process: psutil.Process, number: int) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process still runs (also if it is stopped)."""
+    """Return whether a process still runs, even if it is stopped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -84,7 +84,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def code_of_zombie(pid: int) -> int | None:
-    """Return what a process ended with, as Popen does, while it is a zombie; else None."""
+    """Return the exit code of a zombie, in Popen's form; None for any other process."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":
@@ -93,20 +93,20 @@ def code_of_zombie(pid: int) -> int | None:
 
 
 def shell_exit_code(code: int) -> int:
-    """Return the shell's 128 + n for an end by signal n, which Popen gives as -n."""
+    """Return the shell's code, 128 + n, for an end by signal n, which Popen gives as -n."""
     return 128 - code if code < 0 else code
 
 
 def extensions_folder() -> str:
-    """Return where torch compiles operators: a cache keyed by name only, so each environment has its own."""
+    """Return the folder in which torch compiles operators, one per environment, because it is keyed only by name."""
     return os.environ.get("TORCH_EXTENSIONS_DIR") or f"{sys.prefix}/torch_extensions"
 
 
 def remove_stale_build_locks(folder: Path) -> None:
-    """Remove the locks of compile jobs that no longer run; of others that may, on another machine, print a note.
+    """Remove the locks of compile jobs that no longer run; print a note about jobs that may run on another machine.
 
-    A rank that compiles signs its locks, and torch keeps a lock's file open while it compiles:
-    so it is known of those that were made here. One without our signature is stale after `LONGEST_BUILD_SECONDS`.
+    A rank that compiles signs its locks, and torch keeps the lock file open meanwhile, which identifies live locks of
+    this machine. A lock without our signature is stale after `LONGEST_BUILD_SECONDS`.
     """
     locks = {str(path) for path in folder.glob("**/lock")}
     for process in psutil.process_iter() if locks else ():
@@ -126,13 +126,13 @@ def remove_stale_build_locks(folder: Path) -> None:
 
 
 class HeartbeatFolder:
-    """The folder of one launch on one machine, with what its ranks have written (`base.heartbeat`)."""
+    """The folder of one launch on one machine, with the files of its ranks (`base.heartbeat`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def beats(self) -> dict[int, Heartbeat]:
-        """Return each rank's last beat by rank, without those being written at this moment."""
+        """Return each rank's last heartbeat, without those being written at this moment."""
         found = {}
         for path in self.path.glob("rank-*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError):
@@ -212,7 +212,7 @@ def make_temporary_folder(mark: str) -> HeartbeatFolder:
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the folders in `place` of which neither the maker nor a process of its launch lives."""
+    """Remove the folders in `place` whose creator and launch have no live process."""
     for owner in place.glob(f"{PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError):
             facts = owner.parent.lstat()

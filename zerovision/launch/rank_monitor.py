@@ -1,4 +1,4 @@
-"""Watches the ranks of a launch on one machine: finds those that died, and those that hang with their Python stacks."""
+"""Watches the ranks of a launch on one machine: finds those that died, or hang, with their Python stacks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Death:
     Attributes:
         rank: the rank's number.
         process: its host and pid, for messages.
-        code: as Popen gives it, -n for signal n; None if unknown.
+        code: exit code in Popen's form, -n for signal n; None if unknown.
         noted: whether the last heartbeat of the rank had an exit code.
         seconds: when it was noticed, on the monotonic clock.
     """
@@ -61,11 +61,11 @@ class Death:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the other ranks may now wait for this one for ever: it neither finished nor agreed to end."""
+        """Whether the other ranks may wait for this one forever: it neither finished nor agreed to end."""
         return self.code not in AGREED_CODES and not (self.noted and self.code == 0)
 
     def describe(self, launcher_code: int) -> str:
-        """Return one phrase for messages; `launcher_code` (Popen's convention) helps where the rank's is not known."""
+        """Return one phrase for messages; `launcher_code` (Popen's form) is used if the rank's code is unknown."""
         code = launcher_code if self.code is None and launcher_code else self.code
         return f"rank {self.rank} ({self.process}) {how_it_ended(code)}"
 
@@ -81,7 +81,7 @@ class RankMonitor:
         self._started = self._last_look = self._awake_since = time.monotonic()
 
     def look(self) -> None:
-        """Read the heartbeats and find the ranks that have ended since the last look."""
+        """Read the heartbeats and find the ranks that have ended since the last call."""
         now = time.monotonic()
         if now - self._last_look > 2 * STACK_SECONDS:
             self._awake_since = now  # this process itself was stopped, and the ranks perhaps with it
@@ -99,23 +99,23 @@ class RankMonitor:
             self.deaths += deaths
 
     def first_failure(self) -> Death | None:
-        """Return the first death for which the other ranks may wait, if there is any.
+        """Return the first death that may make other ranks wait, if there is one.
 
-        If some rank ran out of memory, its own: those that lost their connection to it may well end before it does.
+        If a rank ran out of memory, it is that one, because ranks that lost their connection to it may end earlier.
         """
         failures = [death for death in self.deaths if death.is_failure]
         return min(failures, key=lambda death: death.code != OUT_OF_MEMORY_EXIT_CODE, default=None)
 
     def all_ended(self, code: int | None = None) -> bool:
-        """Return whether every rank has ended, and if a code is given, whether each noted that one."""
+        """Return whether every rank has ended and, if a code is given, recorded that code."""
         ended = [death for death in self.deaths if code is None or (death.noted and death.code == code)]
         return 0 < len(self._launcher.ranks) == len(ended)
 
     def hung(self) -> list[Heartbeat]:
-        """Return the last beats of the live ranks that are silent or stopped, once the next one of any is overdue.
+        """Return the last heartbeats of live ranks that are silent or stopped, once any heartbeat is overdue.
 
-        Empty as long as none is overdue. The most suspicious comes first: a stopped process, then the lowest step,
-        then the oldest beat.
+        The list is empty until then. The most suspicious comes first: a stopped process, then the lowest step, then the
+        oldest heartbeat.
         """
         now = time.monotonic()
         beats = [self._beat_or_start(rank) for rank, one in self._launcher.ranks.items() if is_alive(one)]
@@ -159,12 +159,12 @@ class RankMonitor:
         return {beat.rank: stacks.get(beat.rank, "")[len(before[beat.rank] or "") :] for beat in hung}
 
     def _beat_or_start(self, rank: int) -> Heartbeat:
-        """Return the rank's last beat; if it has none, one of the launch's start, for which any time is allowed."""
+        """Return the rank's last heartbeat; if it has none, one from the launch's start without a deadline."""
         pid, host = self._launcher.ranks[rank].pid, socket.gethostname()
         return self.beats.get(rank) or Heartbeat(rank, host, pid, NO_BEAT, -1, 0.0, self._started, math.inf)
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether somebody has stopped the rank's process."""
+        """Return whether the rank's process was stopped."""
         return self._state(rank) in STOPPED
 
     def _state(self, rank: int) -> str:
@@ -185,7 +185,7 @@ def process_name(beat: Heartbeat) -> str:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return how a process ended, given its exit code as by Popen or the shell."""
+    """Return how a process ended, from its exit code in Popen's or the shell's form."""
     if code is None:
         return "is gone"
     if code == OUT_OF_MEMORY_EXIT_CODE:
@@ -202,9 +202,9 @@ def how_it_ended(code: int | None) -> str:
 def main_thread(dump: str) -> list[str]:
     """Return at most `STACK_LINES` lines of a dump of faulthandler: the main thread, most recent call first.
 
-    Faulthandler begins with the youngest thread, so the main thread is its last. The frames of Python's own import
-    system are left out: five of them stand between each module and the one that it imports. If the stack is deep, so
-    are those of installed libraries beyond the innermost `INNERMOST_LINES`.
+    Faulthandler begins with the youngest thread, so the main thread comes last. The frames of Python's import system
+    are left out: there are five for each import. In a deep stack, frames of installed libraries beyond the innermost
+    `INNERMOST_LINES` are left out too.
     """
     blocks: list[list[str]] = []
     for line in dump.splitlines():

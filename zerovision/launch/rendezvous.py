@@ -1,4 +1,4 @@
-"""The rendezvous of a start: agents on nodes that fit together, and the address that the ranks meet on."""
+"""The rendezvous of a start: agents on compatible nodes, and the address at which the ranks meet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN = 12  # letters of a hash
 
 
 class CannotStart(Exception):
-    """The ranks cannot be started; has the reason and the exit code of the launch."""
+    """The ranks cannot be started; carries the reason and the exit code of the launch."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -40,10 +40,10 @@ class Rendezvous:
     """The nodes of a start.
 
     Attributes:
-        nodes: those that take part, that of rank 0 first.
-        addresses: of each, by which the others reach it.
-        interfaces: of these addresses, '' if not found.
-        port: that the ranks meet on, on the first.
+        nodes: the nodes that take part, rank 0's first.
+        addresses: the address at which the others reach each node.
+        interfaces: the interface of each address, '' if not found.
+        port: port on the first node at which the ranks meet.
         has_gpus: whether the ranks run on GPUs.
     """
 
@@ -54,7 +54,7 @@ class Rendezvous:
     has_gpus: bool
 
     def environment(self, node_rank: int) -> dict[str, str]:
-        """Return what gloo and NCCL must know on a node; NCCL reads '=name' as exactly this interface."""
+        """Return the variables for gloo and NCCL on a node; NCCL reads '=name' as exactly this interface."""
         interface = self.interfaces[node_rank]
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
@@ -77,15 +77,15 @@ class Candidate:
 
 
 class Roster:
-    """The hosts of which a start takes those that are ready; `look` keeps it up to date.
+    """The hosts from which a start takes those that are ready; `look` keeps it up to date.
 
-    Making it starts an agent on each host that has none.
+    The constructor starts an agent on each host that has none.
 
     Args:
         nodes: the agents of the launch.
         hosts: in the order of the ranks.
         prepare: the order for an agent.
-        retry_s: after which a host that failed is tried again.
+        retry_s: seconds after which a failed host is tried again.
     """
 
     def __init__(self, nodes: Nodes, hosts: Sequence[str], prepare: Message, retry_s: float = RETRY_SECONDS) -> None:
@@ -97,7 +97,7 @@ class Roster:
 
     @property
     def seconds(self) -> float:
-        """How long the hosts have been waited for."""
+        """Seconds since the wait for the hosts began."""
         return time.monotonic() - self._started
 
     @property
@@ -107,21 +107,21 @@ class Roster:
 
     @property
     def missing(self) -> list[str]:
-        """The others."""
+        """The hosts that are not ready."""
         return [one.host for one in self._candidates if not one.is_ready]
 
     @property
     def refusing(self) -> list[str]:
-        """The hosts that another attempt will hardly reach."""
+        """The hosts that another attempt is unlikely to reach."""
         return [one.host for one in self._candidates if one.failed and not one.unfit and not is_passing(one.failed)]
 
     @property
     def is_settled(self) -> bool:
-        """Whether no missing host is likely to be ready in a moment."""
+        """Whether no missing host is likely to be ready soon."""
         return all(one.failed or one.is_ready for one in self._candidates) or self.seconds > PATIENCE_SECONDS
 
     def look(self) -> None:
-        """Order new agents to prepare themselves, see who has, and try those again that failed some seconds ago."""
+        """Order new agents to prepare, check which have, and retry those that failed some seconds ago."""
         self._nodes.beat()
         now = time.monotonic()
         for one in self._candidates:
@@ -144,7 +144,7 @@ class Roster:
             one.node.prepare(self._prepare)
 
     def leave_out(self, unfit: Mapping[str, str]) -> None:
-        """Leave out hosts that answer, until they have prepared themselves again; print why, if that is new."""
+        """Leave out hosts that answer until they have prepared again; print the reason if it is new."""
         out = [one for one in self._candidates if one.host in unfit]
         if any(one.unfit != unfit[one.host] for one in out):
             print(f"left out: {by_reason(unfit)}", file=sys.stderr, flush=True)
@@ -172,9 +172,9 @@ class Roster:
 def next_rendezvous(
     nodes: Nodes, plan: Plan, received: list[int], doubtful: set[str], *, is_restart: bool
 ) -> Rendezvous | None:
-    """Connect to the plan's hosts and wait until enough of them are ready; None if a signal came first.
+    """Connect to the plan's hosts and wait until enough are ready; None if a signal comes first.
 
-    Those that are doubtful take part only if the others are not enough.
+    Doubtful hosts take part only if the others are too few.
 
     Raises:
         CannotStart: if too few answer in time, or one refuses or cannot take part.
@@ -206,7 +206,7 @@ def next_rendezvous(
 
 
 def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) -> list[str]:
-    """Return the hosts to start with, [] as long as others are waited for."""
+    """Return the hosts to start with, [] while waiting for others."""
     ready, missing = roster.ready, roster.missing
     trusted = [host for host in ready if host not in doubtful]
     if doubtful and (is_late or doubtful.issuperset(missing)) and plan.usable_nodes(len(trusted)):
@@ -215,9 +215,9 @@ def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) ->
 
 
 def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
-    """Return why some of the machines cannot train together, by machine, and what to do about it.
+    """Return why machines cannot train together, by machine, and what to do about it.
 
-    The code of the machine that launches may have changed by the time of a restart: it is not compared then, but its
+    By the time of a restart, the code of the launching machine may have changed. It is then not compared, but its
     software at the time of the launch decides a tie between the nodes.
     """
     answers = {host: nodes.found[host].messages["ready"] for host in ready}
@@ -237,7 +237,7 @@ def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool)
 
 
 def _too_few(answer: Message, ranks: int, has_gpus: bool) -> str:
-    """Return why a machine cannot run so many ranks, '' if it can."""
+    """Return why a machine cannot run this many ranks, '' if it can."""
     if has_gpus:
         return f"has {answer['gpus']} GPUs" if answer["gpus"] < ranks else ""
     most = answer["cores"] * MAX_CPU_RANKS_PER_CORE
@@ -245,11 +245,11 @@ def _too_few(answer: Message, ranks: int, has_gpus: bool) -> str:
 
 
 def differences(software: Mapping[str, Mapping[str, str]], decisive: Mapping[str, str]) -> dict[str, str]:
-    """Return what differs, for each machine that has another version or other code than most.
+    """Return the differences of each machine whose versions or code differ from most.
 
     Args:
         software: `zerovision.training.observe.environment.software` by machine.
-        decisive: whose value counts as usual if there are as many of two.
+        decisive: the machine whose value decides a tie.
     """
     found: dict[str, list[str]] = {}
     for name in decisive:
@@ -262,10 +262,10 @@ def differences(software: Mapping[str, Mapping[str, str]], decisive: Mapping[str
 
 
 def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
-    """Return why a folder cannot be used for the logs, for each of the hosts that do not share it with the others.
+    """Return why a folder cannot be used for the logs, for each host that does not share it.
 
-    The first host's agent writes a file there, and removes it before its ranks start; all others look for it. If none
-    of several finds it, the first host is the odd one; of two that share nothing neither can be trusted.
+    The first host's agent writes a file there, and removes it before its ranks start; the others look for it. If none
+    of several finds it, the first host is the odd one; with only two hosts, neither can be trusted.
     """
     first, *others = hosts
     if not others:
@@ -292,10 +292,10 @@ def by_reason(unfit: Mapping[str, str]) -> str:
 
 
 def reachable_addresses(known: Sequence[str], own: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
-    """Return the address by which the others reach each machine, '' if there is none.
+    """Return the address at which the others reach each machine, or ''.
 
     Args:
-        known: where ssh or Slurm came in, or what the machine's name means elsewhere; '' if unknown.
+        known: the address that ssh or Slurm used, or that the machine's name has elsewhere; '' if unknown.
         own: `zerovision.training.world.network_interfaces.own_addresses` of each.
     """
     if len(known) == 1:

@@ -1,6 +1,6 @@
-"""Starts a training again after every failure that another start may cure.
+"""Restarts a training after every failure that a restart may fix.
 
-After one for want of memory, `--on-oom adapt` starts it with the next smaller settings.
+After running out of memory, `--on-oom adapt` restarts it with the next smaller settings.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Started:
     Attributes:
         ending: how it ended.
         run_name: the run's name, '' if rank 0 has not reported it.
-        position: of the newest checkpoint that was saved, -1 for none.
-        has_gpus: whether the ranks computed on GPUs.
+        position: position of the newest saved checkpoint, or -1.
+        has_gpus: whether the ranks used GPUs.
     """
 
     ending: Ending
@@ -39,14 +39,14 @@ class Started:
 
 
 class Adaptation:
-    """The smaller settings that a launch has come to.
+    """The smaller settings that a launch has reached.
 
     Args:
         training: arguments of the training entry, as given.
-        ranks: of the launch.
+        ranks: number of ranks.
 
     Attributes:
-        flags: of the training entry, to be added to its arguments.
+        flags: flags of the training entry, to be added to its arguments.
     """
 
     def __init__(self, training: list[str], ranks: int) -> None:
@@ -54,7 +54,7 @@ class Adaptation:
         self.flags: list[str] = []
 
     def step_down(self, reason: str, *, has_gpus: bool) -> bool:
-        """Print what follows, and add the flags of the next rung; return False if the launch ends instead.
+        """Print the next step, and add the flags of the next rung; return False if the launch ends instead.
 
         Args:
             reason: what happened, without a full stop.
@@ -75,18 +75,18 @@ class RestartPolicy:
     """Counts restarts, and decides how long to wait before each."""
 
     def __init__(self, allowed: int) -> None:
-        """Allow this many restarts in a row without progress, which is a newer checkpoint than any before."""
+        """Allow this many restarts in a row without progress, that is, without a newer checkpoint."""
         self.total = 0
         self._allowed = allowed
         self._in_a_row = 0
         self._position = -1
 
     def after_failure(self, reason: str, position: int) -> float | None:
-        """Print to stderr what follows; return the seconds to wait before the next start, None if none follows.
+        """Print the next step on stderr; return the seconds to wait before the next start, None if there is none.
 
         Args:
             reason: what happened, without a full stop.
-            position: of the newest checkpoint saved since the last start, -1 for none.
+            position: position of the newest checkpoint since the last start, or -1.
         """
         if position > self._position:
             self._position, self._in_a_row = position, 0
@@ -103,12 +103,12 @@ class RestartPolicy:
 def start_until_done(
     start: Callable[[int, list[str]], Started], restarts: RestartPolicy, adaptation: Adaptation, received: list[int]
 ) -> Started:
-    """Start a training, and again after every failure; return how the last start ended, and the newest checkpoint.
+    """Start a training, and restart it after every failure; return how the last start ended, and the newest checkpoint.
 
     Args:
-        start: runs it once, given the number of restarts so far and the flags that make it go on with its run.
+        start: runs it once, given the number of restarts so far and the flags that resume its run.
         restarts: decides how many there may be.
-        adaptation: decides what follows if memory was short.
+        adaptation: decides what follows if memory ran out.
         received: the list to which the signal handlers append.
     """
     run_name, newest = "", -1
@@ -131,7 +131,7 @@ def start_until_done(
 
 
 def signal_within(seconds: float, received: list[int]) -> int:
-    """Wait; return the signal for the ranks that was received before or meanwhile, 0 for none."""
+    """Wait; return the signal for the ranks received before or meanwhile, or 0."""
     deadline = time.monotonic() + seconds
     while not received and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -1,10 +1,10 @@
-"""Trains in a Slurm job: what scripts/slurm_distributed.sh hands over to, with its arguments.
+"""Trains in a Slurm job; scripts/slurm_distributed.sh runs it with its arguments.
 
     python zerovision/launch/slurm.py slurm_distributed.sh mobilenet ddp 8 16 50
 
-It runs on the first node of the job, and starts the ranks of all nodes through srun. Slurm's signals come here: SIGUSR1
-before the time limit, SIGTERM for scancel and preemption. The ranks save, and `what_follows` decides whether the job is
-requeued.
+It runs on the first node of the job, and starts the ranks of all nodes through srun. It receives Slurm's signals:
+SIGUSR1 before the time limit, SIGTERM for scancel and preemption. The ranks save, and `what_follows` decides whether
+the job is requeued.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Job:
     """A Slurm job, or one task of an array.
 
     Attributes:
-        slurm_id: what `scontrol` knows it by.
+        slurm_id: its id for `scontrol`.
         name: '77', or '70-3' for task 3 of the array 70; the same after a requeue.
         task: number in its array, None outside one.
-        restarts: how often Slurm has started it before.
-        nodes: how many it has.
-        node_list: which, as Slurm writes them.
-        gpus: of its first node, None if it has none.
+        restarts: how often Slurm has restarted it.
+        nodes: number of nodes.
+        node_list: its nodes in Slurm's notation.
+        gpus: GPUs of its first node, None if it has none.
     """
 
     slurm_id: str
@@ -95,18 +95,18 @@ class Job:
         return job_port(int(self.slurm_id))
 
     def check_gpus(self, ranks_per_node: int) -> None:
-        """Raise a UserError if the job has fewer GPUs on a node than ranks are asked for."""
+        """Raise a UserError if the job has fewer GPUs per node than ranks."""
         if self.gpus is not None and self.gpus < ranks_per_node:
             cure = f"give {self.gpus}, or sbatch --gpus-per-node={ranks_per_node}"
             raise UserError(f"num_gpus {ranks_per_node}: the job has {self.gpus} GPU(s) on a node: {cure}.")
 
 
 def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str], TrainConfig]:
-    """Return the arguments of the training entry in a job, and the configuration that they give.
+    """Return the arguments of the training entry in a job, and their configuration.
 
     Args:
         arguments: as the user gave them; `--model-type=` comes first.
-        job: the job; None for a check outside one, in which every task is 0.
+        job: the job; None for a check outside a job, where every task is 0.
 
     Raises:
         UserError: for arguments that the training entry refuses, and if tasks of an array would share a run.
@@ -130,14 +130,14 @@ def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str]
 
 
 def _goes_on(job: Job, folder: RunFolder, arguments: list[str], resume: str) -> bool:
-    """Return whether to add --resume auto: without a --resume, or if a requeued job has a run to go on with."""
+    """Return whether to add --resume auto: without --resume, or if a requeued job has a run to resume."""
     if resume == "never":
         return job.restarts > 0 or not any(re.match(r"--resume(=|$)", given) for given in arguments)
     return job.restarts > 0 and folder.has_checkpoint
 
 
 def _own_model(arguments: list[str], task: int | None) -> list[str]:
-    """Replace several models with commas by the one of this task of an array."""
+    """Replace several models, separated by commas, with the one for this array task."""
     flag, _, value = arguments[0].partition("=")
     models = value.split(",")
     if len(models) == 1:
@@ -158,7 +158,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 class JobState(Enum):
-    """What Slurm does with a job."""
+    """What Slurm is doing with a job."""
 
     RUNNING = "nothing"
     PREEMPTED = "it wants the nodes for another job, and has sent SIGTERM"
@@ -166,7 +166,7 @@ class JobState(Enum):
 
     @classmethod
     def of(cls, shown: str, *, was_terminated: bool) -> JobState:
-        """Read it from `scontrol show job`; `was_terminated` is whether SIGTERM came."""
+        """Read the state from `scontrol show job`; `was_terminated` says whether SIGTERM was received."""
         values = dict(re.findall(r"(\S+?)=(\S*)", shown))
         if values.get("JobState") != "RUNNING":
             return cls.ENDING
@@ -177,13 +177,13 @@ class JobState(Enum):
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What a job remembers of its starts.
+    """What a job remembers about its starts.
 
     Attributes:
         code: exit code of its last start.
-        reason: why that ended.
-        position: of the newest checkpoint that any start has saved, -1 for none.
-        failures: reasons since then why starts have ended, without numbers.
+        reason: why that start ended.
+        position: position of the newest checkpoint of any start, or -1.
+        failures: reasons of failures since then, without numbers.
     """
 
     code: int = 0
@@ -193,7 +193,7 @@ class JobRecord:
 
     @classmethod
     def read(cls, path: Path) -> JobRecord:
-        """Read the record that an earlier start has written; an empty one if there is none."""
+        """Read the record of an earlier start, or return an empty one."""
         try:
             values = json.loads(path.read_text())
             return cls(**{**values, "failures": tuple(values["failures"])})
@@ -208,11 +208,11 @@ class JobRecord:
 
 
 def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> tuple[str, JobRecord | None]:
-    """Return what is to be said of a start that has ended, and the record with which the job is requeued, if it is.
+    """Return the message about an ended start, and the record to requeue the job with, or None.
 
     Args:
-        last: of the start that has ended.
-        earlier: the record of those before it.
+        last: how the last start ended.
+        earlier: the record of earlier starts.
         state: what Slurm does with the job.
     """
     if last.code == 0 or state is JobState.ENDING:
@@ -261,7 +261,7 @@ def main(words: list[str]) -> int:
 
 
 def _train(plan: Plan, received: list[int]) -> JobRecord:
-    """Train; an exception of the launch counts as a failure, after which the job may be requeued."""
+    """Train; an exception in the launch counts as a failure, after which the job may be requeued."""
     try:
         outcome = train(plan, Nodes(plan.shell), received)
     except Exception as error:
@@ -271,7 +271,7 @@ def _train(plan: Plan, received: list[int]) -> JobRecord:
 
 
 def _receive_signals() -> tuple[list[int], set[int]]:
-    """Handle Slurm's signals; return the list for the launch, which it empties, and the set of all that came."""
+    """Handle Slurm's signals; return the list for the launch, which empties it, and the set of all received signals."""
     received: list[int] = []
     all_received: set[int] = set()
 

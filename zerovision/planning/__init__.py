@@ -1,1 +1,1 @@
-"""Answers before a run: is the data set well, does the model fit, are the machines well."""
+"""Answers questions before a run: is the data set sound, does the model fit, which settings suit it."""

@@ -1,4 +1,4 @@
-"""What `train DATA` chooses of a training, with a reason each: a preset that is made on the spot, by rules alone."""
+"""Chooses the settings for `train DATA` by fixed rules, each with a reason."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Choices = dict[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Published:
-    """Weights that a network starts from: size in pixels that they want, their licence, and where they are."""
+    """Weights to start a network from: their image size in pixels, licence and location."""
 
     network: str
     image_size: int
@@ -80,19 +80,19 @@ class Published:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a choice depends on.
+    """The facts that choices depend on.
 
     Attributes:
-        images: to train on, and to hold out of where `has_val` is false.
-        classes: of the data; 0 of several labels.
-        rarest: images of the class that has fewest.
-        commonest: and most.
-        side: the images' shorter side, pixels; 0 if nothing is known of it.
-        is_files: whether they are files, which have to be decoded.
-        has_val: whether there is a part to validate on.
-        gpus: of this machine that are used.
-        has_bf16: whether the processor computes in it.
-        published: weights of the network that is wanted; None of one without.
+        images: number of images to train on, including those to hold out if `has_val` is false.
+        classes: number of classes; 0 for several labels.
+        rarest: number of images of the smallest class.
+        commonest: number of images of the largest class.
+        side: the images' shorter side in pixels; 0 if unknown.
+        is_files: whether the images are files that must be decoded.
+        has_val: whether there is a validation part.
+        gpus: number of GPUs used on this machine.
+        has_bf16: whether the processor supports bf16.
+        published: weights of the chosen network, or None.
     """
 
     images: int
@@ -113,16 +113,16 @@ def values_of(choices: Choices) -> dict[str, Any]:
 
 
 def wanted_network(effort: str, *, has_gpus: bool) -> str:
-    """Return the network that photographs have if its published weights can be had."""
+    """Return the network to use for photographs if its published weights are available."""
     return PUBLISHED[has_gpus][EFFORTS.index(effort)]
 
 
 def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
-    """Return settings that were not given, by name, each with the reason.
+    """Return the settings that were not given, by name, each with a reason.
 
     Args:
         facts: of data and machine.
-        given: settings of the user, which decide what depends on them.
+        given: the user's settings, which other choices follow.
         effort: one of `EFFORTS`.
     """
     made: Choices = {}
@@ -163,7 +163,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
 
 
 def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any) -> bool:
-    """Choose the network and the size of its images; return whether it starts from trained weights."""
+    """Choose the network and its image size; return whether it starts from trained weights."""
     found, rung = facts.published, EFFORTS.index(effort)
     if found and found.is_there and (given.get("weights") or given.get("pretrained") or _is_photographs(facts)):
         licence = f", licence {found.licence}" if found.licence else ""
@@ -190,7 +190,7 @@ def _is_photographs(facts: Facts) -> bool:
 
 
 def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) -> int:
-    """Choose the images of an update, so that an epoch has several; return them."""
+    """Choose the images per update such that an epoch has several updates; return them."""
     ranks = facts.gpus or 1
     unit = FEWEST_IMAGES * ranks
     least = min(FEWEST_OF_AN_UPDATE, images // FEWEST_UPDATES) // unit * unit
@@ -207,7 +207,7 @@ def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) 
 
 
 def _take_epochs(given: Mapping[str, Any], effort: str, about: tuple[int, int, bool], take: Any) -> None:
-    """Choose the epochs by their updates, and the most minutes."""
+    """Choose the number of epochs from the number of updates, and the limit in minutes."""
     images, total, has_weights = about
     steps, has_limit = math.ceil(images / total), "minutes" in given
     updates = UPDATES[effort] * (OF_FINE_TUNING if has_weights else 1) * (OF_A_LIMIT if has_limit else 1)
@@ -218,7 +218,7 @@ def _take_epochs(given: Mapping[str, Any], effort: str, about: tuple[int, int, b
 
 
 def _take_rule(given: Mapping[str, Any], network: str, about: tuple[int, bool], take: Any) -> None:
-    """Choose the update rule, with its rate and schedule, unless the user has one, whose settings are all theirs."""
+    """Choose the update rule, rate and schedule, unless the user names a rule, which then has no chosen settings."""
     total, has_weights = about
     if {"optimizer", "preset"} & given.keys():
         return
@@ -236,7 +236,7 @@ def _take_rule(given: Mapping[str, Any], network: str, about: tuple[int, bool], 
 
 
 def has_head_first(facts: Facts, values: Mapping[str, Any], given: Collection[str]) -> bool:
-    """Return whether the optimum of the head alone comes first, from which all is trained: of few images."""
+    """Return whether to fit only the head to its optimum first and then train everything, for few images."""
     starts = bool(values.get("pretrained") or values.get("weights"))
     is_whole = values.get("tune", "full") == "full" and not {"tune", "features", "preset"} & {*given}
     has_plain_head = not str(values["model_type"]).startswith("airbench")  # which scales what its head gives
@@ -245,7 +245,7 @@ def has_head_first(facts: Facts, values: Mapping[str, Any], given: Collection[st
 
 
 def of_head(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the run that finds this optimum."""
+    """Return the settings of the run that fits the head."""
     left = {
         *("epochs", "minutes", "class_weights", "lookahead", "ema", "learning_rate", "schedule"),
         *("optimizer", "optimizer_options", "fallback_optimizer", "mixup", "cutmix"),

@@ -1,4 +1,4 @@
-"""The facts of which `planning.choose` chooses: data, machine, and trained weights that can be had."""
+"""Collects the facts for `planning.choose`: data, machine, and available pretrained weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
-    """Return the facts of what the user has given.
+    """Return the facts about the user's data and machine.
 
     Raises:
         UserError: for data that cannot be read.
@@ -63,7 +63,7 @@ def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
 
 
 def _usual_side(images: Any, rows: np.ndarray) -> int:
-    """Return the median of the shorter sides of some images, 0 if none of them can be read."""
+    """Return the median shorter side of some images, 0 if none can be read."""
     found = []
     for row in rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]:
         with contextlib.suppress(Exception), Image.open(io.BytesIO(images.content(int(row)))) as image:
@@ -79,7 +79,7 @@ def _has_bf16() -> bool:
 
 
 def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small: bool) -> Published | None:
-    """Return the trained weights of the network that is given, or of the one that would be chosen; None without."""
+    """Return the pretrained weights of the given network, or of the one that would be chosen; None if unavailable."""
     if file := given.get("weights"):
         with contextlib.suppress(Exception), open_weights(os.path.expanduser(file)) as reader:  # not ours: as given
             facts = read_facts(reader)
@@ -102,7 +102,7 @@ def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small:
 
 
 def _where(repository: str | None) -> str:
-    """Return where the hub's weights are, in words; '' if they are neither in its cache nor to be reached quickly."""
+    """Return where the hub's weights are, in words; '' if they are neither cached nor quickly reachable."""
     import huggingface_hub
     from huggingface_hub.utils import get_session
 

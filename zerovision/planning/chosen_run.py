@@ -1,4 +1,4 @@
-"""The run that `zerovision train DATA` and `zerovision.train(data)` make of what is given: what is not, is chosen."""
+"""The run of `zerovision train DATA` and `zerovision.train(data)`: given settings, and chosen ones for the rest."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LEAST_MINUTES = 0.1  # that are left for a run
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """A run, or two, of which the first trains the head alone.
+    """One run, or two, of which the first trains only the head.
 
     Attributes:
-        stages: their settings; the last one is the run that was asked for.
-        choices: what was chosen, by setting, with the reason; empty for a run that goes on.
-        lines: say so, and what repeats it.
+        stages: the settings of each; the last is the requested run.
+        choices: the chosen settings with their reasons; empty for a resumed run.
+        lines: describe the choices, and the command that repeats them.
         began: when the minutes began, in seconds since 1970.
     """
 
@@ -42,19 +42,19 @@ class ChosenRun:
 
     @property
     def config(self) -> TrainConfig:
-        """The settings of the run that was asked for."""
+        """The settings of the requested run."""
         return self.stages[-1]
 
     @property
     def folder(self) -> RunFolder:
-        """Where it is."""
+        """The folder of the run."""
         return run_folder(self.config)
 
     def train(self, train: Callable[[TrainConfig], int]) -> int:
-        """Print what was chosen, and train; return the exit code.
+        """Print the choices, and train; return the exit code.
 
         Args:
-            train: trains with a configuration, and returns its exit code.
+            train: trains with a configuration, and returns the exit code.
         """
         try:
             if self.lines:
@@ -68,7 +68,7 @@ class ChosenRun:
                     (self.folder.path / CHOICE).write_text("\n".join(self.lines) + "\n", encoding="utf-8")
 
     def _in_time(self, stage: TrainConfig) -> TrainConfig:
-        """Return its settings with the minutes that are left."""
+        """Return its settings with the remaining minutes."""
         if not stage.minutes or stage.solver == "lbfgs":
             return stage
         left = stage.minutes - (time.time() - self.began) / 60
@@ -78,17 +78,17 @@ class ChosenRun:
 def choose_run(
     given: Mapping[str, Any], effort: str, ranks: tuple[int, int], label_of: Mapping[str, str], *, is_launched: bool
 ) -> ChosenRun:
-    """Return the run of what is given, with a folder of its own; a run that goes on keeps what it has.
+    """Return the run for the given settings, with its own folder; a resumed run keeps its settings.
 
     Args:
-        given: settings of the user, by field, the data among them.
+        given: the user's settings by field, including the data.
         effort: one of `EFFORTS`; '' for the one that the minutes allow.
-        ranks: how many train, and how many of them have a GPU each.
-        label_of: as of `check_config`.
-        is_launched: whether a launcher starts the ranks, which may be asked for the strategy.
+        ranks: number of ranks, and how many of them have a GPU.
+        label_of: see `check_config`.
+        is_launched: whether a launcher starts the ranks; it may choose the strategy.
 
     Raises:
-        UserError: for a setting that is wrong, and for data that cannot be read.
+        UserError: for a wrong setting, and for data that cannot be read.
     """
     began, values = time.time(), {**given}
     if values.get("plugin"):
@@ -121,18 +121,18 @@ def choose_run(
 
 
 def _effort_of(given: Mapping[str, Any]) -> str:
-    """Return the effort for what the user allows, `minutes` if that is nothing."""
+    """Return the effort for the time that the user allows, by default `minutes`."""
     minutes = given.get("minutes") or MINUTES["minutes"]
     return next((effort for effort in EFFORTS if minutes <= MINUTES[effort]), EFFORTS[-2])
 
 
 def with_head(head: TrainConfig, config: TrainConfig) -> list[TrainConfig]:
-    """Return a run of the head alone, and the run of all, which starts from it."""
+    """Return a run that trains only the head, and a run of everything that starts from it."""
     return [head, replace(config, weights=str(run_folder(head).weights), pretrained=False)]
 
 
 def describe(facts: Any, choices: Choices, stages: Sequence[TrainConfig], ranks: int) -> list[str]:
-    """Return what was chosen and why, and the launcher's line, or lines, that repeat it."""
+    """Return the choices with reasons, and the launcher commands that repeat them."""
     of_reason: dict[str, list[str]] = {}
     for name, (value, reason) in choices.items():
         of_reason.setdefault(reason, []).append(f"{FLAG_OF[name][2:]} {show_value(value)}")

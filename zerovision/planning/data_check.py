@@ -1,4 +1,4 @@
-"""Decodes a whole data set before it is trained on, and reports all that is wrong at once."""
+"""Decodes a whole data set before training, and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class DataReport:
 
     Attributes:
         datasets: The loaded data set.
-        sizes: Width and height in pixels of the readable images with the fewest and the most pixels; empty if none is.
+        sizes: Width and height in pixels of the smallest and the largest readable image; empty if there is none.
         unreadable: Path and reason of each image that cannot be used.
-        image_notes: Path and note of each image that is odd but can be used.
-        digests: By the name of a part, int64 [N], of the files that were read.
+        image_notes: Path and note of each unusual but usable image.
+        digests: Digests of the files that were read, int64 [N], by part.
     """
 
     datasets: DatasetPair
@@ -48,19 +48,20 @@ class DataReport:
 
     @property
     def images(self) -> int:
-        """Images of all parts, readable or not."""
+        """The number of images in all parts, readable or not."""
         return sum(map(len, self.datasets.parts.values()))
 
 
 def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
-    """Load the data set and decode every image of it.
+    """Load the data set and decode every image.
 
     Args:
-        options: As for training.
-        workers: Processes that decode; None uses all cores but one, and none for small sets and images in memory.
+        options: The same as for training.
+        workers: Number of decoding processes; None means all cores but one, or none for small sets and images in
+            memory.
 
     Raises:
-        UserError: What keeps the data set from being loaded at all, see `load_data`.
+        UserError: If the data set cannot be loaded at all, see `load_data`.
     """
     decode = "exact" if options.decode == "cpu" else options.decode
     report = DataReport(load_data(replace(options, decode=decode, cache="off")))  # every pixel, and each time anew
@@ -72,7 +73,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
 
 
 def print_report(data: str, report: DataReport) -> None:
-    """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
+    """Print the report on `data`: counts by class, sizes, and each unusable image."""
     console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
     parts, names, sets = datasets.parts, datasets.class_names, datasets.sets
     table = Table("class", *(TITLES[name] for name in parts), title=escape(printable(f"{data}: {len(names)} classes")))
@@ -125,10 +126,10 @@ class _SizeReader(Dataset):
 
 
 def decode_part(name: str, workers: int, report: DataReport) -> None:
-    """Decode all images of a part ("train", ...) in so many processes, and add what is found to the report.
+    """Decode all images of a part ("train", ...) in this many processes, and add the findings to the report.
 
     Raises:
-        FileServerError: A file server does not answer.
+        FileServerError: If a file server does not answer.
     """
     images = _SizeReader(report.datasets.parts[name].source)
     report.digests[name] = np.full(len(images), UNKNOWN, dtype=np.int64)

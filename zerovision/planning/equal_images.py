@@ -1,4 +1,4 @@
-"""Images that a data set has twice, byte for byte: in training and in evaluation, or under two labels."""
+"""Finds byte-identical images in a data set: in training and evaluation, or under two labels."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ CURES = {
 
 
 class Equal(NamedTuple):
-    """How many images are equal to another one in one of the ways of `CURES`, and the paths of a few such pairs."""
+    """The number of images that equal another one in one of the ways in `CURES`, and the paths of a few pairs."""
 
     images: int
     examples: list[tuple[str, str]]
 
 
 def first_of_equal(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the files that have a digest, int64 [K], and of the first file that equals each of them.
+    """Return the indices of the files that have a digest, int64 [K], and of the first file equal to each.
 
     Args:
-        digests: int64 [N], `UNKNOWN` for an image without, see `reading.sources.digest_of`.
+        digests: int64 [N], `UNKNOWN` if there is none, see `reading.sources.digest_of`.
     """
     order = np.flatnonzero(digests != UNKNOWN)
     _, first_of, content = np.unique(digests[order], return_index=True, return_inverse=True)
@@ -40,7 +40,7 @@ def first_of_equal(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def equal_images(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> dict[str, Equal]:
-    """Find equal images by the digests of their files, int64 [N] by part; see `first_of_equal`."""
+    """Find equal images by the digests of their files, int64 [N] per part; see `first_of_equal`."""
     sources = {name: set_.source for name, set_ in datasets.parts.items()}
     labels = np.concatenate([source.labels.numpy() for source in sources.values()])
     parts = np.repeat(list(sources), [len(source.labels) for source in sources.values()])
@@ -63,7 +63,7 @@ def equal_images(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> di
 
 
 def lines_of(found: Mapping[str, Equal]) -> Iterator[str]:
-    """Yield what was found and what to do about it, a line each."""
+    """Yield one line for each finding, with what to do about it."""
     for kind, (images, examples) in found.items():
         if images:
             pairs = "; ".join(f"{one} = {other}" for one, other in examples)

@@ -1,4 +1,4 @@
-"""Says before a run which strategy to take, whether it fits into memory, and what to type.
+"""Recommends a strategy before a run, predicts its memory, and prints the command.
 
 python scripts/plan.py --model-type vgg --num-gpus 8 --gpu h100-80gb
 python scripts/plan.py --model-type timm:vit_large_patch16_224 --num-gpus 16 --gpu a100-40gb --batch-size 64
@@ -21,7 +21,7 @@ GPUS_PER_NODE = 8
 
 
 class PlanFlags(NamedTuple):
-    """A command line of the planner: its own flags, the words of the trainer's, and the training that they describe."""
+    """A command line of the planner: its own flags, the trainer's, and the training that they describe."""
 
     given: Namespace
     others: list[str]

@@ -1,4 +1,4 @@
-"""GPUs by name, with the memory of their data sheets, and the machine that this process runs on.
+"""GPUs by name, with the memory from their data sheets, and the machine of this process.
 
 A new GPU is one entry of `GPUS`.
 """
@@ -18,11 +18,11 @@ CPU = "cpu"  # the name of a CPU rank's share
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one rank computes with: a GPU, or a CPU rank's share of a machine.
+    """The device of one rank: a GPU, or a CPU rank's share of a machine.
 
     Attributes:
-        name: as `--gpu` takes it.
-        memory_bytes: the data sheet's GB as 10^9 bytes: a little less than the driver reports.
+        name: the value for `--gpu`.
+        memory_bytes: the data sheet's GB as 10^9 bytes, a little less than the driver reports.
         has_bf16: whether its tensor cores compute in bf16.
     """
 
@@ -32,7 +32,7 @@ class Gpu:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions that `--precision auto` may mean, the preferred one first."""
+        """The precisions that `--precision auto` may mean, preferred first."""
         if self.name == CPU:
             return ("fp32",)
         return ("bf16", "fp16", "fp32") if self.has_bf16 else ("fp16", "fp32")
@@ -43,8 +43,8 @@ class Machine:
     """Equal machines of a job.
 
     Attributes:
-        gpu: of each rank.
-        ranks: on each machine.
+        gpu: the device of each rank.
+        ranks: ranks on each machine.
     """
 
     gpu: Gpu
@@ -71,12 +71,12 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its key in `GPUS`, also with other punctuation or without its memory, as 'H100' or 'RTX 3090'.
+    """Return a GPU by its key in `GPUS`; other punctuation, and no memory size, work too, as in 'H100' or 'RTX 3090'.
 
-    A number of GB alone, such as '8gb', is any GPU with so much memory, and bf16.
+    A size alone, such as '8gb', means any GPU with that memory and bf16.
 
     Raises:
-        UserError: for an unknown name, or one of several, with the nearest.
+        UserError: for an unknown or ambiguous name; the message suggests the nearest.
     """
     if size := re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,3})?)\s*gi?b\s*", name.lower()):
         gigabytes = float(size[1])
@@ -97,10 +97,10 @@ def find_gpu(name: str) -> Gpu:
 
 
 def detect_machine(ranks: int = 1) -> Machine:
-    """Return the machine that this process runs on: its GPUs, or a CPU rank's share of its memory.
+    """Return this process's machine: its GPUs, or a CPU rank's share of its memory.
 
     Args:
-        ranks: that share it.
+        ranks: ranks that share it.
     """
     import torch  # the flags of the planner are read without it
 

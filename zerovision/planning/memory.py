@@ -1,8 +1,8 @@
-"""Predicts the memory of a rank: the training state under its strategy and engine, and what a step needs beside it.
+"""Predicts the memory of a rank: the training state under its strategy and engine, and what a step needs besides.
 
 The state follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3) with 4 bytes for weights and gradients,
-which are fp32 here under every precision; a function for each way to distribute it says what a rank has of it. Added
-are temporary buffers of the engine and of the optimizer's step. `benchmarks/memory.py` compares with measurements on
+which are fp32 here under every precision. One function per way to distribute the state gives a rank's part. Temporary
+buffers of the engine and the optimizer step are added. `benchmarks/memory.py` compares predictions with measurements on
 CPU ranks.
 """
 
@@ -28,16 +28,16 @@ ALLOCATOR_SLACK = 0.08
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A network in numbers, from `zerovision.planning.run_workload.sizes_of`.
+    """The sizes of a network, from `zerovision.planning.run_workload.sizes_of`.
 
     Attributes:
-        parameters: elements, trained or not.
-        trained: elements that are trained.
+        parameters: number of elements, trained or not.
+        trained: number of trained elements.
         largest_parameter: elements of the largest parameter.
-        largest_block: of the repeated block with the most elements, that FSDP2 gathers at once; 0 without blocks.
-        next_block: of the larger one before or after it.
-        outside: elements of what is in no block, and gathered with the whole network.
-        buffer_bytes: of what is no parameter, such as BatchNorm's statistics.
+        largest_block: elements of the largest repeated block, which FSDP2 gathers at once; 0 without blocks.
+        next_block: elements of the larger of its two neighbours.
+        outside: elements outside all blocks, which are gathered with the whole network.
+        buffer_bytes: bytes of the buffers, such as BatchNorm's statistics.
     """
 
     parameters: int
@@ -51,12 +51,12 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank has of a network.
+    """One rank's part of a network.
 
     Attributes:
-        sizes: of all of it, or of the stages that it has.
-        activations: of all micro-batches that it has under way.
-        start: bytes before the network is divided, with those of a micro-batch that is tried on the whole one.
+        sizes: sizes of the whole network, or of the rank's stages.
+        activations: activations of all its micro-batches in flight.
+        start: bytes before the network is divided, including a trial micro-batch on the whole network.
     """
 
     sizes: ModelSizes
@@ -93,12 +93,12 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes at most: in backward, or at the end of the step, when the activations are gone."""
+        """The peak in bytes: in backward, or at the end of the step, when the activations are freed."""
         return self.tensors + self.overhead
 
     @property
     def tensors(self) -> int:
-        """The same without overhead, as `torch.cuda.max_memory_allocated` counts."""
+        """The same without overhead, as `torch.cuda.max_memory_allocated` counts it."""
         state = self.weights + self.optimizer + self.buffers + self.gradients
         return max(
             state + max(self.activations + self.communication + self.workspace - self.later, self.step), self.start
@@ -113,15 +113,15 @@ def plan_memory(
     accumulation_steps: int = 1,
     device: str = "cpu",
 ) -> MemoryPlan:
-    """Predict the bytes of one rank; plain arithmetic.
+    """Predict the bytes of one rank by plain arithmetic.
 
     Args:
-        share: what the rank has of the network.
+        share: the rank's part of the network.
         plan: how the state is distributed.
         engine: 'torch' or 'deepspeed'.
-        optimizer_values: that the optimizer keeps per trained parameter: 2 for AdamW, and 1 for each average.
+        optimizer_values: values that the optimizer keeps per trained parameter: 2 for AdamW, and 1 for each average.
         accumulation_steps: micro-steps of an update.
-        device: 'cpu' or 'cuda'; CPU ranks are those of one machine.
+        device: 'cpu' or 'cuda'; CPU ranks are on one machine.
     """
     sizes, activations = share.sizes, share.activations
     ranks, accumulates = plan.shards * plan.replicas, accumulation_steps > 1
@@ -134,7 +134,7 @@ def plan_memory(
         needs = _fsdp2(sizes, plan, ranks, _sums_kept(Leaves(ranks, accumulation_steps, plan.neighbours)))
 
     def missing(done: int, ready: Callable[[int], int]) -> float:
-        """Return what backward has not taken yet when it has computed the gradients of so many elements."""
+        """Return the bytes that backward has not yet allocated when it has computed this many gradient elements."""
         left = 0 if accumulates else needs.gradients * (1 - max(ready(done), 0) / max(sizes.trained, 1))
         return left + max(needs.grows - FLOAT32_BYTES * done, 0)
 
@@ -160,7 +160,7 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class _Needs:
-    """Bytes of a rank by the way in which its engine distributes the training state."""
+    """Bytes of a rank for one way of distributing the training state."""
 
     weights: float
     gradients: float
@@ -180,10 +180,10 @@ class _Needs:
 
 
 def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, *, shares_memory: bool) -> _Needs:
-    """Stage 1 of PyTorch's engine: gradients and their sums stay.
+    """Stage 1 of PyTorch's engine: gradients and their sums keep their memory.
 
-    Ranks that share memory have one copy of the weights, of which each is charged its part; others receive the ranks'
-    sums of their part.
+    Ranks that share memory share one copy of the weights, and each is charged a part of it; others receive the ranks'
+    sums for their part.
     """
     whole, part = _whole_and_part(sizes, plan)
     sums = part if ranks > 1 else 0
@@ -194,9 +194,9 @@ def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, 
 def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Needs:
     """Stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
 
-    Beside its part a rank has all weights at stage 2; at stage 3 those of a block next to the largest (while the
-    gradients of one are sent, the next is gathered) and what is in no block. Sent are the whole gradients of the
-    largest block, and a copy of them; those of what is in no block when backward ends.
+    Besides its part, a rank holds all weights at stage 2. At stage 3 it holds those outside all blocks and those of a
+    block next to the largest: while one block's gradients are sent, the next block is gathered. The gradients of the
+    largest block are sent whole, with a copy; those outside all blocks when backward ends.
     """
     whole, part = _whole_and_part(sizes, plan)
     if ranks == 1:
@@ -217,9 +217,9 @@ def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Nee
 def _deepspeed(sizes: ModelSizes, plan: ParallelPlan, ranks: int, *, on_cpu: bool) -> _Needs:
     """DeepSpeed, which keeps a copy of the weights for the optimizer at every stage.
 
-    A bucket's gradients are copied into one tensor to be sent, and their norm is taken in fp64. A CPU gives memory to
-    what is written of a bucket. Stage 3 keeps gradients between the steps, and its CPU ranks gather weights into
-    memory that is copied, up to a bucket of them at once.
+    A bucket's gradients are copied into one tensor to be sent, and their norm is computed in fp64. A CPU allocates only
+    the part of a bucket that is written. Stage 3 keeps gradients between steps, and its CPU ranks gather weights into
+    memory that is copied, up to one bucket at a time.
     """
     whole, part = _whole_and_part(sizes, plan)
     shards_gradients, shards_weights = plan.zero_stage > 1, plan.zero_stage > 2
@@ -243,24 +243,24 @@ def _deepspeed(sizes: ModelSizes, plan: ParallelPlan, ranks: int, *, on_cpu: boo
 
 
 def _whole_and_part(sizes: ModelSizes, plan: ParallelPlan) -> tuple[float, float]:
-    """Return the bytes of a value for each trained parameter, and of this rank's part of them."""
+    """Return the bytes of one value per trained parameter, and of this rank's part."""
     return FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
 
 
 def _rows(ranks: int, accumulation_steps: int) -> int:
-    """Whole gradients of a rank: the running sum, and those that the tree sets aside."""
+    """The number of whole gradients on a rank: the running sum, and those that the tree sets aside."""
     tree = StepTree(ranks, accumulation_steps)
     return max(tree.rows_sent, 1 + max(segment.most_parked for segment in tree.segments))
 
 
 def _sums_kept(leaves: Leaves) -> int:
-    """Sums of a part of the gradients that a rank keeps from one micro-step to the next, at most."""
+    """The most partial gradient sums that a rank keeps from one micro-step to the next."""
     total, ends = leaves.ranks * leaves.per_rank, range(1, leaves.per_rank)
     return max((len(plan_segment(0, end * leaves.in_turn, total).nodes) for end in ends), default=0)
 
 
 def _on_gpu(found: MemoryPlan, engine: str, offload: str) -> MemoryPlan:
-    """Add what a GPU has beside, and move what is offloaded to CPU memory."""
+    """Add the GPU's overhead, and move offloaded state to CPU memory."""
     moved: tuple[str, ...] = ("optimizer", "gradients") if offload != "none" else ()
     if offload == "all" or (moved and engine == "torch"):
         moved += ("weights",)

@@ -1,4 +1,4 @@
-"""The command line of scripts/plan.py: from a training's flags to a plan, which `planning.plan_output` prints."""
+"""The command line of scripts/plan.py: turns a training's flags into a plan, which `planning.plan_output` prints."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ STEPS, WARM_UP_STEPS = 20, 5  # that are timed, and before
 
 
 def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
-    """Return what the flags ask to be planned; and what was not given, and what was taken instead.
+    """Return the job that the flags describe, and the assumptions for missing values.
 
     Raises:
-        UserError: for whatever cannot be planned.
+        UserError: for anything that cannot be planned.
     """
     given, others, config = flags
     if given.gpu_memory:
@@ -70,10 +70,10 @@ def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
 
 
 def plan(flags: PlanFlags) -> int:
-    """Print the plan that a command line asks for; return the exit code.
+    """Print the plan for a command line; return the exit code.
 
     Raises:
-        UserError: for whatever cannot be planned, and if the training fits nowhere.
+        UserError: for anything that cannot be planned, and if the training fits nowhere.
     """
     job, assumed = job_of(flags)
     chosen, rungs = recommend(job)
@@ -97,9 +97,9 @@ def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> floa
     """Train `STEPS` steps of a micro-batch of random images on this machine's first GPU, or its CPU, in one process.
 
     Args:
-        config: with model, micro-batch, channels of the images, optimizer, and a resolved precision, whose loss is not
-            scaled here.
-        classes: of the data set.
+        config: settings with model, micro-batch, channels of the images, optimizer, and a resolved precision; the loss
+            is not scaled here.
+        classes: number of classes.
         image_size: in pixels.
 
     Returns:
@@ -135,7 +135,7 @@ def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> Tr
 
 
 def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, Any], str]:
-    """Return classes, images, their size and channels (those given, unless they are not 3), and what was assumed."""
+    """Return classes, images, size, channels (as given, or 3) and the assumptions."""
     if not has_data:
         size = config.image_size or IMAGENET["image_size"]
         text = f"no --data: {IMAGENET['images']:,} images of {IMAGENET['classes']:,} classes at {size} pixels"

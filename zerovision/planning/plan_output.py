@@ -1,4 +1,4 @@
-"""What scripts/plan.py prints: a plan with its reason and the command to type."""
+"""Prints the plan of scripts/plan.py, with its reason and the command to type."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ PARTS = {
 def print_plan(
     job: PlannedJob, chosen: Option, rungs: list[Rung], assumed: str, step_s: float | None, *, as_json: bool
 ) -> None:
-    """Print the chosen option beside the others.
+    """Print the chosen option and the others.
 
     Args:
-        job: that is planned.
-        chosen: what is recommended.
-        rungs: that lead to it.
-        assumed: what was not given, and what was taken instead.
-        step_s: that a step of the chosen micro-batch took on this machine; None if it was not measured.
-        as_json: instead of text.
+        job: the job that is planned.
+        chosen: the recommended option.
+        rungs: the rungs that lead to it.
+        assumed: the assumptions for missing values.
+        step_s: seconds that a step of the chosen micro-batch took on this machine; None if not measured.
+        as_json: whether to print JSON instead of text.
     """
     words = chosen.config
     can_fill = job.has_gpus and words.ranks_per_replica == words.ranks_per_layer  # stages have memories of their own
@@ -77,7 +77,7 @@ def print_plan(
 
 
 def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
-    """Return what becomes of the learning rate if this global batch grows."""
+    """Return what happens to the learning rate if the global batch grows."""
     if config.learning_rate == "auto":
         return "--learning-rate auto suggests one for it"
     if config.base_batch_size:
@@ -86,7 +86,7 @@ def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
 
 
 def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
-    """Return how many images fill a GPU, what they need, and what becomes of global batch and learning rate."""
+    """Return how many images fill a GPU, their memory, and the effect on global batch and learning rate."""
     need = f"{format_bytes(filled.memory.peak)} of {format_bytes(job.machine.gpu.memory_bytes)}"
     if filled is chosen:
         return f"--batch-size {chosen.config.micro_batch} does, with {need}"
@@ -99,7 +99,7 @@ def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
 
 
 def _table(content: dict[str, Any]) -> Table:
-    """Tabulate the options, and the recommended one if it is none of them."""
+    """Tabulate the options, with the recommended one if it is not among them."""
     each = f"{content['gpu_memory_bytes'] / 1e9:.1f} GB each"
     table = Table(title=f"{content['model_type']} on {content['ranks']} x {content['gpu']}, {each}: GB per GPU")
     for heading in ("strategy, engine", *PARTS, "needs", "fits"):
@@ -116,7 +116,7 @@ def _table(content: dict[str, Any]) -> Table:
 
 
 def command_of(job: PlannedJob, chosen: Option) -> list[str]:
-    """Return the launcher's command line of an option."""
+    """Return the launcher command for an option."""
     return launch_command(chosen.config, job.ranks, min(job.machine.ranks, job.ranks))
 
 

@@ -1,8 +1,8 @@
 """Chooses how a training runs on given GPUs: the first rung of the ladder on which it fits.
 
-On each rung it is the default engine, or the first other one with which it fits. The rungs are those of
-`out_of_memory.next_rung`, the fastest settings first, which a run that is out of memory goes down too.
-docs/dev/strategies.md draws them. After stage 3, before costlier ones, the fewest ranks that can share a copy of the
+Each rung uses the default engine, or the first other one with which it fits. The rungs are those of
+`out_of_memory.next_rung`, fastest settings first; a run that is out of memory goes down the same ladder, which
+docs/dev/strategies.md draws. After stage 3 and before costlier rungs, the fewest ranks that can share a copy of the
 model are tried.
 """
 
@@ -36,7 +36,8 @@ def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
     """Return the first option that fits, and the changes that lead there from the job's configuration.
 
     Raises:
-        UserError: if the ranks or settings do not go together, or nothing fits, with the nearest thing that works.
+        UserError: if the ranks or settings contradict each other, or nothing fits; the message names the nearest thing
+            that works.
     """
     config, rungs = job.config, list[Rung]()
     asked = config.ranks_per_replica > 1 or config.engine not in OUR_ENGINE or config.has_own_sharding
@@ -59,11 +60,11 @@ def _costs_more_than_a_mesh(rung: Rung) -> bool:
 
 
 def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
-    """Return the first mesh that fits, the smallest first; an update has the images of the job.
+    """Return the smallest mesh that fits; the images per update stay the job's.
 
     Args:
-        job: that does not fit as it is.
-        batch_size: images at a time.
+        job: the job, which does not fit as it is.
+        batch_size: images per micro-batch.
     """
     kinds = [{flag: size} for flag in MESH for size in SIZES]
     # Over several machines: a group on each, whose stages they are (Narayanan et al. 2021, section 3.2).
@@ -78,7 +79,7 @@ def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
 
 
 def _candidates(job: PlannedJob, divided: dict[str, Any], batch_size: int) -> Iterator[TrainConfig]:
-    """Yield configurations with so many ranks of each kind that the trainer takes, the fastest first."""
+    """Yield the trainer's configurations with this many ranks of each kind, fastest first."""
     config = dataclasses.replace(job.config, engine="torch", **divided)
     images = config.ranks_per_replica * config.micro_batch * config.gradient_accumulation_steps
     # A tensor group takes the images of its ranks at once, unless BatchNorm would see more of them.
@@ -93,7 +94,7 @@ def _candidates(job: PlannedJob, divided: dict[str, Any], batch_size: int) -> It
 
 
 def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
-    """Return a mesh as a change of a configuration."""
+    """Return a mesh as a change to a configuration."""
     names = ("strategy", *MESH, "batch_size", "gradient_accumulation_steps", "activation_checkpointing")
     values = {name: getattr(mesh, name) for name in names}
     changes = {name: value for name, value in values.items() if value != getattr(config, name)}
@@ -105,7 +106,7 @@ def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
 
 
 def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
-    """Return in one sentence why this option is recommended."""
+    """Return one sentence on why this option is recommended."""
     gpu = job.machine.gpu
     need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
     if chosen.memory.offloaded:
@@ -126,7 +127,7 @@ def _halved(size: ImageSize) -> ImageSize:
 
 
 def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
-    """Build the error for a job that does not fit: the least that it needs, and the nearest GPU or size that works."""
+    """Build the error for a job that does not fit: its smallest need, and the nearest GPU or size that works."""
     need, gpu = smallest.memory.peak, job.machine.gpu
     enough = [
         other.name

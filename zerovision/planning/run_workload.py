@@ -1,4 +1,4 @@
-"""What a plan needs to know about a run: its network in numbers, counted without data and without weights."""
+"""The workload of a run for planning: its network in numbers, counted without data and weights."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from zerovision.training.recipe.tuning import tune
 
 @dataclass(frozen=True)
 class Workload:
-    """A network and what one rank does with it in a micro-step.
+    """A network, and one rank's work on it in a micro-step.
 
     Attributes:
-        network: on the meta device; left as it is.
-        image_size: of the training images in pixels.
-        image_channels: of these.
-        sizes: of the network.
-        optimizer_values: that the update rule and averages keep per trained parameter.
-        whole_bytes: of weights and buffers of the network that a rank has before its part is taken.
+        network: network on the meta device; not modified.
+        image_size: size of the training images in pixels.
+        image_channels: channels of these images.
+        sizes: the network's sizes.
+        optimizer_values: values that the update rule and averages keep per trained parameter.
+        whole_bytes: bytes of weights and buffers that a rank holds before it takes its part.
     """
 
     network: nn.Module
@@ -48,17 +48,17 @@ class Workload:
 
     @property
     def saved_bytes(self) -> int:
-        """Of the weights in their file and of one checkpoint, without buffers."""
+        """Bytes of the weights file and one checkpoint, without buffers."""
         return FLOAT32_BYTES * (self.sizes.parameters + round(self.sizes.trained * (1 + self.optimizer_values)))
 
     @property
     def has_batchnorm(self) -> bool:
-        """Whether any of its layers normalizes over the images of a micro-batch."""
+        """Whether any layer normalizes over the images of a micro-batch."""
         return any(isinstance(part, _BatchNorm) for part in self.network.modules())
 
     @property
     def image_bytes(self) -> int:
-        """Of an image in fp32."""
+        """Bytes of an image in fp32."""
         return FLOAT32_BYTES * self.image_channels * math.prod(sides(self.image_size))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
@@ -84,7 +84,7 @@ class Workload:
             raise UserError("this model computes with the values of its images: it cannot be planned.") from error
 
     def without_data(self, *, recomputes: bool) -> nn.Module:
-        """Return a copy of the network without data, as it is trained with or without activation checkpointing."""
+        """Return a copy of the network on the meta device, with or without activation checkpointing as in training."""
         network = without_data(self.network)
         if recomputes:
             enable_activation_checkpointing(network)
@@ -95,9 +95,9 @@ def build_network(config: TrainConfig, classes: int, image_size: ImageSize) -> n
     """Build a run's network in training mode, with random weights on PyTorch's default device.
 
     Args:
-        config: with model and channels of the images.
-        classes: of the data set.
-        image_size: of the training images in pixels.
+        config: settings with model and channels of the images.
+        classes: number of classes.
+        image_size: size of the training images in pixels.
 
     Raises:
         UserError: if it cannot be built for such images.
@@ -107,19 +107,19 @@ def build_network(config: TrainConfig, classes: int, image_size: ImageSize) -> n
 
 
 def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Build a run's optimizer, with some learning rate if it is still to be found."""
+    """Build a run's optimizer, with an arbitrary learning rate if that is not yet chosen."""
     if config.learning_rate == "auto":
         config = dataclasses.replace(config, learning_rate=config.default_rate)
     return build_optimizer(network, config, (), discriminative=False)
 
 
 def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Workload:
-    """Count a run's network, or the part of it that a rank has.
+    """Count a run's network, or one rank's part of it.
 
     Args:
-        config: with model, channels of the images, optimizer, averages.
-        classes: of the data set.
-        image_size: of the training images in pixels.
+        config: settings with model, channels of the images, optimizer, averages.
+        classes: number of classes.
+        image_size: size of the training images in pixels.
 
     Raises:
         UserError: if the network cannot be built for such images.
@@ -142,7 +142,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
 
 
 def sizes_of(network: nn.Module, names: Collection[str] | None = None) -> ModelSizes:
-    """Return the numbers of a network that memory depends on, or of its parameters and buffers of these names."""
+    """Return the sizes of a network that determine memory, or those of the named parameters and buffers."""
 
     def is_counted(name: str) -> bool:
         return names is None or name in names

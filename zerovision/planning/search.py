@@ -1,4 +1,4 @@
-"""What a training on given GPUs is, and the memory that it needs under each configuration."""
+"""A training on given GPUs, and the memory that it needs under each configuration."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ NO_ACTIVATIONS = Activations(0, ((0, 0),))
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What is to be planned.
+    """The job to plan.
 
     Attributes:
-        config: of the training; its strategy is where the search begins.
-        machine: one of those that the ranks fill.
-        ranks: of the run.
-        classes: of the data set.
-        image_size: of the training images in pixels.
-        images: of an epoch.
+        config: settings of the training; the search begins with its strategy.
+        machine: one of the machines that the ranks fill.
+        ranks: the run's ranks.
+        classes: number of classes.
+        image_size: size of the training images in pixels.
+        images: images in an epoch.
     """
 
     config: TrainConfig
@@ -54,16 +54,16 @@ class PlannedJob:
 
     @cached_property
     def workload(self) -> Workload:
-        """The network, or a tensor group's part of it, counted when first asked for."""
+        """The network, or a tensor group's part of it, counted on first use."""
         return workload_of(self.config, self.classes, self.image_size)
 
     @cached_property
     def _divided(self) -> dict[int, Workload]:
-        """What was counted, by the ranks that divide every layer: each takes seconds of a large network."""
+        """Cached counts by the number of ranks that divide every layer; each takes seconds for a large network."""
         return {}
 
     def workload_for(self, config: TrainConfig) -> Workload:
-        """Return what a rank has under another configuration, whose network is the job's."""
+        """Return a rank's workload under another configuration with the job's network."""
         ranks = config.ranks_per_layer
         if ranks == self.config.ranks_per_layer:
             return self.workload
@@ -84,7 +84,7 @@ class PlannedJob:
 
     @property
     def device(self) -> str:
-        """The type of the devices that the ranks compute on, as PyTorch has it."""
+        """The ranks' device type, in PyTorch's terms."""
         return "cuda" if self.has_gpus else "cpu"
 
     @property
@@ -93,7 +93,7 @@ class PlannedJob:
         return self.machine.gpu.name != CPU
 
     def host_bytes(self, option: Option) -> int:
-        """Return what the ranks of a machine offload to its own memory."""
+        """Return the bytes that a machine's ranks offload to its memory."""
         return option.memory.offloaded * min(self.machine.ranks, self.ranks)
 
     @property
@@ -101,7 +101,7 @@ class PlannedJob:
         """The precision that `--precision` means on these devices, see `zerovision.training.engines.precision`.
 
         Raises:
-            UserError: for one that they do not have.
+            UserError: for a precision that they do not support.
         """
         wanted, known = self.config.precision, self.machine.gpu.precisions
         if wanted == "auto":
@@ -113,7 +113,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a job, and what it needs."""
+    """One way to run a job, and the memory it needs."""
 
     config: TrainConfig
     engine: str
@@ -123,22 +123,24 @@ class Option:
 
     @property
     def images_per_update(self) -> int:
-        """Images of all ranks in an update."""
+        """Images per update over all ranks."""
         return self.config.micro_batch * self.config.gradient_accumulation_steps * self.plan.shards * self.plan.replicas
 
 
 def memory_of(
     job: PlannedJob, config: TrainConfig, *, counts_activations: bool = True
 ) -> tuple[str, ParallelPlan, MemoryPlan]:
-    """Return the engine of one configuration of a job, what it shards, and the memory that a rank then needs.
+    """Return the engine for one configuration of a job, its sharding, and the memory of a rank.
 
     Args:
         job: that is planned.
-        config: of the same network.
-        counts_activations: which takes seconds for a large network; the memory without them is less than is needed.
+        config: settings with the same network.
+        counts_activations: whether to count activations, which takes seconds for a large network; without them the
+            memory is too low.
 
     Raises:
-        UserError: if the engine does not do what is asked for, or the update rule not that engine and strategy.
+        UserError: if the engine does not support the settings, or the update rule does not support the engine and
+            strategy.
     """
     shards_parameters = STRATEGIES[config.strategy].zero_stage > 1
     check_optimizer(
@@ -168,14 +170,14 @@ def memory_of(
 
 
 def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
-    """Predict the bytes of a rank's tensors at most, for each of several configurations of a run that tries sizes.
+    """Predict the peak bytes of a rank's tensors for several configurations of a run that tries batch sizes.
 
     Args:
-        facts: of the run, whose `config` says what network and update rule it has.
-        configs: as they differ in batch size, strategy, offload and activation checkpointing.
+        facts: facts about the run; their `config` has the network and update rule.
+        configs: configurations that differ in batch size, strategy, offload and activation checkpointing.
 
     Raises:
-        UserError: if the network cannot be counted, or the engine does not do what is asked for.
+        UserError: if the network cannot be counted, or the engine does not support the settings.
     """
     machine = Machine(Gpu("gpu" if facts.has_gpus else CPU, memory_bytes=0), facts.ranks_per_machine)
     job = PlannedJob(facts.config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
@@ -186,14 +188,14 @@ def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
     """Return whether a configuration fits into a share of a GPU; activations are counted only if the rest does.
 
     Raises:
-        UserError: as `memory_of`.
+        UserError: see `memory_of`.
     """
     most = share * job.machine.gpu.memory_bytes
     return all(memory_of(job, config, counts_activations=each)[2].peak <= most for each in (False, True))
 
 
 def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
-    """Predict one configuration of a job, whose network and update rule are the job's.
+    """Predict one configuration of a job, with the job's network and update rule.
 
     Raises:
         UserError: if the engine does not do what is asked for.
@@ -203,10 +205,10 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
 
 
 def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
-    """Return a configuration with the default engine, and with each other one that does it if none is asked for.
+    """Return a configuration with the default engine and, if none is requested, with every other that supports it.
 
     Raises:
-        UserError: if the default engine, or the one that is asked for, does not do this.
+        UserError: if the default or the requested engine does not support it.
     """
     default, *_ = memory_of(job, config, counts_activations=False)
     found = [config]
@@ -221,7 +223,7 @@ def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
 
 
 def options(job: PlannedJob) -> list[Option]:
-    """Return the job under every strategy that it may have, and every engine."""
+    """Return the job under every possible strategy and engine."""
     found: list[Option] = []
     possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
     for name in possible:
@@ -232,7 +234,7 @@ def options(job: PlannedJob) -> list[Option]:
 
 
 def with_planned_batch(job: PlannedJob) -> PlannedJob:
-    """Return a job whose batch size is the largest that is predicted to fit, instead of `auto`; the smallest if none.
+    """Return the job with the largest batch size predicted to fit in place of `auto`, or the smallest if none fits.
 
     Raises:
         UserError: if the ranks cannot share the global batch.
@@ -249,10 +251,12 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
 
 
 def filling_batch(job: PlannedJob, chosen: Option) -> Option:
-    """Return an option with as many images in a step, without accumulation, as are predicted to fit; at least its own.
+    """Return an option with the most images per step, without accumulation, that are predicted to fit.
 
-    What backward takes grows with the images about as a line: that through the latest two sizes says where it reaches
-    `FILL` of the GPU, and what that size needs says it better.
+    At least its own.
+
+    Backward's memory grows about linearly with the images. The line through the latest two sizes tells where it reaches
+    `FILL` of the GPU; the memory at that size then improves the estimate.
     """
 
     def with_images(count: int) -> tuple[Option, int]:

@@ -1,7 +1,7 @@
-"""What each rank of a pipeline has of a network, for the planner: cut as `engines.pipeline` cuts it.
+"""The part of a network on each pipeline rank, for the planner, cut as `engines.pipeline` cuts it.
 
-The trainer cuts where a forward that it measures is balanced, the planner where the operations are. An ensemble's
-members are dealt out by the same.
+The trainer balances the measured time of a forward pass, the planner the number of operations. An ensemble's members
+are distributed by the same criterion.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zerovision.training.engines.pipeline.cuts import (
 
 @functools.lru_cache(maxsize=64)
 def stages_of(workload: Workload, config: TrainConfig, precision: str, device: str) -> tuple[RankShare, ...]:
-    """Cut a network; return what each rank has of it.
+    """Cut a network; return each rank's part.
 
     Args:
         workload: the whole network.
@@ -40,7 +40,7 @@ def stages_of(workload: Workload, config: TrainConfig, precision: str, device: s
         device: 'cpu' or 'cuda'.
 
     Raises:
-        UserError: if it cannot be cut so.
+        UserError: if it cannot be cut like this.
     """
     if isinstance(workload.network, Ensemble):
         return _members_of(workload, workload.network, config, precision, device)
@@ -72,7 +72,7 @@ def stages_of(workload: Workload, config: TrainConfig, precision: str, device: s
 def _members_of(
     workload: Workload, ensemble: Ensemble, config: TrainConfig, precision: str, device: str
 ) -> tuple[RankShare, ...]:
-    """Deal the members of the workload's network out; other arguments as of `stages_of`."""
+    """Distribute the members of the workload's network; for the other arguments, see `stages_of`."""
     settings = (config.micro_batch, precision, device, config.activation_checkpointing, True)
     costs = []
     for member in ensemble.members:
@@ -86,7 +86,7 @@ def _members_of(
 
 
 def _under_way(config: TrainConfig, rank: int) -> int:
-    """Return of how many micro-batches a rank keeps activations at most, counted once for each of its stages.
+    """Return the most micro-batches whose activations a rank keeps, counted once per stage.
 
     Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
     """
@@ -97,7 +97,7 @@ def _under_way(config: TrainConfig, rank: int) -> int:
 
 
 def _held(stages: list[list[Piece]], under_way: int) -> Activations:
-    """Return the activations of a rank; a stage's input is there as it was received, and laid out again."""
+    """Return the activations of a rank; a stage's input is kept as received and in its new layout."""
     kept = sum(sum(piece.saved for piece in stage) + 2 * stage[0].entered for stage in stages)
     workspace = 0
     for stage in stages:

@@ -1,10 +1,9 @@
 """`--batch-size auto`: finds the largest micro-batch that fits on every rank; the global batch stays the same.
 
 The result is a multiple of 8 that divides a rank's share of the global batch, and that has trained in a trial on the
-run's own ranks. The smallest candidate is tried first; the memory that it takes, and how much more the planner expects
-of the others, decide which one is next. The training is bit-identical to one that is given this number. If a trial runs
-out of memory on one of several ranks, the start ends: the trial is noted in the run's folder, and the next start
-continues the search.
+run's own ranks. The smallest candidate is tried first; its memory, and the planner's prediction for the others, decide
+which one is next. The training is bit-identical to one that is given this number. If a trial runs out of memory on one
+of several ranks, the start ends; the trial is recorded in the run's folder, and the next start continues the search.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ OF_MEMORY = (
 
 
 class Trial(NamedTuple):
-    """What training with a micro-batch took, on the rank that came nearest to its limit."""
+    """The memory that a micro-batch took, on the rank closest to its limit."""
 
     is_out_of_memory: bool
     """On any rank."""
@@ -67,7 +66,7 @@ class Trial(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether enough is left."""
+        """Whether enough memory is left."""
         return not self.is_out_of_memory and self.taken_bytes <= FILL * self.room_bytes
 
     def describe(self) -> str:
@@ -83,12 +82,12 @@ class Trial(NamedTuple):
 def choose_batch_size(run: Run) -> Run:
     """Return the run with a number for `--batch-size auto`, and a note for the log; a collective.
 
-    A run keeps what its first start has found, also on another number of ranks, as far as these can share it; one that
-    resumes has it from the checkpoint already.
+    A run keeps what its first start found, even on another number of ranks if they can share it; a resumed run has it
+    from the checkpoint.
 
     Raises:
         UserError: on all ranks, if the ranks cannot share the global batch, or 8 images do not fit.
-        MemoryError: instead of the latter, if the launcher shall go on with smaller settings.
+        MemoryError: instead of the latter, if the launcher is to continue with smaller settings.
     """
     config, world = run.config, run.world
     if config.batch_size != "auto":
@@ -112,11 +111,11 @@ def choose_batch_size(run: Run) -> Run:
 
 
 def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -> int | None:
-    """Return the place of the largest size that fits, None if the smallest does not.
+    """Return the index of the largest size that fits, None if the smallest does not.
 
     Args:
-        planned: bytes that the planner expects of each size, ascending sizes; only their differences count.
-        measure: trains with the size at a place.
+        planned: predicted bytes for each size, in ascending order; only their differences matter.
+        measure: trains with the size at an index.
     """
     fitting, too_large, place = -1, len(planned), 0
     while fitting < place < too_large:
@@ -134,7 +133,7 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
 
 
 def _search(run: Run, global_batch: int) -> tuple[int, str]:
-    """Return the size, and what was tried in words, and write both into the run's folder; a collective."""
+    """Return the size and a description of the trials, and write both into the run's folder; a collective."""
     config, world, folder, start = run.config, run.world, run.folder, run.start
     facts = memory_facts(run)
     most = 0 if facts.has_gpus else MOST_IMAGES_ON_CPU
@@ -167,14 +166,14 @@ def _search(run: Run, global_batch: int) -> tuple[int, str]:
 
 
 def _record(folder: RunFolder, about: dict[str, Any], trials: dict[int, Trial]) -> None:
-    """Write what was tried into the run's folder."""
+    """Write the trials into the run's folder."""
     tried = [{"batch_size": size} | found._asdict() for size, found in trials.items()]
     with contextlib.suppress(OSError):  # a full disk: a start before the first checkpoint would search again
         write_json(folder.path / BATCH_SIZE, about | {"tried": tried})
 
 
 def _earlier_trials(folder: RunFolder, about: dict[str, Any]) -> list[list[Any]]:
-    """Return batch size and outcome of each trial of an earlier start of this search; none if there is none."""
+    """Return batch size and outcome of each trial in earlier starts of this search."""
     with contextlib.suppress(TypeError, LookupError):
         tried = earlier_result(folder.path / BATCH_SIZE, about)["tried"]
         return [[one[key] for key in ("batch_size", *Trial._fields)] for one in tried]
@@ -182,14 +181,14 @@ def _earlier_trials(folder: RunFolder, about: dict[str, Any]) -> list[list[Any]]
 
 
 def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
-    """Return the batch size and the global batch that an earlier start with these settings has found, None if none."""
+    """Return the batch size and the global batch that an earlier start with these settings found, or None."""
     content = earlier_result(folder.path / BATCH_SIZE, {"settings": trial_settings(config, *OF_MEMORY)})
     found: list[Any] = [content.get("batch_size"), content.get("global_batch")]
     return found if all(type(number) is int and number > 0 for number in found) else None
 
 
 def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: Start) -> list[int]:
-    """Return the bytes that the planner expects of each configuration; zeros if it cannot say, or there is none."""
+    """Return the predicted bytes for each configuration; zeros if the planner cannot predict them."""
     if start.plan_memory is not None:
         with contextlib.suppress(Exception):  # a network that cannot be counted without data: the trials decide
             return start.plan_memory(facts, configs)
@@ -200,7 +199,7 @@ def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
     """Train `STEPS` updates in a trial; a collective.
 
     Raises:
-        AnotherStartNeededError: on a rank of several that runs out of memory, after `record` has noted it.
+        AnotherStartNeededError: if one of several ranks runs out of memory, after `record` was called.
     """
     if run.config.learning_rate == "auto":  # found after the batch size
         run = run.changed(learning_rate=run.config.default_rate)
@@ -235,7 +234,7 @@ def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
 
 
 def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Start, world: World) -> Exception:
-    """Return the error for a model that does not fit with the smallest micro-batch; a collective."""
+    """Return the error for a model that does not fit even with the smallest micro-batch; a collective."""
     text = f"--batch-size auto: {config.model_type} with {config.batch_size} images {found.describe()}"
     if config.on_oom == "adapt":
         return MemoryError(text)
@@ -244,7 +243,7 @@ def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Sta
 
 
 def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: Start) -> str:
-    """Return the first settings down the ladder that the planner expects to fit, in words."""
+    """Return the first settings down the ladder that are predicted to fit, in words."""
     ladder, changes = [config], list[dict[str, Any]]([{}])
     while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=facts.has_gpus)) is not None:
         ladder.append(dataclasses.replace(ladder[-1], **rung.changes))

@@ -1,11 +1,11 @@
-"""`--learning-rate auto`: short trainings on the run's own ranks before the training, each with another rate.
+"""`--learning-rate auto`: tries rates in short trainings on the run's own ranks before the training.
 
-They differ in nothing but the rate, up or down from the default. The training is the one that begins with
-`--learning-rate` and the same number.
+They differ only in the rate, going up or down from the default. The training is the same as with this number as
+`--learning-rate`.
 
-Not a range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3), in which the rate grows with every step of
-one training: its loss says as much of how many steps there were as of the rates, and a network that has to be trained
-for a while before its loss falls gets a rate far too low.
+This is not a range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3), in which the rate grows with every
+step of one training. That loss depends on the number of steps as much as on the rate, and a network whose loss falls
+only after a while would get a rate far too low.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ Losses = Sequence[float | None]  # nats, of each step; None or NaN of one that h
 def choose_learning_rate(run: Run) -> Run:
     """Return the run with a number for `--learning-rate auto`, and a note for the log; a collective.
 
-    A run keeps the rate that it began with: that of the search with these settings that its folder holds.
+    A run keeps the rate from the search that its folder records for these settings.
 
     Raises:
-        UserError: on all ranks, if no rate has clearly lowered the loss.
+        UserError: on all ranks, if no rate clearly lowers the loss.
     """
     config, world = run.config, run.world
     if config.learning_rate != "auto":
@@ -85,7 +85,10 @@ def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
 
 
 def _search(run: Run) -> tuple[float, str]:
-    """Return the best rate and what was tried in words, and write all losses into the run's folder; a collective."""
+    """Return the best rate and a description of the trials, and write all losses into the run's folder.
+
+    This is a collective.
+    """
     config, world, classes = run.config, run.world, len(run.data.class_names)
 
     def say(text: str) -> None:
@@ -121,7 +124,7 @@ def _search(run: Run) -> tuple[float, str]:
 
 
 def _train(run: Run) -> list[float | None]:
-    """Train the run in small, or until no step is applied any more; return the loss of each step; a collective."""
+    """Train a short version of the run, or until no more steps are applied; return each step's loss; a collective."""
     config, whole = run.config, run.schedule
     plan, epochs = shortened(run.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, whole.total_steps)))
     is_head_first = run.model.head_epochs > 0
@@ -136,16 +139,16 @@ def _train(run: Run) -> list[float | None]:
 def find_rate(
     first: float, lowest: float, highest: float, guess: float, measure: Callable[[float], Losses]
 ) -> tuple[float | None, dict[float, Losses]]:
-    """Return the best rate, None if not even that lowers the loss, and the losses of each that was tried.
+    """Return the best rate, None if even that does not lower the loss, and the losses of each rate tried.
 
-    From the first rate it goes up as long as each is better than the one before, or else down.
+    From the first rate, the search goes up while each rate is better than the one before, or else down.
 
     Args:
         first: a rate that is known to be usual.
         lowest: no rate below this is tried.
         highest: no rate above this is tried.
-        guess: loss (nats) of a uniform guess. A higher one says nothing: it is also that of a network that learns to
-            answer the same to every image.
+        guess: loss (nats) of a uniform guess. A higher loss means nothing, because a network that learns to give every
+            image the same answer has it too.
         measure: trains with a rate, from the same weights and with the same images each time.
     """
     best, tried = first, {first: measure(first)}
@@ -164,7 +167,7 @@ def find_rate(
 
 
 def final_loss(losses: Losses) -> float:
-    """Return the mean of the last losses; infinity if half of them are missing, as of a rate that is too high."""
+    """Return the mean of the last losses; infinity if half of them are missing, as with too high a rate."""
     last = _finite(losses[-_few(losses) :])
     return statistics.fmean(last) if 2 * len(last) > _few(losses) else math.inf
 
@@ -176,7 +179,7 @@ def first_loss(losses: Losses) -> float:
 
 
 def is_better(losses: Losses, others: Losses, guess: float) -> bool:
-    """Return whether the final loss is clearly lower, by the differences at the same steps, of the same images."""
+    """Return whether the final loss is clearly lower, by the differences at the same steps on the same images."""
     ours, theirs = final_loss(losses), final_loss(others)
     if math.isinf(ours) or math.isinf(theirs):
         return ours < theirs
@@ -187,9 +190,9 @@ def is_better(losses: Losses, others: Losses, guess: float) -> bool:
 
 
 def has_fallen(losses: Losses, before: Iterable[float]) -> bool:
-    """Return whether the final loss is clearly below each of those before, as losses scatter from step to step.
+    """Return whether the final loss is clearly below each of the first losses, given their scatter.
 
-    Those before are of all rates: with one that is too high the first losses are higher than that of the weights.
+    The first losses are those of all rates: with too high a rate they are above the loss of the initial weights.
     """
     steps = _finite(losses)
     if math.isinf(final_loss(losses)) or len(steps) < FEWEST_STEPS // 2:
@@ -207,7 +210,7 @@ def _finite(losses: Losses) -> list[float]:
 
 
 def describe_search(rate: float | None, tried: Mapping[float, Losses]) -> dict[str, Any]:
-    """Return what was found, as `learning_rate.json` has it; the final loss of a rate that is too high is null."""
+    """Return the content of `learning_rate.json`; the final loss of too high a rate is null."""
     rows = []
     for tried_rate, losses in sorted(tried.items()):
         numbers = [loss if loss is not None and math.isfinite(loss) else None for loss in (final_loss(losses), *losses)]

@@ -1,8 +1,8 @@
-"""`--features cached`: what the head reads of each image, computed once by the network before it, which is frozen.
+"""`--features cached`: the head's input for each image, computed once by the frozen network before it.
 
-Without augmentation an image is the same in every epoch, and so is what a frozen network makes of it. Each image goes
-through it once, in the batches of an evaluation; from then on batches have features in the place of images. They have
-the batch size of the training, on which the last bit of a kernel's sums may depend.
+Without augmentation an image is the same in every epoch, and so are its features from a frozen network. Each image goes
+through the network once, in evaluation batches; later batches have features instead of images. These batches have the
+training's batch size, on which the last bit of a kernel's sums may depend.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LARGEST_GRADIENT = 1e-5  # of what is called the optimum
 
 
 def cache_features(run: Run) -> int:
-    """Let the loaders yield features in the place of images, and the model take either; a collective.
+    """Let the loaders yield features instead of images, and the model take either; a collective.
 
     Returns:
-        The number of the signal that ended it, 0 for none.
+        The number of the signal that ended it, or 0.
 
     Raises:
-        UserError: on all ranks, if the model has several heads, or one that does not read a vector; if what is before
-            it is not the same in training as in evaluation; if an image on any rank cannot be read.
+        UserError: on all ranks, if the model has several heads, or one that does not read a vector; if the network
+            before it differs between training and evaluation; if an image on any rank cannot be read.
     """
     config, engine, world, begin = run.config, run.state.engine, run.world.data, time.perf_counter()
     heads = {name.rpartition(".")[0] for name in run.model.built.head_parameter_names}
@@ -82,7 +82,7 @@ def cache_features(run: Run) -> int:
 
 
 def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: torch.Tensor) -> None:
-    """Keep what the head has just read; a collective."""
+    """Keep the head's latest input; a collective."""
     own = read.pop()
     if own.ndim != 2:
         shape = " x ".join(map(str, own.shape[1:]))
@@ -92,12 +92,12 @@ def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: 
 
 @torch.no_grad()
 def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
-    """Let the model take features [B, D], too, in training after the dropout before its head; a collective.
+    """Let the model also take features [B, D], in training after the dropout before its head; a collective.
 
-    The dropout is the one with which, of the same random numbers, features give what images give.
+    The dropout is the one with which features give the same result as images for the same random numbers.
 
     Returns:
-        By how much they differ, as a share of the largest number.
+        Their difference, as a share of the largest number.
     """
     engine, device = run.state.engine, run.world.device
     module, rate = engine.module, 0.0
@@ -136,20 +136,21 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:
-    """Put the optimum into the head, of which an evaluation is all that is left to do; a collective.
+    """Set the head to its optimum; only an evaluation remains to be done; a collective.
 
-    It minimizes the mean cross-entropy plus weight_decay / 2 times the sum of the squared weights, biases not counted:
-    scikit-learn's `LogisticRegression` with C = 1 / (weight_decay x images). That is convex, and has one minimum. It is
-    computed in float64 on rank 0: the features are the same on every rank, and so the result on any number of them.
+    The optimum minimizes the mean cross-entropy plus weight_decay / 2 times the sum of the squared weights without
+    biases, as in scikit-learn's `LogisticRegression` with C = 1 / (weight_decay x images). This is convex, with one
+    minimum. It is computed in float64 on rank 0; the features are the same on every rank, so the result does not depend
+    on their number.
 
     Args:
         run: the run.
         head: a linear layer.
-        features: what it reads of each training image, [N, D].
-        weights: of the images' losses, float32 [N].
+        features: its input for each training image, [N, D].
+        weights: weights of the images' losses, float32 [N].
 
     Raises:
-        UserError: on all ranks, if the head is no linear layer.
+        UserError: on all ranks, if the head is not a linear layer.
     """
     if not isinstance(head, nn.Linear):
         raise AgreedError(f"--solver lbfgs: the head is a {type(head).__name__}, no linear layer: leave it out.")
@@ -196,7 +197,7 @@ def _minimize(
     decay: float,
     smoothing: float,
 ) -> tuple[float, float]:
-    """Minimize in place, in float64; return the minimum and the largest gradient that is left."""
+    """Minimize in place, in float64; return the minimum and the largest remaining gradient."""
     optimizer = torch.optim.LBFGS(
         solved,
         max_iter=MOST_ITERATIONS,

@@ -1,4 +1,4 @@
-"""An epoch of a run: training, evaluation, and what the scores decide."""
+"""An epoch of a run: training, evaluation, and decisions based on the scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GUESSES_ALLOWED = 10
 
 
 def begin_epoch(run: Run) -> None:
-    """Decide what learns in the epoch that is next, or goes on."""
+    """Set which parts learn in the next or current epoch."""
     progress, head_epochs = run.state.progress, run.model.head_epochs
     run.model.freezer.start_epoch(only_head=progress.epoch < head_epochs)
     if progress.epoch == head_epochs > 0 and progress.step == 0:
@@ -60,7 +60,10 @@ def train_and_evaluate(run: Run) -> int:
 
 
 def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds: float) -> Callable[[], None] | None:
-    """Log an epoch and count it; if it is the best so far, return what writes its weights. A collective."""
+    """Log an epoch and count it; if it is the best so far, return the function that writes its weights.
+
+    This is a collective.
+    """
     state, world, names, best_by = run.state, run.world, run.data.class_names, run.config.best_by
     train_scores = state.sums.reduce(world)
     state.sums.reset()
@@ -107,7 +110,7 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
 
 
 def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str | None]:
-    """Return what writes the weights of the best epoch, or why it has diverged after all; a collective."""
+    """Return the function that writes the best epoch's weights, or why it diverged after all; a collective."""
     with run.clock.saving:
         weights = run.model.adapters.merge(gather_weights(run.state.engine, run.world))
         broken = error_on_any_rank(not_finite(weights), run.world)
@@ -118,9 +121,9 @@ def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str
 
 
 def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:
-    """Return the reason why an epoch with these mean losses (nats) has diverged, None if it has not.
+    """Return why an epoch with these mean losses (nats) counts as diverged, or None.
 
-    A uniform guess is one of so many choices.
+    The reference is a uniform guess among this many choices.
     """
     guess = math.log(max(choices, 2))
     for name, loss in (("validation loss", val_loss), ("training loss", train_loss)):

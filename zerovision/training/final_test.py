@@ -1,4 +1,4 @@
-"""Judges the test part of the data once, after training, by the weights of the best epoch."""
+"""Evaluates the test part of the data once, after training, with the weights of the best epoch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zerovision.training.world.collectives import agreed, broadcast_object
 
 @dataclasses.dataclass(frozen=True)
 class _WholeModel:
-    """The part of `Engine` that an evaluation uses, for a network that every rank has as a whole."""
+    """The methods of `Engine` that an evaluation uses, for a network that every rank has whole."""
 
     module: nn.Module
 
@@ -43,9 +43,9 @@ class _WholeModel:
 
 
 def judge_test(run: Run) -> None:
-    """Write the scores of the test part into a folder of their own, unless they are there already; a collective.
+    """Write the scores of the test part into a separate folder, unless they exist already; a collective.
 
-    Nothing that goes wrong here spoils the run, whose weights are saved: it is a line in the log.
+    An error here does not fail the run, whose weights are saved; it is only logged.
     """
     test, world, folder = run.data.test, run.world, run.folder
     best_epoch = run.state.progress.best_epoch
@@ -81,7 +81,10 @@ def judge_test(run: Run) -> None:
 
 
 def _is_due(run: Run) -> bool:
-    """Return whether the weights in the folder are those of the best epoch, and were not judged before; on rank 0."""
+    """Return whether the folder's weights are those of the best epoch and not yet evaluated on the test part.
+
+    On rank 0.
+    """
     folder, best_epoch = run.folder, run.state.progress.best_epoch
     try:
         judged = (read_scores(folder.path / TEST_EVALUATION) or {}).get("epoch")
@@ -91,7 +94,7 @@ def _is_due(run: Run) -> bool:
 
 
 def _score(run: Run, network: nn.Module, thresholds: np.ndarray | None) -> Scores | int:
-    """Return what `evaluate` returns; a collective."""
+    """Return the result of `evaluate`; a collective."""
     data, world = run.data, run.world
     assert data.test is not None
     plan = EvaluationPlan(len(data.test), run.config.micro_batch, world.data.size)

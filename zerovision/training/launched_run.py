@@ -1,4 +1,4 @@
-"""A training on several ranks from inside a Python process, such as a notebook: the launcher starts them."""
+"""Trains on several ranks from a Python process, such as a notebook, through the launcher."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LAUNCHER = [str(LAUNCH / "launch.py"), "launch_distributed.sh"]
 def run_launched(config: TrainConfig, gpus: int) -> int:
     """Train on the ranks that scripts/launch_distributed.sh would start, and print their lines as they come.
 
-    SIGINT, SIGTERM and SIGUSR1 to this process reach the ranks, which save and stop; so they do if it dies.
+    SIGINT, SIGTERM and SIGUSR1 to this process reach the ranks, which save and stop; they also do so if it dies.
 
     Args:
         config: what to train.
-        gpus: ranks on this machine, a GPU each, or CPU ranks if it has none.
+        gpus: number of ranks on this machine, with one GPU each, or CPU ranks if it has none.
 
     Returns:
         The launcher's exit code, that of `zerovision.training.run.run`.
@@ -60,14 +60,14 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
 
 
 def launch_words(config: TrainConfig, gpus: int) -> list[str]:
-    """Return the launcher's arguments: its words, and a flag for each other value that they do not imply."""
+    """Return the launcher's arguments: the positional ones, and a flag for every other value that they do not imply."""
     model, strategy, *sizes = (str(getattr(config, name)) for name in WORDS_OF_LAUNCH)
     start = TrainConfig(**{"learning_rate": config.default_rate} | read_preset(config.preset))
     return [model, strategy, str(gpus), *sizes, *changed_flags(config, start)]
 
 
 def _print_lines(launcher: subprocess.Popen[bytes]) -> None:
-    """Write what the launcher and its ranks write to this process's streams, which a notebook may have replaced."""
+    """Copy the output of the launcher and its ranks to this process's streams, which a notebook may have replaced."""
     with selectors.DefaultSelector() as pipes:
         for pipe, stream in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
             assert pipe is not None

@@ -29,7 +29,7 @@ STEPS_BETWEEN_POLLS = 10
 
 
 class EpochResult(NamedTuple):
-    """Measurements of one epoch of training; `stop_signal`, as of `StopRequest.poll`, is 0 unless it ended early."""
+    """Measurements of one epoch of training; `stop_signal` is 0 unless it ended early, see `StopRequest.poll`."""
 
     seconds: float
     images_per_second: float
@@ -44,11 +44,11 @@ def train_one_epoch(run: Run, batches: Iterable[Batch]) -> EpochResult:
 
     Args:
         run: the run, whose state is updated.
-        batches: this rank's micro-batches on its device, from that step on.
+        batches: this rank's micro-batches on its device, from that step.
 
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read.
-        RunEnded: on all ranks, if the run cannot go on.
+        RunEnded: on all ranks, if the run cannot continue.
     """
     plan, state, first_step, stop_signal = run.plan, run.state, run.state.progress.step, 0
     waiting = SafeBatches(batches, (plan.steps_per_epoch - first_step) * plan.accumulation_steps, run, run.clock)
@@ -75,19 +75,19 @@ def train_one_epoch(run: Run, batches: Iterable[Batch]) -> EpochResult:
 def note(
     run: Run, batch: Batch, losses: torch.Tensor, logits: torch.Tensor, evidence: torch.Tensor | None = None
 ) -> None:
-    """Show the observers a micro-batch, as `zerovision.training.engines.engine.Note`."""
+    """Show the observers a micro-batch; a `zerovision.training.engines.engine.Note`."""
     run.observers.seen(Seen(batch, losses, logits, losses if evidence is None else evidence))
 
 
 def _poll(run: Run, position: int, failure: int) -> StopDecision:
-    """Return what the ranks do after the step at a position; a collective."""
+    """Return what the ranks must do after the step at a position; a collective."""
     if position % min(run.config.local_steps, STEPS_BETWEEN_POLLS):
         return StopDecision(0, False)
     return run.start.stop.poll(run.world, failure=failure)
 
 
 def _measure(run: Run, first_step: int, start: float, before: dict[str, float], stop_signal: int) -> EpochResult:
-    """Return what the epoch took, with the mean over the ranks of the time that they waited for data; a collective."""
+    """Return the measurements of the epoch, with the data wait averaged over the ranks; a collective."""
     seconds = max(time.perf_counter() - start, 1e-9)
     own = {name: after - before[name] for name, after in run.clock.seconds().items()}
     images = run.plan.images(first_step, run.state.progress.step)
@@ -104,10 +104,10 @@ def evaluate(engine: Engine, batches: Loader, run: Run, thresholds: np.ndarray |
         engine: the model.
         batches: this rank's batches.
         run: the run.
-        thresholds: as of `Task.recorder`.
+        thresholds: see `Task.recorder`.
 
     Returns:
-        The scores, or the number of the stop signal that ended the evaluation, as of `StopRequest.poll`.
+        The scores, or the number of the stop signal that ended the evaluation, see `StopRequest.poll`.
 
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read.
@@ -131,12 +131,12 @@ def forward_all(
     batches: Loader,
     record: Callable[[Batch, torch.Tensor], None],
 ) -> int:
-    """Give `record` every batch with a network's outputs; return the stop signal that ended it, or 0; a collective.
+    """Call `record` with every batch and a network's outputs; return the stop signal that ended it, or 0; a collective.
 
     Args:
         run: the run.
-        outputs_of: as `Engine.outputs`.
-        batches: this rank's.
+        outputs_of: see `Engine.outputs`.
+        batches: this rank's batches.
         record: takes a batch and its outputs.
     """
     waiting, stop_signal = SafeBatches(batches, len(batches), run), 0
@@ -152,16 +152,16 @@ def forward_all(
 
 
 def seed_own_leaf(run: Run, position: int, micro_step: int) -> None:
-    """Seed dropout for a micro-batch of this rank; `position` as of `BatchPlan.position`."""
+    """Seed dropout for a micro-batch of this rank; for `position`, see `BatchPlan.position`."""
     world = run.world
     seed_dropout(run.config.seed, position, run.plan.leaves.number(world.data.rank, micro_step), world.device)
 
 
 def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> None:
-    """Make dropout a function of (seed, step, leaf of the step) alone; for leaves see `base.leaves`.
+    """Make dropout depend only on (seed, step, leaf of the step); for leaves see `base.leaves`.
 
-    A run that resumes inside an epoch therefore needs no stored generator state, and the same micro-batches on another
-    number of ranks draw the same masks.
+    A run that resumes inside an epoch therefore needs no stored generator state, and the same micro-batches get the
+    same masks on any number of ranks.
     """
     state = np.random.SeedSequence((seed, position, leaf)).generate_state(1, np.uint64)
     seed_generators(int(state[0] >> 1), device)
@@ -170,12 +170,12 @@ def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> N
 class SafeBatches:
     """An iterator over `count` batches that continues after an unreadable image.
 
-    If a rank raised in the middle of a step, the others would wait for it in a collective. So after an error the rank
-    goes on with empty batches of weight 0 until all ranks have agreed to stop.
+    If a rank raised an error in the middle of a step, the others would wait for it in a collective. So after an error
+    the rank continues with empty batches of weight 0 until all ranks have agreed to stop.
     """
 
     def __init__(self, batches: Iterable[Batch], count: int, run: Run, clock: SpanClock | None = None) -> None:
-        """Iterate; with a clock, waiting for a batch counts as its span `data`."""
+        """Iterate; with a clock, waiting for a batch counts as span `data`."""
         self._iterator: Iterator[Batch] = iter(batches)
         self._left, self._run = count, run
         self._clock = clock or SpanClock()
@@ -183,7 +183,7 @@ class SafeBatches:
 
     @property
     def failure(self) -> int:
-        """Why this rank cannot go on, for `StopRequest.poll`; 0 if it can."""
+        """Why this rank cannot continue, for `StopRequest.poll`; 0 if it can."""
         return FAILED if self.error else 0
 
     def raise_error(self) -> None:

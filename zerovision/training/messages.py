@@ -1,4 +1,4 @@
-"""What is logged at the start of a run, after each epoch, and at the end."""
+"""The messages at the start of a run, after each epoch, and at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AUGMENTED_IMAGES_SHOWN = 16
 
 
 def announce_start(run: Run) -> None:
-    """Log what is trained, on what, and what the user may not expect."""
+    """Log what is trained, on what, and anything unexpected."""
     config, world, plan, log = run.config, run.world, run.plan, run.loggers.message
     log(f"run {run.folder.name}: {config.model_type}, {config.strategy}, {run.precision}, {world.describe()}")
     (unit, units), is_own = world.units(), config.learning_rate == config.default_rate != USUAL_RATE
@@ -85,7 +85,7 @@ def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
 
 
 def _result(run: Run) -> list[str]:
-    """Return whether the training has diverged, the best epoch, and its weights if the run folder contains them."""
+    """Return whether the training diverged, the best epoch, and its weights if the run folder has them."""
     progress, lines = run.state.progress, []
     if progress.diverged_epochs_in_row:
         first = progress.epoch - progress.diverged_epochs_in_row + 1

@@ -1,4 +1,4 @@
-"""A run that goes on with another number of epochs than its checkpoint was made with."""
+"""Resumes a run with another number of epochs than its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zerovision.training.world.world import World
 def before_decay(
     config: TrainConfig, found: FoundCheckpoint | None, world: World
 ) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Return the checkpoint to resume from, and a note for the log if the epochs are not its; a collective.
+    """Return the checkpoint to resume from, and a note for the log if its number of epochs differs; a collective.
 
-    A longer run goes back to where the rate began to decay, if it is the schedule's that until then does not depend on
-    the epochs. A checkpoint that the user named stays.
+    A longer run returns to the start of the decay, if the schedule does not depend on the epochs until then. A
+    checkpoint that the user named is kept.
     """
     epochs = found.manifest.config.get("epochs") if found else None
     if found is None or type(epochs) is not int or not 1 <= epochs <= FIELDS["epochs"].metadata["high"]:

@@ -1,6 +1,6 @@
-"""What a training does that has run out of memory: which errors say so, and the next, smaller configuration.
+"""Handles running out of memory: recognizes the errors, and chooses the next, smaller configuration.
 
-This module imports no torch: launchers use it too.
+This module does not import torch, because launchers use it too.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ SIGNS = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that this process could not get memory."""
+    """Return whether an exception means that this process could not allocate memory."""
     return isinstance(error, MemoryError) or (
         isinstance(error, (RuntimeError, OSError)) and SIGNS.search(str(error)) is not None
     )
 
 
 def describe_failure(error: BaseException, rank: int) -> str:
-    """Return one line for an exception for which `is_out_of_memory` holds."""
+    """Return one line for an exception that satisfies `is_out_of_memory`."""
     reason = one_line(error, 160) or type(error).__name__
     return f"rank {rank} ran out of memory: {reason}"
 
 
 class Rung(NamedTuple):
-    """A step down the ladder of smaller configurations, which all give the same training.
+    """A step down the ladder of smaller configurations that give the same training.
 
     Attributes:
         changes: values of fields of `TrainConfig`.
-        cost: what it saves, and what that costs.
-        batchnorm_images: that a BatchNorm sees at a time from then on; 0 if that does not change.
+        cost: what it saves, and what it costs.
+        batchnorm_images: number of images that BatchNorm then sees at a time; 0 if that does not change.
     """
 
     changes: dict[str, Any]
@@ -54,11 +54,11 @@ class Rung(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """The trainer's flags of the changes."""
+        """The trainer's flags for the changes."""
         return [f"{FLAG_OF[name]}={str(value).lower()}" for name, value in self.changes.items()]
 
     def describe(self, *, has_batchnorm: bool | None = None) -> str:
-        """Return flags and cost for messages; `has_batchnorm` is of the network, None if it is not known."""
+        """Return flags and cost for messages; `has_batchnorm` is None if unknown."""
         text = f"{' '.join(self.flags)}: {self.cost}"
         if not self.batchnorm_images or has_batchnorm is False:
             return text
@@ -68,12 +68,12 @@ class Rung(NamedTuple):
 
 
 def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None:
-    """Return the cheapest change of a configuration that makes it need less memory; None if nothing is left.
+    """Return the cheapest change of a configuration that saves memory; None if nothing is left.
 
     Args:
-        config: that has run out of memory.
-        ranks: of the run.
-        has_gpus: whether they compute on GPUs; what is sharded by CPU ranks is mostly shared memory already.
+        config: settings of the run that ran out of memory.
+        ranks: the run's ranks.
+        has_gpus: whether they use GPUs; sharding helps CPU ranks little, because they mostly share memory already.
     """
     for propose in _LADDER:
         for rung in propose(config, ranks, has_gpus):
@@ -86,7 +86,7 @@ def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None
 
 
 def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
-    """Return what a user can do about a configuration that has run out of memory."""
+    """Return what a user can do about a configuration that ran out of memory."""
     rung = next_rung(config, ranks, has_gpus=has_gpus)
     if rung is None:
         return "nothing is left that would need less memory: use a smaller --image-size or model, or more ranks"
@@ -118,7 +118,7 @@ def _recompute(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung
 
 
 def _shard(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
-    """Shard more; the volumes are those of Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7)."""
+    """Shard more; for the volumes see Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7)."""
     if ranks == 1 or config.has_own_sharding or not (has_gpus or config.engine != "auto"):
         return
     costs = {2: "gradients are sharded, for the communication of ddp", 3: "weights too, for half more communication"}

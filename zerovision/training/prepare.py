@@ -1,4 +1,4 @@
-"""What comes before a run is built: its data, its folder, and the checkpoint that it goes on from."""
+"""Prepares a run before it is built: its data, its folder, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from zerovision.training.world.world import World
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a prediction of a run depends on.
+    """The facts that predictions about a run depend on.
 
     Attributes:
-        config: with the resolved precision, and the channels of the images.
-        classes: of the data set.
-        image_size: of the training images, pixels.
-        ranks: that share one training state: all, or those of a group that trains by itself.
-        ranks_per_machine: of these.
-        has_gpus: whether they compute on GPUs.
+        config: settings with the resolved precision, and the channels of the images.
+        classes: number of classes.
+        image_size: size of the training images, pixels.
+        ranks: number of ranks that share one training state: all, or those of an independent group.
+        ranks_per_machine: how many of these are on each machine.
+        has_gpus: whether they use GPUs.
     """
 
     config: TrainConfig
@@ -46,7 +46,7 @@ class RunFacts:
 
 
 def memory_facts(run: Run) -> RunFacts:
-    """Return on what the memory that a rank needs depends."""
+    """Return the facts that determine the memory of a rank."""
     world, ranks = run.world, run.world.size // run.start.groups  # that share one training state
     resolved: dict[str, Any] = {"precision": run.precision, "image_channels": run.data.preprocessing.channels}
     return RunFacts(
@@ -60,10 +60,12 @@ def memory_facts(run: Run) -> RunFacts:
 
 
 def prepare(config: TrainConfig, world: World, start: Start) -> Run:
-    """Return a run of which nothing is built yet, in the order in which a mistake is cheapest to report; a collective.
+    """Return a prepared run, not yet built; checks come in the order in which mistakes are cheapest to report.
+
+    This is a collective.
 
     Raises:
-        UserError: on all ranks, for a mistake that any of them found.
+        UserError: on all ranks, for a mistake that any rank found.
     """
     agreed(lambda: check_audit(config, world), world)
     agreed(lambda: resolve_precision(config.precision, world.device), world)

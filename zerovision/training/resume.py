@@ -1,4 +1,4 @@
-"""What a run resumes from: the checkpoint is found, decides settings, and is refused if it does not fit."""
+"""Finds the checkpoint to resume from, takes settings from it, and refuses it if it does not fit."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest
 
 
 def resolve(run: Run) -> Run:
-    """Find the checkpoint to go on from, and take from it what a run keeps: preparation, batch, threads; a collective.
+    """Find the checkpoint to resume from, and take the settings that a run keeps: preprocessing, batch, threads.
+
+    This is a collective.
 
     Raises:
-        UserError: on all ranks, if there is no good checkpoint where the user asked for one, or if it does not fit.
+        UserError: on all ranks, if a requested checkpoint is missing or damaged, or does not fit.
     """
     config, world = run.config, run.world
     found, notes = find_checkpoint(config, run.folder, world, is_restart=run.start.origin.restarts > 0)
@@ -51,7 +53,7 @@ def resolve(run: Run) -> Run:
 
 
 def identity_of(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint and the run that resumes from it must agree on, beside the recipe."""
+    """Return what a checkpoint and the run that resumes from it must have in common, besides the recipe."""
     places = run.plan.places
     in_shards = {} if places is None else {"division into shards": hashlib.sha256(places.tobytes()).hexdigest()}
     facts: dict[str, Any] = {"model": run.model.built.description.to_dict(), "class list": run.data.class_names}
@@ -61,7 +63,7 @@ def identity_of(run: Run) -> dict[str, Any]:
 
 
 def saved_identity(run: Run) -> dict[str, Any]:
-    """Return the same with what the run keeps of the preparation of its images."""
+    """Return the same with the image preprocessing that the run keeps."""
     return identity_of(run) | {NORMALIZATION: preparation_of(run.data)}
 
 
@@ -71,7 +73,7 @@ def find_checkpoint(
     """Return the checkpoint to resume from, None for a fresh start, and notes for the log; a collective.
 
     Raises:
-        UserError: on all ranks, if the user asked for a checkpoint and there is no good one.
+        UserError: on all ranks, if the user requested a checkpoint and there is no good one.
     """
     candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
     found, refused = choose(candidates, world)
@@ -87,8 +89,8 @@ def find_checkpoint(
 def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
     """Return the configuration with the accumulation steps of the checkpoint's global batch, or of `--global-batch`.
 
-    With `--batch-size auto` the micro-batch is the checkpoint's, or what fewer or more ranks can share of it; without
-    a checkpoint it stays to be found.
+    With `--batch-size auto` the micro-batch is the checkpoint's, or the most that another number of ranks can share;
+    without a checkpoint it is still to be found.
 
     Raises:
         UserError: if the ranks and the batch size do not divide it; the message has values that do.
@@ -113,10 +115,10 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
 
 
 def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
-    """Return the data set, prepared as the checkpoint's was: for the weights that its run began with.
+    """Return the data set with the checkpoint's preprocessing, which fits the starting weights of its run.
 
     Raises:
-        UserError: if the checkpoint's is none.
+        UserError: if the checkpoint has no valid preprocessing.
     """
     if found is None:
         return data
@@ -137,7 +139,7 @@ def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpo
 
 
 def preparation_of(data: DatasetPair) -> dict[str, Any]:
-    """Return the means and standard deviations, per channel of pixels in 0..1, the filter, and the share of a crop."""
+    """Return the means and standard deviations per channel of pixels in 0..1, the filter, and the crop share."""
     made = Preparation.of_run(data.preprocessing)
     return {
         "mean": [*made.mean],
@@ -148,13 +150,13 @@ def preparation_of(data: DatasetPair) -> dict[str, Any]:
 
 
 def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, int, list[str]]:
-    """Divide the ranks into groups that train by themselves, if the run does; a collective.
+    """Divide the ranks into independent groups, if the run uses them; a collective.
 
     Returns:
-        The configuration with the number that the run is meant to have, how many train now, and notes for the log.
+        The configuration with the intended number of groups, the current number, and notes for the log.
 
     Raises:
-        UserError: on all ranks, if a new run's ranks cannot be divided into them.
+        UserError: on all ranks, if a new run's ranks cannot be divided into the groups.
     """
     names = found.manifest.parameters if found else None
     divided = (way.divide_ranks(names, world) for way in ways_of(config, TORCH))
@@ -163,10 +165,10 @@ def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World
 
 
 def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with the threads that a CPU rank has, and notes for the log; a collective.
+    """Return the configuration with the threads per CPU rank, and notes for the log; a collective.
 
-    They decide the last bits of every kernel: a run keeps those that it began with, on any number of ranks and cores,
-    unless the user gives others.
+    They affect the last bits of every kernel, so a run keeps its first number on any number of ranks and cores, unless
+    the user changes it.
     """
     if world.device.type != "cpu":
         return config, []
@@ -181,7 +183,7 @@ def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[st
 
 
 def note_other_bytes(config: TrainConfig, found: FoundCheckpoint | None) -> list[str]:
-    """Return notes for the log on settings that may change, but change the bytes of the run."""
+    """Return notes for the log about changed settings that are allowed, but change the bytes of the run."""
     saved = found.manifest.config if found else {}
     return [
         f"{FLAG_OF[name]} {getattr(config, name)} instead of {shown(saved[name])}: the bytes will not be those of the "
@@ -198,14 +200,14 @@ def check_fit(
     steps_per_epoch: int,
     data: DatasetPair | None = None,
 ) -> None:
-    """Refuse a checkpoint of another recipe, model, class list or data set, or of a position that this run never has.
+    """Raise an error for a checkpoint with another recipe, model, class list or data set, or an impossible position.
 
     Args:
         found: the checkpoint.
         config: this run's configuration.
-        identity: this run's, see `Manifest.identity`.
+        identity: this run's identity, see `Manifest.identity`.
         steps_per_epoch: optimizer steps of one epoch of this run.
-        data: this run's, to say how it differs.
+        data: this run's data, to describe differences.
 
     Raises:
         UserError: with the first difference.

@@ -1,4 +1,4 @@
-"""The table of contents of a run: join the ranks, build, train epoch by epoch, close."""
+"""Runs a training: joins the ranks, builds the run, trains epoch by epoch, and closes it."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def run(
     gpus: int | None = None,
     raises: bool = False,
 ) -> int:
-    """Train as the configuration says; every rank calls this.
+    """Train with a configuration; every rank calls this.
 
     Args:
         config: what to train.
         start: how this process comes to the run.
-        deliver: writes the files about a finished run on rank 0; None for the weights and logs alone.
-        gpus: ranks to start on this machine, which leave the files that scripts/launch_distributed.sh does, whatever
-            `start` and `deliver` are; None to train in this process, which may be a rank that a launcher has started.
-        raises: whether a user's mistake that is found in this process is raised, not printed.
+        deliver: writes the files about a finished run on rank 0; None for only weights and logs.
+        gpus: number of ranks to start on this machine, which write the same files as scripts/launch_distributed.sh,
+            whatever `start` and `deliver` are; None to train in this process, which may be a launcher's rank.
+        raises: whether to raise, not print, a user's mistake that is found in this process.
 
     Returns:
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
@@ -139,7 +139,7 @@ def _run_here(
 
 
 def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run:
-    """Build the run that a configuration describes, with what short trainings choose before; a collective.
+    """Build the run of a configuration, after the short trainings that choose settings; a collective.
 
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
@@ -153,10 +153,10 @@ def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run
 
 
 def train(context: Run, deliver: Deliver | None = None) -> int:
-    """Train to the last epoch, to early stopping or to a signal; return the exit code. A collective.
+    """Train to the last epoch, to early stopping or to a signal; return the exit code; a collective.
 
     Raises:
-        RunEnded: on all ranks, if the run cannot go on.
+        RunEnded: on all ranks, if the run cannot continue.
     """
     config, world, state, start = context.config, context.world, context.state, context.start
     _resume(context)

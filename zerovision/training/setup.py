@@ -1,4 +1,4 @@
-"""Builds a run: everything that it consists of, once, in the order in which a mistake is cheapest to report."""
+"""Builds all parts of a run, once, in the order in which mistakes are cheapest to report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build(run: Run) -> Run:
 
 
 def _add_plan(run: Run) -> Run:
-    """Add what is learned, which samples are in which batch, and the learning rate by step."""
+    """Add the task, the assignment of samples to batches, and the learning rate schedule."""
     config, world, task = run.config, run.world, asked_task(run.config)
     dealt = (world.data.size, task.views, run.start.groups, parallel_plan(config, world).neighbours)
     plan = agreed(lambda: build_plan(config, run.data.train.source, *dealt), world)
@@ -59,7 +59,7 @@ def _add_plan(run: Run) -> Run:
 
 
 def _add_task(run: Run) -> Run:
-    """Add how a step trains, on one loss over all its images or on that of each, and the loaders."""
+    """Add the step function, with one loss over all its images or one per image, and the loaders."""
     run.task.prepare(run.data, run.precision, run.world)
 
     def of_losses(loss: Loss) -> Step:
@@ -85,7 +85,7 @@ def _add_model(run: Run) -> Run:
 
 
 def _add_engine(run: Run) -> Run:
-    """Add the engine, with what logs and averages its weights."""
+    """Add the engine, the loggers and the averages of the weights."""
     config, world, model = run.config, run.world, run.model
     compiles = _compiles(run)
     setup, ways = set_up_engine(config, model.built, run.precision, world, needing_torch(config), compiles=compiles)
@@ -128,7 +128,7 @@ def _compiles(run: Run) -> bool:
 
 
 def _computes_alike(run: Run) -> bool:
-    """Return whether a network's forward and backward are the same kernels in every step, of this rank alone."""
+    """Return whether a network's forward and backward use the same kernels in every step, on this rank alone."""
     config = run.config
     is_whole = config.ranks_per_replica == 1 and not config.sync_batchnorm
     is_all_trained = read_tune(config.tune)[0] == "full" and not run.model.head_epochs
@@ -146,7 +146,7 @@ def _open_loggers(run: Run, setup: EngineSetup, ways: Sequence[Way]) -> Loggers:
 
 
 def _tuned(run: Run) -> RunModel:
-    """Return the model with what tunes it, before it is sharded; a collective."""
+    """Return the model prepared for `--tune`, before it is sharded; a collective."""
     module, frozen = run.model.built.module, None
     if read_tune(run.config.tune)[0] != "full":  # what is not trained is written once, beside the checkpoints
         kept = (run.folder.checkpoints, frozen_parameters(module), run.start.found)

@@ -1,6 +1,6 @@
-"""`--minutes`: as many epochs as fit, by the speed of some of the run's own steps, on the run's own ranks.
+"""`--minutes`: chooses how many epochs fit, from the speed of some of the run's steps on its ranks.
 
-They are trained twice, in a trial: the first epoch reads its images from files, the others may find them in a cache.
+A trial trains these steps twice, because the first epoch reads images from files, and others may find them in a cache.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TRIAL_FOLDER = "time-trial"
 
 
 def limit_epochs(run: Run) -> Run:
-    """Return the run with no more epochs than `--minutes` allow, and a note for the log; a collective.
+    """Return the run with at most the epochs that `--minutes` allows, and a note for the log; a collective.
 
-    A run that goes on keeps its epochs, see `saved_and_given`.
+    A resumed run keeps its epochs, see `saved_and_given`.
     """
     config, world = run.config, run.world
     if not config.minutes or config.solver == "lbfgs":  # which has no epochs
@@ -47,7 +47,7 @@ def limit_epochs(run: Run) -> Run:
 
 
 def _epoch_seconds(run: Run) -> tuple[float, float]:
-    """Return what the first epoch takes, with what is judged once after the last, and what each other; a collective."""
+    """Return the seconds of the first epoch, including the final test, and of each other epoch; a collective."""
     passes, data = list[float](), run.data
     with trial(run.changed(ema=0.0), TRIAL_FOLDER) as attempt:
         plan, _ = shortened(attempt.plan, min(STEPS, attempt.plan.steps_per_epoch))

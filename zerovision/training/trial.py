@@ -1,7 +1,7 @@
-"""A short run beside the run, on its ranks: what `--learning-rate auto` and `--batch-size auto` measure with.
+"""Short trial runs on a run's ranks, for the measurements of `--learning-rate auto` and `--batch-size auto`.
 
-It is built as the run is, of the same data, in a folder inside the run's that is removed after it, and closed before
-the run's own model is built: the training is the one that begins without it.
+A trial is built like the run, on the same data, in a temporary folder inside the run's. It is closed before the run's
+own model is built, so it does not change the training.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
 
 
 def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, Any]:
-    """Return what the result of a trial holds for, as JSON has it: the recipe's settings, the data, and more."""
+    """Return, as JSON, the conditions of a trial's result: the recipe's settings, the data, and more."""
     names = FIELDS.keys() - CHANGEABLE_ON_RESUME | {"data", "data_root", *more}
     return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)} | facts))
 
 
 def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Return what an earlier start has found, if it is of the same facts; {} if there is none."""
+    """Return the result of an earlier start under the same conditions, or {}."""
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
         content = json.loads(file.read_text(encoding="utf-8"))
         return content if all(content[name] == value for name, value in about.items()) else {}
@@ -54,7 +54,7 @@ def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrialStopped(Exception):
-    """The run was asked to stop during a trial: every rank raises it at the same point."""
+    """Raised on every rank at the same point if the run is asked to stop during a trial."""
 
 
 @contextmanager
@@ -62,11 +62,11 @@ def trial(run: Run, name: str) -> Iterator[Run]:
     """Build a run, and leave nothing of it behind; a collective.
 
     Args:
-        run: that this is a trial for, with the settings to try.
-        name: of the trial's folder inside the run's, which is removed.
+        run: the run that the trial is for, with the settings to try.
+        name: name of the trial's folder inside the run's, which is removed.
 
     Raises:
-        TrialStopped: instead, if the run was asked to stop.
+        TrialStopped: if the run was asked to stop.
     """
     world, folder = run.world, RunFolder(run.folder.path / name, "trial")
     if run.start.stop.poll_now(world):
@@ -89,7 +89,7 @@ def trial(run: Run, name: str) -> Iterator[Run]:
 
 
 def free_memory(world: World) -> None:
-    """Return what a trial had, before the next model comes to the device; call it when nothing refers to the trial."""
+    """Free a trial's memory before the next model is moved to the device; call it when nothing refers to the trial."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -98,18 +98,18 @@ def free_memory(world: World) -> None:
 
 
 def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
-    """Return a plan, and the epochs of it, that have that many steps; fewer than `epochs` more, to be equally long."""
+    """Return a plan and its epochs with this many steps, plus fewer than `epochs` more to make epochs equally long."""
     epochs = math.ceil(steps / plan.steps_per_epoch)
     most = math.ceil(steps / epochs) * plan.global_batch
     return dataclasses.replace(plan, num_samples=min(plan.num_samples, most)), epochs
 
 
 class KeptSteps(RunLogger):
-    """Keeps the loss of each step, and when it was done, on every rank.
+    """Keeps each step's loss and completion time, on every rank.
 
     Attributes:
-        losses: in nats; None or NaN of a step that had none.
-        times: in seconds.
+        losses: losses in nats; None or NaN for a step without one.
+        times: times in seconds.
     """
 
     def __init__(self) -> None:
@@ -122,17 +122,17 @@ class KeptSteps(RunLogger):
 
 
 def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) -> KeptSteps:
-    """Train, and return what was kept of the steps; a collective.
+    """Train, and return the records of the steps; a collective.
 
-    It ends early, too, after `MOST_BAD_STEPS` in a row that were not finite.
+    It also ends after `MOST_BAD_STEPS` non-finite steps in a row.
 
     Args:
-        run: that was built for it, with a plan as of `shortened`.
-        numbers: of the epochs whose images are used, each as far as the plan goes.
-        only_head: whether the head alone is trained.
+        run: the run built for it, with a plan from `shortened`.
+        numbers: indices of the epochs whose images are used, each as far as the plan goes.
+        only_head: whether only the head is trained.
 
     Raises:
-        TrialStopped: if the run was asked to stop, after the step that was under way.
+        TrialStopped: if the run was asked to stop, after the current step.
     """
     state, signal, kept = run.state, 0, KeptSteps()
     run = run.changed(epochs=len(numbers), local_steps=1)

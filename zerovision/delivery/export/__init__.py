@@ -15,11 +15,11 @@ class ExportFormat(NamedTuple):
 
     Attributes:
         write: the function (job, path) that writes such a file; it may return another one in fp32 to compare with.
-        open: the function (path, threads) that opens one, to `Forward`.
-        extension: of the file's name.
+        open: the function (path, threads) that opens one as a `Forward`.
+        extension: extension of the file's name.
         precisions: names of `PRECISIONS` that it can store.
         summary: one phrase for `--help`.
-        has_graph: whether it holds what is computed, and so can hold the preprocessing.
+        has_graph: whether it stores the computation, and can therefore include the preprocessing.
     """
 
     write: str
@@ -64,14 +64,15 @@ PRECISIONS: dict[str, str] = {
 
 
 class ExportRefused(Exception):
-    """The exported file does not compute what the model computes; the message is one line."""
+    """The exported file gives other results than the model; the message is one line."""
 
 
 def check_choice(format_name: str, precision: str, *, with_preprocessing: bool = False) -> ExportFormat:
-    """Return the format of a name.
+    """Return the format with this name.
 
     Raises:
-        UserError: for a precision that the format cannot store, or preprocessing that one of both cannot contain.
+        UserError: for a precision that the format cannot store, or preprocessing that the format or the precision does
+            not support.
     """
     chosen = FORMATS[format_name]
     if precision not in chosen.precisions:

@@ -55,13 +55,13 @@ class Agreement:
         rms_share: root mean square of the differences, as a share of that of the PyTorch module's logits.
         batch_difference: largest absolute difference of a logit between batch sizes of the file.
         scale: largest absolute logit of the PyTorch module.
-        equal_top1: share of images, 0 to 1, with the same highest logit.
+        equal_top1: share of images, 0 to 1, with the same top class.
         model_top1: accuracy of the PyTorch module, 0 to 1.
         file_top1: accuracy of the file.
-        lost: images on which the module alone is right.
-        gained: images on which the file alone is.
-        images: how many were compared.
-        batch_sizes: those that were run.
+        lost: images that only the module classifies correctly.
+        gained: images that only the file classifies correctly.
+        images: number of images compared.
+        batch_sizes: the batch sizes that were run.
     """
 
     difference: float
@@ -78,12 +78,12 @@ class Agreement:
 
     @property
     def points_lost(self) -> float:
-        """Points of top-1, of 100, that the file has less than the module."""
+        """The percentage points of top-1 by which the file is below the module."""
         return 100 * (self.model_top1 - self.file_top1)
 
     @property
     def points_lost_interval(self) -> Interval:
-        """What it would lose on endlessly many such images: an interval of 95 %."""
+        """The 95 % interval of the loss on infinitely many such images."""
         low, high = of_difference(self.lost, self.gained, self.images)
         return 100 * low, 100 * high
 
@@ -123,12 +123,12 @@ def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
 
 
 def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
-    """Run a file with its preprocessing on the pictures, and compare it with what `predict` says of them.
+    """Run a file with its preprocessing on the pictures, and compare it with the results of `predict`.
 
     The logits are the logarithms of the probabilities.
 
     Raises:
-        ExportRefused: if a pixel that the network sees is another than in `predict`, by more than rounding.
+        ExportRefused: if a pixel that the network sees differs from that in `predict` by more than rounding.
     """
     module, check = job.module, job.check
     assert isinstance(module, FromPictures)
@@ -190,7 +190,10 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
 
 
 def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: int) -> float:
-    """Return the median time per image, float32 [N, C, S, S], of batches of one size; few images are repeated."""
+    """Return the median time per image in batches of one size.
+
+    Images, float32 [N, C, S, S], are repeated if too few.
+    """
     batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
     seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=TIMED_RUNS)
     return 1e3 * statistics.median(seconds) / batch_size

@@ -1,6 +1,6 @@
-"""One export: what was asked for, the network, and the images that its file is compared on; PyTorch's own formats.
+"""One export: its settings, the network, and the images to compare its file on; also PyTorch's own formats.
 
-These are safetensors, the tensors under their names, and torch.export, graph and tensors.
+PyTorch's formats are safetensors (named tensors) and torch.export (graph and tensors).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class CheckImages:
         images: float32 [N, C, S, S], prepared as the model was trained.
         labels: int64 [N], classes of the model.
         logits: float32 [N, classes], of the PyTorch module in fp32.
-        name: of the data, such as "digits, val".
-        task: as of `zerovision.delivery.evaluation_data.EvaluationData`.
-        picture: of a number, as decoded, uint8 [H, W, C]; None if they are not pictures.
+        name: name of the data, such as "digits, val".
+        task: see `zerovision.delivery.evaluation_data.EvaluationData`.
+        picture: returns the decoded picture at a position, uint8 [H, W, C]; None if the images are not pictures.
     """
 
     images: torch.Tensor
@@ -63,7 +63,7 @@ class CheckImages:
         return len(self.labels)
 
     def is_right(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return whether the highest logit [N, classes] of an image is its class, or one of them: bool [N]."""
+        """Return whether the highest logit [N, classes] of each image is its class, or one of its classes: bool [N]."""
         return self.task.hits(logits.argmax(1, keepdim=True), self.labels)[:, 0]
 
 
@@ -72,11 +72,11 @@ class ExportJob:
     """What a format's writer gets.
 
     Attributes:
-        settings: what the user asks for.
+        settings: the user's settings.
         module: the network, or what contains it with its preprocessing, float32 on the CPU in evaluation mode; writers
             leave it as it is.
         metadata: what `zerovision.training.checkpoint.weights.load_model` returned with it.
-        origin: where it came from, as values of JSON.
+        origin: where it came from, as JSON values.
         check: images that the file is compared on.
         calibration: float32 [M, C, S, S] from the training split, None if the precision needs none.
     """
@@ -89,7 +89,7 @@ class ExportJob:
     calibration: torch.Tensor | None
 
     def example(self) -> torch.Tensor:
-        """Return images [2, C, H, W] to trace the network with: a batch of 1 would be taken for a constant."""
+        """Return images [2, C, H, W] to trace the network with; a batch of 1 would become a constant."""
         preprocessing: Preprocessing = self.metadata["preprocessing"]
         if isinstance(self.module, FromPictures):
             return torch.zeros(*EXAMPLE, preprocessing.channels, dtype=torch.uint8)
@@ -97,7 +97,7 @@ class ExportJob:
 
     @property
     def free_sides(self) -> tuple[dict[int, Any]]:
-        """Which dimensions of the input are free, for torch.export."""
+        """The free dimensions of the input, for torch.export."""
         names = ("batch", "height", "width") if isinstance(self.module, FromPictures) else ("batch",)
         return ({axis: torch.export.Dim(name) for axis, name in enumerate(names)},)
 
@@ -114,10 +114,10 @@ def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> t
 
 
 def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportSettings) -> CheckImages:
-    """Read validation images, evenly spaced over the set if not all are taken, and run the network on them.
+    """Read validation images, evenly spaced if not all are used, and run the network on them.
 
     Raises:
-        UserError: if an image cannot be read, or none is left.
+        UserError: if an image cannot be read, or none remains.
     """
     dataset = data.datasets.val
     bytes_per_image = 4 * dataset.source.channels * math.prod(dataset.preprocessing.sides)
@@ -135,7 +135,7 @@ def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:
     """Read images of the training split, evenly spaced and not augmented: float32 [count or fewer, C, S, S].
 
     Raises:
-        UserError: as `load_check_images`.
+        UserError: see `load_check_images`.
     """
     train = data.datasets.train
     return _read(ImageDataset(train.source, data.datasets.val.preprocessing, most_bad=train.most_bad), count)[0]
@@ -161,7 +161,7 @@ def tracing() -> Iterator[None]:
     """Trace a network within this block: without gradients and PyTorch's warnings.
 
     Raises:
-        UserError: in place of whatever the tracer raises.
+        UserError: instead of any error of the tracer.
     """
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # PyTorch's own deprecations
@@ -173,7 +173,7 @@ def tracing() -> Iterator[None]:
 
 
 def is_large(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a matrix or a kernel: vectors (biases, norms) are few, and rounding them costs more."""
+    """Whether a tensor is a matrix or a kernel; vectors (biases, norms) are small, and rounding them costs more."""
     return tensor.is_floating_point() and tensor.ndim > 1
 
 
@@ -189,7 +189,7 @@ def write_safetensors(job: ExportJob, path: Path) -> None:
 
 
 def open_safetensors(path: Path, threads: int) -> Forward:
-    """Load the file as any user of it would: into a network in fp32."""
+    """Load the file into a network in fp32, as its users do."""
     return load_model(path)[0]
 
 
@@ -205,7 +205,7 @@ class StoredInBf16(nn.Module):
                 parameter.data = parameter.data.bfloat16()
 
     def forward(self, images: torch.Tensor) -> Any:
-        """Map images `[B, C, S, S]` to logits `[B, classes]`, both float32; or as of `FromPictures`."""
+        """Map images `[B, C, S, S]` to logits `[B, classes]`, both float32; or see `FromPictures`."""
         widened = {name: parameter.float() for name, parameter in self.inner.named_parameters()}
         return torch.func.functional_call(self.inner, widened, (images,))
 
@@ -226,7 +226,7 @@ def write_torch_export(job: ExportJob, path: Path) -> None:
 
 
 def open_torch_export(path: Path, threads: int) -> Forward:
-    """Load the file as any user of it would; of several outputs the first is returned."""
+    """Load the file as its users do; if it has several outputs, the first is returned."""
     program = torch.export.load(path).module()
 
     def forward(images: torch.Tensor) -> torch.Tensor:

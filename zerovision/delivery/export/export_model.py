@@ -48,9 +48,9 @@ class Exported:
 
     Attributes:
         files: the model's file first.
-        agreement: with the PyTorch module.
-        images: what it was measured on.
-        sizes: bytes of the file and of its counterpart in fp32, by precision; empty unless the writer left one.
+        agreement: agreement with the PyTorch module.
+        images: the images it was measured on.
+        sizes: bytes of the file and of its fp32 counterpart, by precision; empty unless the writer returned one.
         latencies: milliseconds per image of both, by precision and batch size.
     """
 
@@ -77,7 +77,7 @@ def export_model(settings: ExportSettings) -> Exported:
 
     Raises:
         UserError: for a mistake in the settings, and for errors of the disk.
-        ExportRefused: if the file does not compute what the model computes.
+        ExportRefused: if the file gives other results than the model.
     """
     chosen = check_choice(settings.format, settings.precision, with_preprocessing=settings.with_preprocessing)
     limit_threads()
@@ -124,7 +124,7 @@ def export_model(settings: ExportSettings) -> Exported:
 
 
 def _show(exported: Exported, settings: ExportSettings) -> None:
-    """Print the comparison with PyTorch, that with fp32 if there is one, and the files."""
+    """Print the comparisons with PyTorch and, if there is one, with fp32, and the files."""
     found = exported.agreement
     sizes = ", ".join(map(str, found.batch_sizes))
     print(f"compared with PyTorch on {found.images} images ({printable(exported.images)}), in batches of {sizes}")

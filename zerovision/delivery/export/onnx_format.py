@@ -39,10 +39,10 @@ CALIBRATION_BATCH = 32
 def write_onnx(job: ExportJob, path: Path) -> Path | None:
     """Export the graph, store it in the job's precision, and write it; other files may be left beside it.
 
-    onnx's own checker looks at the file, shape inference included.
+    onnx's own checker checks the file, with shape inference.
 
     Returns:
-        The file in fp32 that int8 is to be compared with.
+        The fp32 file to compare int8 with.
     """
     model, fp32 = export_graph(job), None
     if job.settings.precision == "bf16":
@@ -58,9 +58,9 @@ def write_onnx(job: ExportJob, path: Path) -> Path | None:
 
 
 def open_onnx(path: Path, threads: int) -> Forward:
-    """Open the file in onnxruntime on the CPU, where so many threads share the work of one operator.
+    """Open the file in onnxruntime on the CPU, with this many threads per operator.
 
-    Of several outputs the first is returned.
+    If it has several outputs, the first is returned.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -124,9 +124,10 @@ def _strip(model: ModelProto) -> None:
 
 
 def _store_in_bf16(model: ModelProto) -> None:
-    """Store matrices and kernels in bf16, each with a Cast to fp32 behind it; vectors stay as they are.
+    """Store matrices and kernels in bf16, each followed by a Cast to fp32; vectors stay as they are.
 
-    onnxruntime's CPU kernels for convolutions take no bf16: stored so and computed in fp32, the file runs anywhere.
+    onnxruntime's CPU kernels for convolutions do not support bf16; stored in bf16 and computed in fp32, the file runs
+    anywhere.
     """
     casts = []
     for tensor in model.graph.initializer:
@@ -146,12 +147,12 @@ def quantize(model: ModelProto, calibration: torch.Tensor, fp32: Path) -> ModelP
 
     A real number r is kept as an integer q of 8 bits, r = scale * (q - zero_point): equation 1 of Jacob et al. 2018,
     arXiv:1712.05877. Weights have one scale per output channel and zero point 0; activations one scale and zero point
-    per tensor, from the range that calibration images show. The quantizer writes that as pairs of QuantizeLinear and
-    DequantizeLinear nodes (QDQ), and onnxruntime's kernels compute in integers between them. LSTMs, which it has no
-    static int8 kernel for, stay in fp32.
+    per tensor, from the range in the calibration images. The quantizer writes that as pairs of QuantizeLinear and
+    DequantizeLinear nodes (QDQ), and onnxruntime's kernels compute in integers between them. LSTMs stay in fp32,
+    because onnxruntime has no static int8 kernel for them.
 
     Args:
-        model: as `export_graph` returned it.
+        model: the result of `export_graph`.
         calibration: images of the training split, float32 [M, C, S, S].
         fp32: the file of `model`; temporary files are left beside it.
     """
@@ -193,7 +194,7 @@ class _CalibrationBatches(CalibrationDataReader):
         return len(self._batches)
 
     def set_range(self, start_index: int, end_index: int) -> None:
-        """Begin anew, with a part of the batches."""
+        """Start again, with a part of the batches."""
         self._remaining = iter(self._batches[start_index:end_index])
 
     def get_next(self) -> dict[str, np.ndarray] | None:

@@ -1,4 +1,4 @@
-"""The output folder of an export: what is beside the model, and files that get their names once checked."""
+"""The output folder of an export: the files beside the model, and files that are renamed once they are checked."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Publish = Callable[[dict[Path, str]], list[Path]]
 
 @contextmanager
 def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
-    """Yield a hidden folder inside the output folder, and the function that gives its files their names there.
+    """Yield a hidden folder inside the output folder, and the function that moves its files there.
 
-    That function takes the name of each file, in order, and returns their new paths. Leaving the block removes the
-    hidden folder, and after an error the folders that were made for it.
+    That function takes the files' names, in order, and returns their new paths. Leaving the block removes the hidden
+    folder, and after an error the folders that were made for it.
 
     Raises:
-        UserError: in place of an OSError, such as that of a full disk.
+        UserError: instead of an OSError, such as for a full disk.
     """
     folder = unfinished(output / "export", "tmp")
     made = [parent for parent in (output, *output.parents) if not parent.exists()]
@@ -129,7 +129,7 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
 
 
 def files_about(metadata: dict[str, Any]) -> dict[str, bytes]:
-    """Return the content of preprocessing.json, and of class_map.txt if there can be one, by their names."""
+    """Return the content of preprocessing.json, and of class_map.txt if there is one, by file name."""
     text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
     # Names of folders may contain bytes that are no text.
     files = {PREPROCESSING: text.encode("utf-8", "backslashreplace")}

@@ -1,8 +1,8 @@
-"""Preprocessing inside an exported file: from pictures of any size to probabilities, as `predict` has them.
+"""Preprocessing inside an exported file: from pictures of any size to the probabilities of `predict`.
 
-PyTorch resizes bytes as bytes: columns first, then rows, with weights of 16 bits, rounded after each. Here the same is
-two products of matrices, which every runtime has, where a Resize with antialiasing is rare. Their sums are of whole
-numbers, below 2^24 unless a picture is made far smaller, which float32 has exactly.
+PyTorch resizes bytes as bytes: columns first, then rows, with weights of 16 bits, rounded after each. Here two matrix
+products do the same, because every runtime has them and few have a Resize with antialiasing. Their sums are whole
+numbers that float32 holds exactly: below 2^24, unless a picture is shrunk very far.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ EXAMPLE = (2, 37, 53)  # pictures, height and width: what is 1, or equal, would 
 
 
 class FromPictures(nn.Module):
-    """A network with what `predict` does before and after it.
+    """A network with the steps of `predict` before and after it.
 
     Args:
         network: float32 [N, C, H, W] to logits [N, classes].
-        metadata: of its weights.
-        calibration: of the model, None without.
+        metadata: the metadata of its weights.
+        calibration: the model's calibration, or None.
 
     Raises:
-        UserError: if it takes other images than pictures, or by a filter that has no antialiasing.
+        UserError: if it takes images that are not pictures, or uses a filter without antialiasing.
     """
 
     mean: torch.Tensor
@@ -94,7 +94,7 @@ class FromPictures(nn.Module):
         return values
 
     def _geometry(self, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sides of the resized picture, and which of its pixels are the first: float64 [2] each."""
+        """Return the sides of the resized picture, and the position of its first pixel: float64 [2] each."""
         size, resize_size = self.preprocessing.image_size, self.preprocessing.resize_size
         pads, covered = self.preprocessing.fit == "pad", size if resize_size is None else resize_size
         wanted, around = (torch.tensor(sides(given), dtype=torch.float64) for given in (size, covered))
@@ -112,7 +112,7 @@ class FromPictures(nn.Module):
     def _weights(
         self, pixels: torch.Tensor, side: torch.Tensor, resized: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return PyTorch's weights of bytes, float32 [positions, side]."""
+        """Return PyTorch's resize weights for bytes, float32 [positions, side]."""
         step = side / resized
         # A last row for the first pixel of the side: at the edges, which may be cut off, are the largest weights.
         inside = torch.cat([torch.minimum(positions.clamp(min=0), resized - 1), torch.zeros_like(positions[:1])])

@@ -26,7 +26,7 @@ class Line(NamedTuple):
     Attributes:
         name: shown in the legend and in the table.
         style: index of colour and dash pattern, from 1.
-        x, y: the points, float64 [N], x ascending; a value of y that is not finite leaves a gap.
+        x, y: the points, float64 [N], x ascending; a y that is not finite leaves a gap.
         switch: lines with the same value are toggled together by the legend, in all charts of the page.
         is_faint: whether the line is thin, and without dots.
     """
@@ -54,16 +54,16 @@ class Axis(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is around the lines of a chart.
+    """What surrounds the lines of a chart.
 
     Attributes:
-        caption: by default the last values.
-        x_name: of the horizontal axis.
+        caption: the caption; by default the last values.
+        x_name: name of the horizontal axis.
         marks: values of x to mark.
         is_percent: whether the values are shares of 0..1, to be written in percent.
-        from_zero: whether the vertical axis begins at 0; other axes than this and percent are logarithmic if the values
-            span more than a factor of `LOG_SCALE_FROM`.
-        is_x_log: whether the horizontal axis is logarithmic; it begins at 0 otherwise.
+        from_zero: whether the vertical axis begins at 0; an axis that does not and is not in percent is logarithmic if
+            the values span more than a factor of `LOG_SCALE_FROM`.
+        is_x_log: whether the horizontal axis is logarithmic; otherwise it begins at 0.
     """
 
     caption: str = ""
@@ -97,11 +97,11 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
     Args:
         key: unique in the page.
         title: a few words, with the unit.
-        lines: those without a finite point are left out.
-        frame: what is around them.
+        lines: the lines; those without a finite point are left out.
+        frame: what surrounds them.
 
     Returns:
-        What the template shows, and `data`, what report.js reads values from; None if no line has a finite point.
+        The values for the template, and `data` for report.js; None if no line has a finite point.
     """
     columns = max(POINTS_PER_CHART // (2 * max(len(lines), 1)), 16)
     lines = [thin(line, columns) for line in lines if np.isfinite(line.y).any()]
@@ -139,10 +139,10 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
 
 
 def thin(line: Line, columns: int) -> Line:
-    """Keep the lowest and the highest point of each of so many columns of equal width, and both ends.
+    """Keep the lowest and highest point in each column, and both ends; the columns have equal width.
 
     Returns:
-        The line with NaN for what is not finite; of a column without a finite value one point stays.
+        The line, with NaN for values that are not finite; a column without a finite value keeps one point.
     """
     x, y = line.x, np.where(np.isfinite(line.y), line.y, np.nan)
     if len(x) > 2 * columns:
@@ -158,7 +158,7 @@ def thin(line: Line, columns: int) -> Line:
 def linear_axis(
     low: float, high: float, write: Callable[[float], str], *, highest: float = math.inf, is_tight: bool = False
 ) -> Axis:
-    """Return an axis with ticks at multiples of 1, 2 or 5 times a power of ten; a tight one ends with the values."""
+    """Return an axis with ticks at multiples of 1, 2 or 5 times a power of ten; a tight one ends at the values."""
     if high <= low:
         spread = abs(high) * 0.1 or 1.0
         low, high = (low if is_tight else low - spread), high + spread
@@ -209,9 +209,9 @@ def _spread_labels(drawn: Sequence[dict[str, Any]]) -> None:
 
 
 def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str, Any]:
-    """Return `rows` of text at the places of the sparsest line, and the number of rows `left_out`.
+    """Return `rows` of text at the x values of the sparsest line, and the number of rows `left_out`.
 
-    A line's value at a place is that of its last point up to there.
+    A line's value at x is that of its last point up to x.
     """
     candidates = sorted((np.unique(line.x) for line in lines), key=len)
     places = next((found for found in candidates if len(found) > 2), candidates[0])

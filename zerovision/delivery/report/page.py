@@ -1,4 +1,4 @@
-"""Write the page, once or whenever a training run has logged; say whether runs differ by more than chance explains."""
+"""Write the page, once or whenever a training run logs; say whether runs differ significantly."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
     """Write the page of one run or several.
 
     Args:
-        folders: of the runs.
-        output: the HTML file; it is replaced in one step.
-        is_watched: whether it will be written again while a run is training: the page then reloads itself.
+        folders: the runs' folders.
+        output: the HTML file, replaced atomically.
+        is_watched: whether it will be written again while a run trains; the page then reloads itself.
 
     Returns:
         Whether a run is still training.
@@ -99,16 +99,16 @@ def watch(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write the page now and whenever the runs' files grow, until all runs have ended or Ctrl-C is pressed.
+    """Write the page now and whenever the runs' files grow, until all runs end or Ctrl-C is pressed.
 
     Args:
-        folders: of the runs.
+        folders: the runs' folders.
         output: the HTML file.
         log: writes a line for the user.
         sleep: waits for the seconds between two polls of the files.
 
     Raises:
-        UserError: as `write_report`.
+        UserError: see `write_report`.
     """
     seen, unchanged, start = _signature(folders), 0, time.perf_counter()
     is_running = write_report(folders, output, is_watched=True)
@@ -131,7 +131,7 @@ def watch(
 
 
 def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return size and time of the files that a run writes; zeros if there is none."""
+    """Return size and time of the files that a run writes; zeros for missing files."""
     found = []
     for folder in folders:
         for path in (folder / METRICS, folder / EVALUATION / SCORES, folder / EVALUATION / f"{WORST}.csv"):
@@ -144,7 +144,7 @@ def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
 
 
 def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, Any]:
-    """Return what the template shows of a run, one of as many."""
+    """Return what the template shows for one of the runs."""
     run, key = read_run(folder), f"run{position}"
     history = run.history
     shown = {"key": key, "name": name, "style": position % STYLES + 1, "folder": str(folder), "notes": run.notes}
@@ -220,7 +220,7 @@ class Judged(NamedTuple):
 
 
 def compare(folders: Sequence[Path]) -> list[str]:
-    """Return a sentence on each run beside the first: whether they differ by more than chance explains.
+    """Return one sentence for each other run: whether it differs significantly from the first.
 
     Raises:
         UserError: if the scores of a run are damaged.
@@ -232,11 +232,11 @@ def compare(folders: Sequence[Path]) -> list[str]:
 
 
 def mcnemar(right: np.ndarray, other: np.ndarray) -> tuple[int, int, float]:
-    """Return on how many images each of two models alone is right, and the probability of that or more by chance.
+    """Return on how many images only one of two models is right, for each, and the p-value.
 
-    McNemar 1947 (https://doi.org/10.1007/BF02295996), in its exact form: of the images on which one alone is right, it
-    is either of them with the same probability if they do not differ. Dietterich 1998
-    (https://doi.org/10.1162/089976698300017197) recommends the test for models that were trained once.
+    McNemar 1947 (https://doi.org/10.1007/BF02295996), in its exact form: if the models do not differ, either is equally
+    likely to be the right one where only one is right. Dietterich 1998 (https://doi.org/10.1162/089976698300017197)
+    recommends the test for models that were trained once.
 
     Args:
         right: bool [N], whether the first one is right.

@@ -28,7 +28,7 @@ JPEG_QUALITY = 80
 
 
 def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores of the classes; of more than `MOST_CLASSES_LISTED`, those with the lowest F1.
+    """Return the scores of the classes; if there are more than `MOST_CLASSES_LISTED`, those with the lowest F1.
 
     Returns:
         `rows` of (name, images, predictions, precision, recall, F1), `averages` of (name, precision, recall, F1), and
@@ -46,7 +46,7 @@ def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> dict[str, Any]:
-    """Return the most frequent mistakes, and the confusion matrix if it is wanted and small enough.
+    """Return the most frequent mistakes, and the confusion matrix if it is requested and small enough.
 
     Returns:
         `names` of the classes; `matrix`, a row for each true class with (images, shade of 0 to `SHADES`) for each
@@ -94,9 +94,9 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
 
 
 def sample_images(run: RunFiles, kind: str, most: int = MOST_IMAGES) -> list[dict[str, str]]:
-    """Return images of an evaluation: of the kind `WORST` those that are misclassified, of `TYPICAL` all.
+    """Return images of an evaluation: the misclassified ones of kind `WORST`, or all of kind `TYPICAL`.
 
-    `data_uri` is empty if the file cannot be read, and `why`, what counted in it, if there is none.
+    `data_uri` is empty if the file cannot be read; `why`, the explanation, is empty if there is none.
     """
     if run.scores is None:
         return []

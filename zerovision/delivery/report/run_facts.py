@@ -48,19 +48,19 @@ MOST_MARKS = 200  # of one kind on the time line
 
 
 class Status(NamedTuple):
-    """One of finished, diverged, stopped, gave up, running, crashed and not started, and a sentence about it."""
+    """Finished, diverged, stopped, gave up, running, crashed or not started, and a sentence about it."""
 
     word: str
     sentence: str
 
     @property
     def is_running(self) -> bool:
-        """Whether more lines are to be expected."""
+        """Whether more lines are expected."""
         return self.word in ("running", "not started")
 
 
 class Fact(NamedTuple):
-    """A key figure with a remark, or a setting with its default value."""
+    """A key figure with a remark, or a setting with its default."""
 
     name: str
     value: str
@@ -129,14 +129,14 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
 
 
 def describe(run: RunFiles) -> str:
-    """Return in one line what was trained, on what, and how."""
+    """Return one line about what was trained, on what, and how."""
     model, data, strategy = (clip(str(run.config.get(name, "?"))) for name in ("model_type", "data", "strategy"))
     facts = [f"{model} on {data}", strategy, _ranks(run), str(run.environment.get("precision", ""))]
     return ", ".join(fact for fact in facts if fact)
 
 
 def command_of(run: RunFiles) -> str:
-    """Return the command that trains the run again; its own command if a setting is of another version."""
+    """Return the command that repeats the run; its original command if a setting belongs to another version."""
     ranks, started_by = run.environment.get("ranks"), str(run.environment.get("command", ""))
     if not isinstance(ranks, int):
         return started_by
@@ -177,7 +177,7 @@ def key_figures(run: RunFiles) -> Iterator[Fact]:
 
 
 def _pipeline(line: Mapping[str, Any]) -> Fact:
-    """Return how well the stages, or an ensemble's members, are balanced, and how long a rank waits."""
+    """Return how balanced the stages or an ensemble's members are, and how long a rank waits."""
     shares, waited = ", ".join(percent(share, 0) for share in line["stage_shares"]), percent(line["wait_share"], 0)
     if "members" in line:
         members = clip(" | ".join(map(str, line["members"])), LONGEST_REASON)
@@ -209,7 +209,7 @@ def time_breakdown(history: History) -> Breakdown | None:
 
 
 def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
-    """Return the peak memory of each rank in bytes; of more than `MOST_RANKS`, the highest."""
+    """Return the peak memory of each rank in bytes; if there are more than `MOST_RANKS`, the highest."""
     if not peaks:
         return None
     ranks, remarks = list(range(len(peaks))), []
@@ -224,7 +224,7 @@ def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
 
 
 def settings(run: RunFiles) -> list[Fact]:
-    """Return the configuration, what differs from the defaults first."""
+    """Return the configuration, non-default settings first."""
     facts = []
     for name, value in run.config.items():
         default = FIELDS[name].default if name in FIELDS else None
@@ -246,7 +246,7 @@ def environment_facts(run: RunFiles) -> list[Fact]:
 
 
 def side_by_side(runs: Sequence[Sequence[Any]]) -> list[tuple[str, list[Any]]]:
-    """Return each name, in order of appearance, with the row of every run that has it; None if a run lacks it."""
+    """Return each name, in order of appearance, with every run's row, or None if a run lacks it."""
     by_name = [{row.name: row for row in run} for run in runs]
     names = dict.fromkeys(name for rows in by_name for name in rows)
     return [(name, [rows.get(name) for rows in by_name]) for name in names]
@@ -259,7 +259,7 @@ def differences(runs: Sequence[Sequence[Fact]]) -> list[tuple[str, list[str]]]:
 
 
 def _scores(run: RunFiles) -> Iterator[Fact]:
-    """Yield the scores of the best epoch, that of the log only without its evaluation."""
+    """Yield the best epoch's scores, from the log only if there is no evaluation."""
     scores, test, best, found = run.scores, run.test_scores, run.history.best_epoch, run.calibration
     if scores:
         correct, epoch = round(scores["top1"] * scores["samples"]), scores.get("epoch", "?")
@@ -311,7 +311,7 @@ def _brackets(interval: Interval | None, *, is_share: bool = True) -> str:
 
 
 def _images_per_second(history: History) -> float | None:
-    """Return the speed in the `end` line of a run of one start, else that of the logged intervals."""
+    """Return the speed from the `end` line if the run started once, else from the logged intervals."""
     end = history.processes[-1].end or {}
     if len(history.processes) == 1 and isinstance(end.get("images_per_second"), float):
         return end["images_per_second"]
@@ -327,7 +327,7 @@ def _show(value: Any) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
-    """Return a row for each value, named by the path to it; the `model` in `model.model_type` is left out."""
+    """Return a row for each value, named by its path; the `model` in `model.model_type` is left out."""
     rows = []
     for key, value in values.items():
         name = str(key).replace("_", " ")
@@ -354,7 +354,7 @@ def find_incidents(history: History) -> dict[str, Any]:
 
     Returns:
         `summary`, a few sentences; `rows` of (time since the first line, step, kind, details); the number of rows that
-        are `left_out`; `lanes` of a time line as (name, positions in percent of the steps).
+        are `left_out`; `lanes` of a timeline as (name, positions in percent of the steps).
     """
     start = history.first_time or 0.0
     rows = [

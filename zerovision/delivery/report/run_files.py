@@ -1,4 +1,4 @@
-"""Read a run's folder: its JSON files, and metrics.jsonl as curves without the steps that were trained again."""
+"""Reads a run's folder: its JSON files, and metrics.jsonl as curves without repeated steps."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Process:
     """One start of a run.
 
     Attributes:
-        logged_seconds: of each span in the logged intervals, and of evaluations and saves between them.
+        logged_seconds: seconds of each span in the logged intervals, and of evaluations and saves between them.
         end: the `end` line, None if there is none.
-        gap_seconds: from the last line of the process before to the first of this one.
-        follows_failure: whether the process before has no `end` line.
+        gap_seconds: seconds from the last line of the previous process to the first of this one.
+        follows_failure: whether the previous process has no `end` line.
     """
 
     logged_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -56,7 +56,7 @@ class Process:
     follows_failure: bool = False
 
     def spans(self) -> dict[str, float]:
-        """Return the seconds of each span; those of the `end` line, if there is one, are complete."""
+        """Return the seconds of each span, from the complete `end` line if there is one."""
         if self.end is None:
             return dict(self.logged_seconds)
         spans = {name: share * self.end["seconds"] for name, share in self.end["time_shares"].items()}
@@ -64,23 +64,23 @@ class Process:
 
 
 class History:
-    """The lines of metrics.jsonl: the curves have the latest line of each step, the times add up all lines.
+    """The lines of metrics.jsonl: curves use the latest line of each step, times add up all lines.
 
     Attributes:
         steps: the optimizer step of each logging point, ascending.
-        columns: for each name in `CURVES`, `SYSTEM` and `CPUS`, the values at `steps`, NaN if there is none; steps and
-            seconds of the interval before.
+        columns: for each name in `CURVES`, `SYSTEM` and `CPUS`, the values at `steps`, NaN if missing; and the steps
+            and seconds of the interval before.
         epochs: the line of each epoch.
         events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
         checkpoints: the lines of saved checkpoints.
-        pipeline: the latest line about how the model is cut into stages, None if it is not.
-        rounds: by their numbers the lines about outer steps of islands.
+        pipeline: the latest line about the stages that the model is cut into, or None.
+        rounds: the lines about outer steps of islands, by number.
         processes: one for each start of the run.
-        repeated_steps, repeated_seconds: what was trained again after restarts, as far as it was logged.
+        repeated_steps, repeated_seconds: logged training that was repeated after restarts.
         logged_images, logged_seconds: of all logged intervals, repeated ones included.
-        memory_bytes_per_rank: the peak of each rank; of rank 0 alone before the first epoch ends.
+        memory_bytes_per_rank: the peak of each rank; only rank 0's before the first epoch ends.
         first_time, last_time: Unix seconds of the first and the last line, None if there is none.
-        last_kind: of the last line, empty if there is none.
+        last_kind: kind of the last line, empty if there is none.
         steps_per_epoch, total_steps: of the latest `step` line, 0 if there is none.
     """
 
@@ -195,7 +195,7 @@ class History:
         self._gap_seconds = None
 
     def _forget_after(self, step: int) -> None:
-        """Drop the logging points and epochs after a step, since it is trained again from there."""
+        """Drop the logging points and epochs after a step, from which training was repeated."""
         keep = bisect.bisect_right(self.steps, step)
         for place in range(keep, len(self.steps)):
             steps = self.columns["interval_steps"][place]
@@ -209,7 +209,7 @@ class History:
         self._last_step = step
 
     def _add_memory(self, peaks: Iterable[float]) -> None:
-        """Keep the highest of each rank's peaks; if the number of ranks has changed, the latest peaks."""
+        """Keep the highest peak of each rank, or the latest peaks if the number of ranks changed."""
         new = [int(peak) for peak in peaks]
         if len(new) == len(self.memory_bytes_per_rank):
             new = [max(pair) for pair in zip(new, self.memory_bytes_per_rank, strict=True)]
@@ -243,19 +243,19 @@ def read_history(path: Path) -> History:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run's folder.
+    """The content of a run's folder.
 
     Attributes:
-        folder: the run's own.
+        folder: the folder.
         config, environment: the JSON objects; empty if the file is missing.
-        history: of metrics.jsonl.
+        history: the lines of metrics.jsonl.
         scores: evaluation/scores.json, None if it is missing.
-        test_scores: of the test part, None without.
-        calibration: of the weights, None without.
-        rate_search: learning_rate.json, None if none was searched for.
-        parameters: the count of numbers in the weights file, BatchNorm buffers included; None if it is missing.
+        test_scores: scores of the test part, or None.
+        calibration: the weights's calibration, or None.
+        rate_search: learning_rate.json, None without a search.
+        parameters: the number of values in the weights file, with BatchNorm buffers; None if it is missing.
         notes: a sentence for each missing file.
-        batch_search: batch_size.json, None if none was searched for.
+        batch_search: batch_size.json, None without a search.
     """
 
     folder: Path
@@ -272,7 +272,7 @@ class RunFiles:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the name of each run; of several of one name, the folders."""
+    """Return the name of each run; the folder if several have the same name."""
     names = [folder.name for folder in folders]
     return [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
 
@@ -316,7 +316,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
-    """Return the number of images of an optimizer step over all ranks, None if a factor of it is unknown."""
+    """Return the number of images per optimizer step over all ranks, None if a factor is unknown."""
     factors = (config.get("batch_size"), config.get("gradient_accumulation_steps", 1), environment.get("ranks"))
     shared_by = [config.get(way.flag, 1) for way in WAYS if way.division]
     if not all(isinstance(factor, int) and factor > 0 for factor in (*factors, *shared_by)):

@@ -74,7 +74,7 @@ def single_run_charts(history: History) -> list[Chart]:
 
 
 def rate_search_chart(result: Mapping[str, Any] | None) -> Chart | None:
-    """Return the chart of a search for a learning rate as `auto_learning_rate.describe_search` has it."""
+    """Return the chart of a learning rate search from `auto_learning_rate.describe_search`."""
     if result is None:
         return None
     rates, final_losses = np.array([row[:2] for row in result["tried"]], dtype=np.float64).T
@@ -89,7 +89,7 @@ def rate_search_chart(result: Mapping[str, Any] | None) -> Chart | None:
 
 
 def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:
-    """Return the charts of several runs that have points, with a line for each run."""
+    """Return the charts that have points, with one line per run."""
     charts = []
     for key, title in OVERLAID.items():
         lines = [

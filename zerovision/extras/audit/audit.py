@@ -1,4 +1,4 @@
-"""Audits a data set: reads every image once, looks for mistakes, and writes what was found into a folder."""
+"""Audits a data set: reads every image once, looks for mistakes, and writes the findings into a folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(settings: AuditSettings) -> int:
 
 
 def audit(settings: AuditSettings) -> dict[str, Any]:
-    """Audit a data set, write the files, print a summary; return what audit.json contains beside the findings.
+    """Audit a data set, write the files, print a summary; return what audit.json contains besides the findings.
 
     Raises:
         UserError: for a mistake in the arguments, data that cannot be loaded, and files that cannot be written.
@@ -108,7 +108,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
 
 
 def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a network of timm's with its published weights, and how its images are prepared."""
+    """Return a timm network with its published weights, and its preprocessing."""
     check_timm_name(name.removeprefix(TIMM_PREFIX))
     facts: Any = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     size = facts.input_size[-1]
@@ -122,14 +122,14 @@ def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]
 
 
 def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.ndarray) -> float | None:
-    """Return the share of other images whose class most of their nearest training images have, see `votes`.
+    """Return the share of other images whose nearest training images mostly have their class, see `votes`.
 
-    None without either kind of images. Of many training images a part is compared.
+    Return None if there are no images of either kind. Of many training images, only a part is compared.
 
     Args:
         features: float32 [N, F].
         labels: int64 [N].
-        is_trained: bool [N], which are training images.
+        is_trained: bool [N], the training images.
     """
     vectors = torch.nn.functional.normalize(torch.from_numpy(features))
     own, others = np.flatnonzero(is_trained), np.flatnonzero(~is_trained)
@@ -144,7 +144,7 @@ def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.nd
 def _examine(
     catalogue: Catalogue, trained: tuple[nn.Module, dict[str, Any]] | None, run: Path | None
 ) -> tuple[list[Finding], list[tuple[int, Fix]], list[str]]:
-    """Return what is found in the images, what to do about it, and notes for the user."""
+    """Return the findings, the fixes, and notes for the user."""
     pictures, colours, digests = catalogue.pictures()
     same = equal_files(digests)
     known = {copy[:2] for copy in same}

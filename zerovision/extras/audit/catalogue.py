@@ -1,4 +1,4 @@
-"""All images of a data set under one number each, whatever part they are in, as pictures and as vectors."""
+"""All images of a data set, numbered across its parts, as pictures and as vectors."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Catalogue:
     """The images of all parts, numbered in the order of the parts.
 
     Attributes:
-        class_names: name of each label; of images with several labels, of each set of them.
-        num_classes: of the data.
+        class_names: name of each label, or of each set of labels.
+        num_classes: number of classes.
         has_several: whether an image may have several labels.
         parts: name of each image's part, [N].
         labels: int64 [N].
-        groups: of each image, as a table gives it, '' without.
-        unreadable: reason by number, of the images that `read` could not read.
+        groups: group of each image in the table, '' without.
+        unreadable: by number, why `read` could not read an image.
     """
 
     def __init__(self, datasets: DatasetPair) -> None:
@@ -56,13 +56,13 @@ class Catalogue:
 
     @property
     def are_files(self) -> bool:
-        """Whether the images are files of their own, not arrays or parts of archives."""
+        """Whether the images are separate files, not arrays or parts of archives."""
         return all(isinstance(set_.source, FileSource) for set_ in self._sets.values()) and any(
             os.path.isfile(self.name(number)) for number in range(len(self))
         )
 
     def other_columns(self) -> dict[str, list[float | str]]:
-        """Return what else a table says of each image, by column: its weight, if some have any."""
+        """Return other columns of the table by name: the images' weights, if there are any."""
         columns: dict[str, list[float | str]] = {}
         sources = [set_.source for set_ in self._sets.values() if isinstance(set_.source, FileSource)]
         weights = [torch.ones(len(one.labels)) if one.loss_weights is None else one.loss_weights for one in sources]
@@ -71,7 +71,7 @@ class Catalogue:
         return columns
 
     def name(self, number: int) -> str:
-        """Return the full path of an image; of one in memory its part and position."""
+        """Return the full path of an image, or the part and position of one in memory."""
         part, position = self._place(number)
         name = self._sets[part].source.name(position)
         return name if isinstance(self._sets[part].source, FileSource) else f"{part} {name}"
@@ -82,12 +82,12 @@ class Catalogue:
         return self._sets[part].source.read(position)
 
     def read(self, preprocessing: Preprocessing | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
-        """Yield the numbers of the images of each batch, the batch, and which of them could be read, bool [B].
+        """For each batch yield the images' numbers, the batch, and which images could be read, bool [B].
 
-        A terminal gets a bar for each part.
+        A terminal shows one progress bar per part.
 
         Args:
-            preprocessing: as `DatasetPair.preprocessing`; by default the whole images in `SIDE` x `SIDE` pixels.
+            preprocessing: see `DatasetPair.preprocessing`; by default, whole images at `SIDE` x `SIDE` pixels.
         """
         console = open_console(stderr=True)
         is_silent = not console.is_terminal
@@ -115,8 +115,8 @@ class Catalogue:
         """Read all images once.
 
         Returns:
-            Grey pictures, uint8 [N, SIDE, SIDE], 0 where an image cannot be read; mean colours, float32 [N, 3]; digests
-            of the files, int64 [N], `UNKNOWN` of images in memory.
+            Grey pictures, uint8 [N, SIDE, SIDE], 0 for unreadable images; mean colours, float32 [N, 3]; digests of the
+                files, int64 [N], `UNKNOWN` for images in memory.
         """
         pictures = np.zeros((len(self), SIDE, SIDE), dtype=np.uint8)
         colours, digests = np.zeros((len(self), 3), dtype=np.float32), np.full(len(self), UNKNOWN)
@@ -138,7 +138,7 @@ class Catalogue:
 
 
 def _groups(set_: ImageDataset) -> list[str]:
-    """Return the group of each image, '' of an image of its own."""
+    """Return the group of each image, '' for an image without one."""
     if not isinstance(set_.source, FileSource):
         return [""] * len(set_)
     images = set_.source.images
@@ -146,15 +146,15 @@ def _groups(set_: ImageDataset) -> list[str]:
 
 
 def _whole(set_: ImageDataset) -> Preprocessing:
-    """Return the preprocessing of whole images, neither cropped nor normalised."""
+    """Return the preprocessing of whole images, neither cropped nor normalized."""
     zeros, ones = ((value,) * set_.source.channels for value in (0.0, 1.0))
     return Preprocessing(SIDE, None, mean=zeros, std=ones, values=set_.preprocessing.values)
 
 
 def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogue) -> np.ndarray:
-    """Return what the classifier of a network reads of each image, float32 [N, F]; zeros of unreadable ones.
+    """Return the classifier's input for each image, float32 [N, F]; zeros for unreadable ones.
 
-    Of a network without one classifier, as an ensemble, what it returns.
+    For a network without a single classifier, such as an ensemble, return its output.
 
     Args:
         network: of `zerovision.training.checkpoint.weights.load_model`.
@@ -179,7 +179,7 @@ def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogu
 
 
 def picture_features(pictures: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """Return grey levels and mean colour of each image, float32 [N, PICTURE_SIDE^2 + 3].
+    """Return the grey levels and mean colour of each image, float32 [N, PICTURE_SIDE^2 + 3].
 
     Args:
         pictures: uint8 [N, SIDE, SIDE].

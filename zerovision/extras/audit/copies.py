@@ -1,9 +1,9 @@
-"""Finds images that are copies of one another: encoded again, resized, brightened, mirrored or cropped.
+"""Finds images that are copies of one another: re-encoded, resized, brightened, mirrored or cropped.
 
-Every image is described by the lowest frequencies of its cosine transform, as a perceptual hash describes it
-(Zauner 2010, http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but the numbers are kept, not their signs
-alone. The descriptions of its windows, and of its mirror image, lead to the images that may be copies of it; then the
-pictures are laid on one another, and what still differs is compared with how much an image differs from its like.
+Every image is described by the lowest frequencies of its cosine transform, as in a perceptual hash (Zauner 2010,
+http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but with the numbers, not only their signs. The descriptions
+of its windows and of its mirror image find the candidates. Then the pictures are aligned, and the remaining difference
+is compared with the usual difference between similar images.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Copy(NamedTuple):
         one: position of the first.
         other: position of the second, larger than `one`.
         is_mirrored: whether one is the mirror image of the other.
-        difference: 1 - the correlation of them or of their details, once they lie on one another, as a share of its
-            limit.
+        difference: 1 - the correlation of the aligned images or of their details, as a share of its limit.
     """
 
     one: int
@@ -58,7 +57,7 @@ class Copy(NamedTuple):
 
 
 def find_copies(pictures: np.ndarray) -> list[Copy]:
-    """Return the pairs of images that show the same with a confidence of `REPORTED`; flat ones are passed over.
+    """Return the pairs of images that show the same with a confidence of `REPORTED`; flat images are skipped.
 
     Args:
         pictures: uint8 [N, SIDE, SIDE], the whole images in grey.
@@ -87,7 +86,7 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
 
 
 class _Pairs(NamedTuple):
-    """Candidates: that window of picture `one`, mirrored or not, may be the whole of picture `other`; all [P]."""
+    """Candidates: a window of picture `one`, mirrored or not, may be the whole of picture `other`; all [P]."""
 
     one: torch.Tensor
     other: torch.Tensor
@@ -99,7 +98,7 @@ WINDOWS = [(1.0, 0.0, 0.0), *((scale, *place) for scale in SCALES for place in p
 
 
 def _basis(scale: float, place: float) -> torch.Tensor:
-    """Return the cosines over a window of a side, float32 [FREQUENCIES, SIDE]."""
+    """Return the cosines over a window of one side, float32 [FREQUENCIES, SIDE]."""
     length = scale * SIDE
     start = place * (SIDE - length)
     edges = torch.arange(SIDE + 1, dtype=torch.float64).clamp(start, start + length)
@@ -109,7 +108,7 @@ def _basis(scale: float, place: float) -> torch.Tensor:
 
 
 def _describe(images: torch.Tensor, window: int, *, mirrored: bool = False) -> torch.Tensor:
-    """Return unit vectors, float32 [N, FREQUENCIES^2 - 1], of a window of each image."""
+    """Return unit vectors, float32 [N, FREQUENCIES^2 - 1], for a window of each image."""
     scale, down, across = WINDOWS[window]
     rows, columns = _basis(scale, down), _basis(scale, across)
     signs = torch.ones(FREQUENCIES)
@@ -122,7 +121,7 @@ def _describe(images: torch.Tensor, window: int, *, mirrored: bool = False) -> t
 
 
 class _Bank:
-    """Descriptions that others are compared with: all with all, or if there are many, those in the nearest cells."""
+    """Descriptions to compare with: all with all, or, if there are many, only those in the nearest cells."""
 
     def __init__(self, features: torch.Tensor) -> None:
         self.features = features
@@ -133,7 +132,7 @@ class _Bank:
         self._members = [(owner == cell).nonzero()[:, 0] for cell in range(cells)]
 
     def nearest(self, queries: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and the positions of the nearest ones, [Q, count], the nearest first."""
+        """Return the cosines and positions of the nearest descriptions, [Q, count], nearest first."""
         cosines = torch.full((len(queries), count), -1.0)
         indices = torch.zeros((len(queries), count), dtype=torch.long)
         searched = min(CELLS_SEARCHED, len(self._members))
@@ -150,15 +149,15 @@ class _Bank:
 
 
 def _unit(images: torch.Tensor) -> torch.Tensor:
-    """Return [P, SIDE, SIDE] as vectors of mean 0 and length 1."""
+    """Return [P, SIDE, SIDE] as vectors with mean 0 and length 1."""
     flat = images.float().flatten(1)
     return F.normalize(flat - flat.mean(1, keepdim=True))
 
 
 def _looks(images: torch.Tensor) -> torch.Tensor:
-    """Return vectors [2, P, SIDE^2] of pictures, and of their details: without the mean of what is around a pixel.
+    """Return vectors [2, P, SIDE^2] of pictures, and of their details: pixels minus the mean around them.
 
-    Of details the roots are taken, or a few strong edges would count for all: a frame, or what stands before the sky.
+    Details enter by their square roots; otherwise a few strong edges, such as a frame, would dominate.
     """
     pictures = images.float()
     details = pictures - F.avg_pool2d(pictures, DETAIL_SIDE, 1, DETAIL_SIDE // 2, count_include_pad=False)
@@ -166,7 +165,7 @@ def _looks(images: torch.Tensor) -> torch.Tensor:
 
 
 def _typical_looks(images: torch.Tensor, likes: torch.Tensor) -> torch.Tensor:
-    """Return how much each image, and its details, differ from its like at most, float32 [2, N]."""
+    """Return the largest difference of each image, and of its details, from similar ones, float32 [2, N]."""
     found = []
     for part in torch.arange(len(likes)).split(COMPARED_AT_ONCE // SIDE**2 // likes.shape[1]):
         others = _looks(images[likes[part].flatten()]).view(2, len(part), -1, SIDE**2)
@@ -175,7 +174,7 @@ def _typical_looks(images: torch.Tensor, likes: torch.Tensor) -> torch.Tensor:
 
 
 def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pairs:
-    """Return the pairs whose descriptions are nearer than is typical, the nearest of each image."""
+    """Return the pairs whose descriptions are unusually close, the nearest of each image."""
     found: list[torch.Tensor] = []
     ones = torch.arange(len(images))[:, None].expand(-1, NEAREST + 1)
     for mirrored, window in product((False, True), range(len(WINDOWS))):
@@ -198,7 +197,7 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
 
 
 def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Iterator[tuple[int, float]]:
-    """Yield the place of each pair that differs little enough, and by which share of one of its limits [2, P]."""
+    """Yield the position of each pair that differs little enough, and its difference as a share of the limit [2, P]."""
     for places in torch.arange(len(pairs.one)).split(COMPARED_AT_ONCE // SIDE**2 // 8):
         scales, *starts = torch.tensor(WINDOWS)[pairs.window[places]].T
         boxes = torch.stack([2 * (1 - scales) * start - 1 for start in reversed(starts)], 1)
@@ -219,7 +218,7 @@ def _whole(images: torch.Tensor, pairs: _Pairs, places: torch.Tensor) -> torch.T
 
 
 def _windows(whole: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
-    """Return what is in the boxes, see `_fit`, of pictures [P, SIDE, SIDE], as pictures."""
+    """Return the contents of the boxes, see `_fit`, of pictures [P, SIDE, SIDE], as pictures."""
     theta = torch.zeros(len(boxes), 2, 3)
     first, last = boxes[:, :2], boxes[:, 2:]
     theta[:, [0, 1], [0, 1]], theta[:, :, 2] = (last - first) / 2, (last + first) / 2
@@ -230,15 +229,15 @@ def _windows(whole: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
 def _fit(
     images: torch.Tensor, pairs: _Pairs, places: torch.Tensor, boxes: torch.Tensor, steps: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move the windows to where the pictures differ least, by Adam; return them and the smallest differences.
+    """Move the windows with Adam to where the pictures differ least; return them and the smallest differences.
 
     Args:
         images: uint8 [N, SIDE, SIDE].
         pairs: the candidates.
-        places: int64 [P], of those to look at.
-        boxes: float32 [P, 4], left, upper, right and lower edge of each window, in -1 to 1. Edges move apart from one
-            another: the centre of a window that is the whole image could not move before its size does.
-        steps: of Adam.
+        places: int64 [P], positions of the pairs to fit.
+        boxes: float32 [P, 4], left, upper, right and lower edge of each window, in -1 to 1. Each edge moves by itself:
+            otherwise the centre of a window over the whole image could not move before its size changes.
+        steps: number of Adam steps.
     """
     whole = _whole(images, pairs, places)
     wanted = _unit(images[pairs.other[places]])

@@ -1,4 +1,4 @@
-"""What an audit finds, and what to do about it: which images to drop, to give another label or to move."""
+"""The findings of an audit, and the fixes: which images to drop, relabel or move."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
         image: number of the image.
         reason: in one line.
         confidence: 0 to 1.
-        other: number of the image that it is a copy of, -1 without.
+        other: number of the image that it is a copy of, or -1.
     """
 
     kind: str
@@ -63,10 +63,10 @@ class Fix(NamedTuple):
 
 
 def equal_files(digests: np.ndarray) -> list[Copy]:
-    """Return each file that is the same, byte for byte, as one before it, with the first of these.
+    """Return each file that equals an earlier one byte for byte, with the first such file.
 
     Args:
-        digests: as of `first_of_equal`.
+        digests: see `first_of_equal`.
     """
     order, firsts = first_of_equal(digests)
     pairs = zip(firsts.tolist(), order.tolist(), strict=True)
@@ -74,7 +74,7 @@ def equal_files(digests: np.ndarray) -> list[Copy]:
 
 
 def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]:
-    """Return what is wrong about pairs of copies: leaks, labels that contradict each other, repetitions."""
+    """Return the findings about pairs of copies: leaks, contradicting labels, repetitions."""
     findings = []
     for copy in copies:
         # Of two parts the image that is not for training comes first.
@@ -95,7 +95,7 @@ def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]
 
 
 def groups_of(copies: Iterable[Copy]) -> list[list[int]]:
-    """Return the images that are copies of one another, directly or by others, each group in order."""
+    """Return the groups of images that are copies of one another, directly or through others, each in order."""
     pairs = np.array([copy[:2] for copy in copies], dtype=np.int64).reshape(-1, 2)
     numbers, places = np.unique(pairs, return_inverse=True)
     edges = coo_array((np.ones(len(pairs)), places.reshape(-1, 2).T), shape=(len(numbers), len(numbers)))
@@ -105,7 +105,7 @@ def groups_of(copies: Iterable[Copy]) -> list[list[int]]:
 
 
 def _surest(copies: Iterable[Copy]) -> dict[int, float]:
-    """Return the highest confidence that each image has another one."""
+    """Return each image's highest confidence of being a copy."""
     sure: dict[int, float] = {}
     for copy in copies:
         for number in copy[:2]:
@@ -114,9 +114,10 @@ def _surest(copies: Iterable[Copy]) -> dict[int, float]:
 
 
 def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[int]) -> list[tuple[int, Fix]]:
-    """Return a group for the images of each scene, by number, so that no division of the data separates them.
+    """Return a group for each scene, by image number, so that no division of the data separates its images.
 
-    Test images get none, because their part stays as it is, nor does a scene of which two images have other groups.
+    Test images get none, because their part stays as it is; neither does a scene whose images already have different
+    groups.
 
     Args:
         catalogue: the images.
@@ -135,17 +136,17 @@ def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[i
 
 
 def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int, Fix]) -> list[tuple[int, Fix]]:
-    """Return what to do with copies, by number, so that each group has one label and is in one part.
+    """Return fixes for copies, by number, so that each group has one label and is in one part.
 
-    The test part stays as it is. Of a group in training and validation the copies in the larger part stay: training
-    images are dropped, or if they are more, validation images become training images. Of labels that contradict each
-    other that of most copies is kept; if there is none, all of them are dropped but those of the test part. Copies in
-    one part with one label harm nothing and stay, as do all pairs that are less sure than `APPLIED`.
+    The test part stays as it is. If a group is in training and validation, the larger share stays: training images are
+    dropped, or, if they are more, validation images become training images. Of contradicting labels, the majority's is
+    kept; without a majority all copies are dropped except in the test part. Copies in one part with one label do no
+    harm and stay, as do all pairs below the confidence `APPLIED`.
 
     Args:
         catalogue: the images.
         copies: pairs of them.
-        labels: fixes of single labels, which are made before.
+        labels: fixes of single labels, which are applied before.
     """
     copies = [copy for copy in copies if copy.confidence >= APPLIED]
     sure, fixes = _surest(copies), []
@@ -175,7 +176,7 @@ def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int
 
 
 def _into_one_part(catalogue: Catalogue, group: Sequence[int], sure: Mapping[int, float]) -> list[tuple[int, Fix]]:
-    """Return what to do with copies that are in several parts; nothing, if they are in one."""
+    """Return fixes for copies that are in several parts; none if they are in one."""
     counts = Counter(catalogue.parts[group].tolist())
     if len(counts) < 2:
         return []
@@ -190,13 +191,13 @@ def _into_one_part(catalogue: Catalogue, group: Sequence[int], sure: Mapping[int
 def label_findings(
     catalogue: Catalogue, doubts: LabelDoubts, numbers: np.ndarray
 ) -> tuple[list[Finding], dict[int, Fix]]:
-    """Return the labels that are probably wrong and what to do about them; those of the test part stay.
+    """Return the labels that are probably wrong, and fixes for those outside the test part.
 
-    An image gets the other label if that is probable enough, and is dropped if it is not known which is right.
+    An image gets the other label if that is probable enough; otherwise it is dropped.
 
     Args:
         catalogue: the images.
-        doubts: of some of them.
+        doubts: doubts about some of them.
         numbers: int64 [N], of these.
     """
     findings, fixes = [], {}
@@ -213,6 +214,6 @@ def label_findings(
 
 
 def small_classes(datasets: DatasetPair, smallest: int) -> list[tuple[str, int]]:
-    """Return name and training images of the classes that have fewer than `smallest`, the smallest class first."""
+    """Return the name and number of training images of classes with fewer than `smallest`, smallest first."""
     every = zip(datasets.class_names, datasets.train_counts, strict=True)
     return sorted(((name, count) for name, count in every if count < smallest), key=lambda one: one[1])

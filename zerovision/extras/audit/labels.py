@@ -1,4 +1,4 @@
-"""Suspected wrong labels and images unlike all others, by what is known of each image: its embedding or its picture."""
+"""Finds probably wrong labels and images unlike all others, from the images' embeddings or pictures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # how many times as far as 99 of 100 image
 
 
 class LabelDoubts(NamedTuple):
-    """What a classifier says of labels that it was not trained on.
+    """The predictions of a classifier for labels that it was not trained on.
 
     Attributes:
-        probability: float64 [N], that the given label is wrong; 0 for an image that was left out.
+        probability: float64 [N], probability that the given label is wrong; 0 for an image that was left out.
         suggested: int64 [N], the most probable other label.
-        certainty: float64 [N], the probability of that one.
+        certainty: float64 [N], the probability of `suggested`.
         accuracy: share of the given labels that the classifier predicts.
     """
 
@@ -40,16 +40,16 @@ class LabelDoubts(NamedTuple):
 
 
 def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, learned: np.ndarray) -> LabelDoubts | None:
-    """Return how probable it is that each label is wrong; None if no class has as many images as there are folds.
+    """Return the probability that each label is wrong; None if no class has as many images as there are folds.
 
     Images of classes with fewer images are left out.
 
     Args:
         features: float32 [N, F].
         labels: int64 [N], as given.
-        num_classes: of the data.
-        learned: float64 [N, num_classes], what a network said of each image while it learned from it, NaN of those it
-            did not; see `mean_probabilities`.
+        num_classes: number of classes.
+        learned: float64 [N, num_classes], a network's predictions for its own training images, NaN for others; see
+            `mean_probabilities`.
     """
     counts = np.bincount(labels, minlength=num_classes)
     used = np.flatnonzero(counts[labels] >= FOLDS)
@@ -71,13 +71,13 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
 
 
 def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return float64 [N, K]: what two classifiers that did not see an image say of it, on average.
+    """Return float64 [N, K]: the mean prediction of two classifiers that did not see the image.
 
-    A linear one (logistic regression) and one by the nearest neighbours, each trained on four fifths of the images.
+    One is logistic regression, the other nearest neighbours; each is trained on four fifths of the images.
 
     Args:
         features: float32 [N, F].
-        labels: int64 [N], 0 to K - 1, of each at least `FOLDS`.
+        labels: int64 [N], 0 to K - 1, each at least `FOLDS` times.
     """
     features = StandardScaler().fit_transform(features)
     if min(features.shape) > MOST_FEATURES:
@@ -94,10 +94,10 @@ def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.
 
 
 def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    """Return what both together say, float64 [N, K], where both are known: the product of their `POWERS`.
+    """Return the combined prediction, float64 [N, K], where both are known: the product of their `POWERS`.
 
     A network learns a wrong label later than right ones (Pleiss et al. 2020, https://arxiv.org/abs/2001.10528), and
-    errs elsewhere than classifiers that did not see the image. Powers of 1 would take their errors for independent.
+    makes other mistakes than classifiers that did not see the image. Powers of 1 would assume independent errors.
 
     Args:
         out_of_sample: float64 [N, K], see `out_of_sample_probabilities`.
@@ -110,17 +110,17 @@ def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
 def wrong_label_probabilities(
     probabilities: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return how probable it is that each label is wrong, the most probable other one, and how probable that is; [N].
+    """Return the probability that each label is wrong, the most probable other label, and its probability; [N].
 
     The given label g of an image of the true class k is drawn from row k of a matrix Q, which is estimated with the
-    true classes by expectation and maximization (Dawid & Skene 1979, https://doi.org/10.2307/2346806, with
-    one observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. A class of which labels are seldom wrong
-    needs more doubt than one that is often given in place of another. Of `TEMPERATURES` that is taken by which the
-    given labels are most likely.
+    true classes by expectation and maximization (Dawid & Skene 1979, https://doi.org/10.2307/2346806, with one
+    observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. A class whose labels are seldom wrong needs more
+    evidence than one that is often confused. The temperature is the one in `TEMPERATURES` under which the given labels
+    are most likely.
 
     Args:
-        probabilities: float64 [N, K], P(k | image), of a classifier that did not see the image.
-        labels: int64 [N], the given ones.
+        probabilities: float64 [N, K], P(k | image), from a classifier that did not see the image.
+        labels: int64 [N], the given labels.
     """
     count, classes = probabilities.shape
     given = np.eye(classes)[labels]
@@ -139,7 +139,7 @@ def wrong_label_probabilities(
 def _true_classes(
     probabilities: np.ndarray, given: np.ndarray, labels: np.ndarray, prior: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Return the logarithm of the likelihood of the given labels, and P(k | image, g), float64 [N, K]."""
+    """Return the log-likelihood of the given labels, and P(k | image, g), float64 [N, K]."""
     posterior = given
     for _ in range(ITERATIONS):
         rates = posterior.T @ given + prior
@@ -151,7 +151,7 @@ def _true_classes(
 
 
 def outliers(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of images that are far from all others, and how many times too far, the farthest first.
+    """Return the positions of images far from all others, and their distance in multiples of the limit, farthest first.
 
     Args:
         features: float32 [N, F].

@@ -1,4 +1,4 @@
-"""The files of an audit: a page, all findings, the fixes, and the data with the fixes as a table for --data."""
+"""The files of an audit: a page, all findings, the fixes, and the fixed data as a table for --data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Fixes = Sequence[tuple[int, Fix]]
 
 
 def check_output(folder: Path) -> None:
-    """Refuse a folder that contains something else than an audit; raise UserError."""
+    """Raise UserError for a folder that contains anything but an audit."""
     check_replaceable(folder, FACTS, "audit", "give --output another folder")
 
 
@@ -40,9 +40,9 @@ def write_audit(
     """Write all files; a failure leaves the folder as it was.
 
     Args:
-        folder: where they go; what an earlier audit left there is replaced.
-        facts: what the page says of the data: `data`, `run`, `small_classes`, `notes`.
-        findings: the most certain ones of each kind first.
+        folder: where they go; the files of an earlier audit are replaced.
+        facts: what the page says about the data: `data`, `run`, `small_classes`, `notes`.
+        findings: the findings, the most certain ones of each kind first.
         fixes: what to do.
         catalogue: the images.
 
@@ -84,7 +84,7 @@ def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
 
 
 def _into_one_part(numbers: Sequence[int], groups: list[str], parts: list[str], moved: Collection[int]) -> None:
-    """Put each group, which `--data` refuses in two parts, into that of a moved image, else of most of its images."""
+    """Put each group into one part, as `--data` requires: that of a moved image, else that of most of its images."""
     members: dict[str, list[int]] = defaultdict(list)
     for number in numbers:
         members[groups[number]].append(number)
@@ -101,7 +101,7 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     """Return the fixes of a file, which may have been changed since it was written.
 
     Raises:
-        UserError: it cannot be read, or has a line that fits neither the data nor `write_audit`.
+        UserError: it cannot be read, or has a line that does not fit the data or the format of `write_audit`.
     """
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
     if len(numbers) < len(catalogue):

@@ -1,1 +1,1 @@
-"""What every room may use: errors, files, options, units, and what is said about a run."""
+"""What every other folder may use: errors, files, options, units, and messages about a run."""

@@ -1,4 +1,4 @@
-"""Files and folders that appear under their names only when complete; what a kill left of one; what others see."""
+"""Writes files and folders that get their names only when complete, and removes what killed processes left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.1
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of entries, is on the disk; where a file system offers that."""
+    """Wait until a file's content, or a folder's list of entries, is on disk, if the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,7 +42,7 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def errors_of_writing(place: Path) -> Iterator[None]:
-    """Raise a UserError in place of an OSError: that nothing can be written there, or which other file failed."""
+    """Raise a UserError instead of an OSError: nothing can be written there, or another file failed."""
     try:
         yield
     except OSError as error:
@@ -53,7 +53,7 @@ def errors_of_writing(place: Path) -> Iterator[None]:
 
 
 def _is_of(place: Path, file: Path) -> bool:
-    """Return whether writing of `place` concerns a file: below it, above it, or unfinished beside it."""
+    """Return whether writing `place` involves a file: below it, above it, or unfinished beside it."""
     if file in place.parents:
         return True
     below = file.relative_to(place.parent).parts if file.is_relative_to(place.parent) else ("",)
@@ -68,9 +68,9 @@ def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> It
 
     Args:
         path: the file.
-        durable: whether to wait until the new content, and then its name, are on the disk.
-        follows: whether a link stays, and the file that it leads to is replaced; what is no file, such as `/dev/null`,
-            is written to itself.
+        durable: whether to wait until the new content, and then its name, are on disk.
+        follows: whether to keep a link and replace the file that it points to; what is not a file, such as `/dev/null`,
+            is written directly.
     """
     if follows:
         if path.exists() and not path.is_file():
@@ -93,7 +93,7 @@ def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> It
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside `folder` to fill; it replaces `folder` if the block ends without error.
 
-    A link stays, and what it leads to is replaced.
+    A link stays, and the folder that it points to is replaced.
     """
     folder = Path(os.path.realpath(folder))
     remove_leftovers(folder.parent)
@@ -114,8 +114,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 def replacing_by_library(path: Path) -> Iterator[Path]:
     """Yield a name for a library to write to; the file replaces `path`, durably, if the block ends without error.
 
-    The name is in a folder of its own: whatever the library leaves there when it is killed is removed with the folder,
-    see `remove_leftovers`. Whatever rights it gives the file, it gets those of any other new file (umask, ACLs).
+    The name is in a separate folder: if the library is killed, its leftovers are removed with the folder, see
+    `remove_leftovers`. The file gets the rights of any other new file (umask, ACLs), whatever the library sets.
     """
     folder = unfinished(path, "tmp")
     folder.mkdir(exist_ok=True)
@@ -142,10 +142,10 @@ def unfinished(path: Path, kind: str) -> Path:
 
 
 def check_renames(folder: Path) -> None:
-    """Rename a folder with a file in it, and a file over another, as every save does; leave nothing.
+    """Rename a folder with a file in it, and a file over another, as every save does; leave nothing behind.
 
     Raises:
-        OSError: if the file system cannot do that, as object stores that are mounted as folders.
+        OSError: if the file system cannot do that, such as a mounted object store.
     """
     place = unfinished(folder / "renames", "tmp")
     try:
@@ -166,9 +166,9 @@ def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bo
 
     Args:
         folder: the folder.
-        ours: names of files that no other process writes at this time.
-        of_library: whether to remove safetensors' own unfinished files, too. Their names do not say that they are, so
-            only from folders in which nothing else writes.
+        ours: names of files that no other process is writing.
+        of_library: whether to remove safetensors' own unfinished files too. Their names do not show what they are, so
+            do this only in folders in which nothing else writes.
     """
     with contextlib.suppress(OSError):  # nothing depends on what cannot be listed or removed
         for path in list(folder.iterdir()):
@@ -196,7 +196,7 @@ def _is_recent(path: Path) -> bool:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether a process has the file open, as safetensors has to the end, or another user's may have it."""
+    """Return whether a process has the file open, as safetensors does until the end, or another user's process may."""
     facts = path.stat()
     if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):
         return True
@@ -209,13 +209,13 @@ def _is_being_written(path: Path) -> bool:
 
 @functools.cache
 def _host() -> str:
-    """Return the machine, and the container on it, in which our process ids are valid."""
+    """Return the machine and container in which our process ids are valid."""
     host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:60] or "host"
     return f"{host}+{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def process_start_ticks(pid: str) -> str:
-    """Return when a process started, in clock ticks since boot; '' if there is none with that id."""
+    """Return when a process started, in clock ticks since boot; '' if no process has that id."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
@@ -238,10 +238,10 @@ def leave_mark(folder: Path) -> Path:
 
 
 def sees_mark(mark: Path, seconds: float) -> bool:
-    """Return whether another machine's mark is there, or appears within so many seconds.
+    """Return whether another machine's mark exists, or appears within this many seconds.
 
-    A client of a network disk may cache for a while that there is no such name. It asks its server again when a folder
-    is opened (close-to-open consistency, nfs(5)), so the mark's folder and the one above are opened before each check.
+    A client of a network disk may cache a missing name for a while. It asks its server again when a folder is opened
+    (close-to-open consistency, nfs(5)), so the mark's folder and its parent are opened before each check.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""What this process's control groups, such as those of a container, leave it of its machine."""
+"""The resources that control groups, such as a container's, leave this process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) -> Iterator[Path]:
-    """Yield where this process's control groups may have a file, its own first, then those around it.
+    """Yield the paths where this process's control groups may have a file, innermost first.
 
     Args:
-        controller: that the file is about, 'memory' or 'cpu'.
-        name: of the file under version 2.
-        old_name: of the file under version 1.
-        root: that /proc and /sys are below.
+        controller: the file's controller, 'memory' or 'cpu'.
+        name: name of the file under version 2.
+        old_name: name of the file under version 1.
+        root: folder that contains /proc and /sys.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -37,19 +37,19 @@ def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) ->
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Return how many cores this process can keep busy: those it may run on, or fewer by a control group's quota.
+    """Return how many cores this process can use: those it may run on, or fewer under a control group's quota.
 
     Args:
-        root: that /proc and /sys are below.
+        root: folder that contains /proc and /sys.
     """
     return max(1, math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota(root))))
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """Return the seconds of computing that the control groups allow in a second, over all cores; inf without a quota.
+    """Return the CPU seconds per second that the control groups allow, over all cores; inf without a quota.
 
     Args:
-        root: that /proc and /sys are below.
+        root: folder that contains /proc and /sys.
     """
     quotas = [math.inf]
     for path in group_files("cpu", "cpu.max", "cpu.cfs_quota_us", root):
@@ -64,30 +64,30 @@ def cpu_quota(root: Path = ROOT) -> float:
 
 
 def quota_note(root: Path = ROOT) -> str:
-    """Return in a few words which quota leaves this process less than the cores that it may run on; '' if none does.
+    """Return a phrase about the quota that leaves this process less than its cores; '' if there is none.
 
     Args:
-        root: that /proc and /sys are below.
+        root: folder that contains /proc and /sys.
     """
     quota, cores = cpu_quota(root), len(os.sched_getaffinity(0))
     return f"a CPU quota of {quota:.3g} of {cores} cores" if quota < cores else ""
 
 
 def usable_memory(root: Path = ROOT) -> int:
-    """Return the bytes of memory that this machine has, or fewer by a control group's limit.
+    """Return this machine's bytes of memory, or fewer under a control group's limit.
 
     Args:
-        root: that /proc and /sys are below.
+        root: folder that contains /proc and /sys.
     """
     whole = bytes_by_name((root / "proc/meminfo").read_text())["MemTotal"]
     return min([whole, *(limit for limit, _ in _memory_limits(root))])
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Return the bytes that machine and control groups have left; files that the kernel keeps in memory are free.
+    """Return the free bytes of the machine and control groups; the kernel's file cache counts as free.
 
     Args:
-        root: that /proc and /sys are below.
+        root: folder that contains /proc and /sys.
     """
     found = [bytes_by_name((root / "proc/meminfo").read_text())["MemAvailable"]]
     for limit, path in _memory_limits(root):
@@ -98,7 +98,7 @@ def free_memory(root: Path = ROOT) -> int:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield each limit of memory in bytes that this process's control groups set, and its file."""
+    """Yield each memory limit in bytes that this process's control groups set, and its file."""
     for name in ("memory.max", "memory.high"):  # beyond the second the kernel slows the processes down to a halt
         for path in group_files("memory", name, OLD_LIMIT, root):
             with contextlib.suppress(OSError, ValueError):  # no such group, or 'max'
@@ -106,7 +106,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _kept_files(statistics: Path) -> int:
-    """Return the bytes of a control group that the kernel gives back when they are asked for."""
+    """Return the bytes of a control group that the kernel can reclaim."""
     with contextlib.suppress(OSError):
         if kept := re.search(r"^inactive_file (\d+)$", statistics.read_text(), re.MULTILINE):
             return int(kept[1])
@@ -114,17 +114,17 @@ def _kept_files(statistics: Path) -> int:
 
 
 def bytes_by_name(text: str) -> dict[str, int]:
-    """Return the numbers of a file of lines such as 'VmRSS:  123 kB', in bytes."""
+    """Return the numbers in a file with lines such as 'VmRSS:  123 kB', in bytes."""
     return {name: 1024 * int(number) for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """Return how many processes the kernel has killed for want of memory so far, in this process's control group.
+    """Return how many processes in this process's control group the kernel has killed for lack of memory.
 
-    That of the whole machine if the group does not say; 0 if nothing does, as in some sandboxes.
+    Without a count for the group, it is the machine's; without any, as in some sandboxes, it is 0.
 
     Args:
-        root: that /proc and /sys are below.
+        root: folder that contains /proc and /sys.
     """
     for path in [*group_files("memory", "memory.events", "memory.oom_control", root), root / "proc/vmstat"]:
         with contextlib.suppress(OSError):
@@ -134,7 +134,7 @@ def oom_kills(root: Path = ROOT) -> int:
 
 
 def limit_threads() -> None:
-    """Let PyTorch have no more threads in this process than cores can be used; it knows nothing of quotas itself."""
+    """Limit PyTorch's threads in this process to the usable cores, because PyTorch ignores quotas."""
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))

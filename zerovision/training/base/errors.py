@@ -1,7 +1,7 @@
-"""Errors of the user, exit codes, and how text from outside is printed.
+"""User errors, exit codes, and the printing of untrusted text.
 
-Everything that a user can get wrong raises a `UserError`: one line with what was given, what is allowed and what to
-type. The entry scripts print it and exit with code 2, without a traceback.
+Every user mistake raises a `UserError`: one line with what was given, what is allowed and what to type. The entry
+scripts print it and exit with code 2, without a traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JOINERS = "\u200c\u200d"  # of letters in Persian and Indic scripts, and of emoj
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal interprets instead of printing: control characters, line breaks, changes of direction.
+    """Escape what a terminal would interpret: control characters, line breaks, changes of text direction.
 
     Class names, file names and metadata come from outside and may contain anything.
     """
@@ -45,7 +45,7 @@ def one_line(error: object, most: int = 200) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value that may be huge or deeply nested."""
+    """Return a short text for a value that may be huge or deeply nested."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 100
     try:
@@ -55,9 +55,9 @@ def shown(value: Any) -> str:
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: the message is the single line that is printed, without control characters.
+    """A mistake in the user's input; the message is the single line to print, without control characters.
 
-    Commands in it are those that the user has, see `as_typed`.
+    Its commands are those that the user can type, see `as_typed`.
     """
 
     def __init__(self, message: str) -> None:
@@ -65,14 +65,14 @@ class UserError(Exception):
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' with the names that begin with what was given, or else the one most like it.
+    """Return ' Did you mean ...?' with the names that begin with the given one, or else the most similar name.
 
     Args:
         given: the unknown name.
         allowed: the known ones.
 
     Returns:
-        The question; '' if no name is like it.
+        The question; '' if no name is similar.
     """
     names = {name.lower().lstrip("-"): name for name in allowed}
     word = given.lower().lstrip("-")
@@ -82,13 +82,13 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, given: str, allowed: Iterable[str], hint: str = "") -> UserError:
-    """Build the error for a name that is in no table: what was given, what others mean by it, all that are allowed.
+    """Build the error for an unknown name: what was given, what other trainers mean by it, and all allowed names.
 
     Args:
-        kind: of name.
-        given: the unknown one.
+        kind: kind of name.
+        given: the unknown name.
         allowed: the known ones.
-        hint: a sentence that says more than the tables of names; '' for none.
+        hint: an additional sentence, or ''.
     """
     names = list(allowed)
     hint = ours(given, names, kind) or hint or nearest(given, names)
@@ -97,24 +97,24 @@ def unknown_name(kind: str, given: str, allowed: Iterable[str], hint: str = "") 
 
 @cache
 def names_elsewhere() -> dict[str, Any]:
-    """Return the table of other trainers' names; it is read on a mistake only."""
+    """Return the table of other trainers' names; it is read only after a mistake."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("names_elsewhere.yaml").read_text(encoding="utf-8"))
 
 
 def plain(word: str) -> str:
-    """Return a name as it is compared: lower case, '-' for '_', without dashes and Lightning's section before it."""
+    """Return a name in lower case, with '-' for '_', without leading dashes and Lightning's section, for comparison."""
     return word.lower().replace("_", "-").lstrip("-").rpartition(".")[2]
 
 
 def ours(word: str, here: Collection[str], kind: str = "") -> str:
-    """Return a sentence with what a word of others is called here, '' if it is in no table.
+    """Return a sentence with our name for another trainer's word, '' if it is in no table.
 
     Args:
-        word: as given.
-        here: the names that there are; an answer with another name is left out.
-        kind: of value that the word names, a key of the table's `values`; '' for a flag.
+        word: the word as given.
+        here: the existing names; other suggestions are left out.
+        kind: what the word names, a key of the table's `values`; '' for a flag.
     """
     tables = names_elsewhere()
     for answer, words in (tables["values"].get(kind, {}) if kind else tables["flags"]).items():
@@ -130,16 +130,16 @@ def ours(word: str, here: Collection[str], kind: str = "") -> str:
 
 
 class AgreedError(UserError):
-    """A mistake that every rank raises at the same point; rank 0 alone prints it."""
+    """A mistake that every rank raises at the same point; only rank 0 prints it."""
 
 
 class FileServerError(Exception):
-    """A file or folder cannot be read now, which is no fault of its own: no mistake of the user's, no bad image.
+    """A file or folder cannot be read for now; neither the user nor the file is at fault.
 
     Args:
-        path: of the file or folder.
-        reason: as the system gives it.
-        seconds: how long it was tried.
+        path: path to the file or folder.
+        reason: the system's message.
+        seconds: how long reading was retried.
     """
 
     def __init__(self, path: str, reason: str, seconds: float) -> None:
@@ -154,14 +154,14 @@ class FileServerError(Exception):
 
 
 class AnotherStartNeededError(Exception):
-    """This start cannot go on, and another one, as launchers make it, can; the line says why."""
+    """This start cannot continue, but another one, by a launcher, can; the line says why."""
 
 
 class RunEnded(Exception):
     """The run cannot continue: every rank raises this and exits with the code, and rank 0 prints the message.
 
     Attributes:
-        exit_code: of every rank.
+        exit_code: the exit code of every rank.
         step: the run's step, from 1, at which it gave up.
     """
 
@@ -180,13 +180,13 @@ _KNOWN_FAILURES = {
 
 
 def check_installed(*modules: str) -> None:
-    """Raise a UserError for the first module that cannot be found, with what to type, without importing any."""
+    """Raise a UserError with what to type for the first missing module; imports none of them."""
     for name in modules:
         if find_spec(name) is None:
             raise UserError(f"{sys.executable} has no module {name!r}: {cure_of_missing(name)}.")
 
 
 def known_failure(error: Exception, rank: int) -> str | None:
-    """Return one line for an exception caused by another process or a limit; None for any other."""
+    """Return one line for an exception that another process or a limit caused; None for any other."""
     text = " ".join(str(error).split())
     return next((line.format(rank=rank, error=text) for sign, line in _KNOWN_FAILURES.items() if sign in text), None)

@@ -9,8 +9,8 @@ The launcher makes the folder and passes its path in `FOLDER_VARIABLE`. It conta
     owner             the mark of the launch, locked by the process that made the folder
     success           written by rank 0 when training is done; without it an exit code of 0 counts as a failure
 
-No rank ever fails because of this folder: what cannot be written is left out. It is the ranks' TMPDIR too, so that
-whatever a killed process leaves is removed with it.
+No rank ever fails because of this folder: what cannot be written is left out. It is also the ranks' TMPDIR, so that a
+killed process's files are removed with it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Heartbeat:
         rank: the rank's number in its world.
         host: name of the machine.
         pid: process of the rank.
-        phase: such as "step"; `ENDED` in the last beat.
-        step: optimizer steps done, -1 if there are none yet.
+        phase: the current phase, such as "step"; `ENDED` in the last heartbeat.
+        step: optimizer steps done, -1 before the first.
         time: wall clock, seconds since 1970.
         monotonic: `time.monotonic` of this machine, in seconds.
         allowed_s: seconds within which the next beat is due.
-        exit_code: of the rank, in its last beat.
+        exit_code: the rank's exit code, in its last beat.
     """
 
     rank: int
@@ -74,13 +74,13 @@ class Heartbeat:
     exit_code: int | None = None
 
     def record(self) -> bytes:
-        """Return the beat as `RECORD_BYTES` bytes: JSON, spaces, and a checksum over both."""
+        """Return the heartbeat as `RECORD_BYTES` bytes: JSON, spaces, and a checksum over both."""
         text = json.dumps(dataclasses.asdict(self)).encode().ljust(RECORD_BYTES - CHECKSUM_BYTES)
         return text + b"%08x\n" % zlib.crc32(text)
 
 
 def beat_of(record: bytes) -> Heartbeat | None:
-    """Return the beat in a record; None if it was read while it was being written."""
+    """Return the heartbeat in a record; None if it was read during a write."""
     text, checksum = record[:-CHECKSUM_BYTES], record[-CHECKSUM_BYTES:]
     return Heartbeat(**json.loads(text)) if checksum == b"%08x\n" % zlib.crc32(text) else None
 
@@ -94,7 +94,8 @@ class HeartbeatWriter:
         Args:
             folder: the launch's folder; None (started without our launcher) makes every method do nothing.
             rank: this rank's number.
-            hang_timeout_s: seconds without a beat after which the rank counts as hung, unless a beat says otherwise.
+            hang_timeout_s: seconds without a heartbeat after which the rank counts as hung, unless a heartbeat says
+                otherwise.
         """
         self._folder, self._rank, self._hang_timeout_s = folder, rank, hang_timeout_s
         self._host = socket.gethostname()[:LONGEST_NAME]
@@ -128,11 +129,11 @@ class HeartbeatWriter:
         self._write(ENDED, -1, self._hang_timeout_s + LEAVE_SECONDS, exit_code)
 
     def run_name(self, name: str) -> None:
-        """Write the run's name, on rank 0: a restart goes on in its folder."""
+        """Write the run's name on rank 0; a restart continues in its folder."""
         self._replace(RUN_NAME, name)
 
     def checkpoint_saved(self, position: int) -> None:
-        """Write the position of a complete checkpoint, on rank 0: a newer one resets the count of restarts."""
+        """Write the position of a complete checkpoint on rank 0; a newer one resets the restart count."""
         self._replace(CHECKPOINT, str(position))
 
     def succeeded(self) -> None:
@@ -141,7 +142,7 @@ class HeartbeatWriter:
             self._replace(SUCCESS, "")
 
     def watch_stacks(self) -> None:
-        """Write the Python stacks of all threads to the folder on every SIGUSR2, also while Python is stuck."""
+        """Write the Python stacks of all threads to the folder on every SIGUSR2, even while Python is stuck."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError):
@@ -174,13 +175,14 @@ def stack_path(folder: Path, rank: int) -> Path:
 
 
 def end_with_parent(parent: int = 0) -> None:
-    """Get SIGTERM when the process that started this one dies; does nothing without prctl.
+    """Request SIGTERM when the parent process dies; does nothing without prctl.
 
-    Call it only if a launcher started this process: one that a shell started would end with that shell. The kernel
-    sends the signal when the parent's *thread* ends that made this process: launchers make ranks in their main thread.
+    Call this only in processes that a launcher started; otherwise a process would end with its shell. The kernel sends
+    the signal when the parent's *thread* that created this process ends, so launchers create ranks in their main
+    thread.
 
     Args:
-        parent: its process id, 0 if it is not known.
+        parent: the parent's process id, 0 if unknown.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -190,12 +192,12 @@ def end_with_parent(parent: int = 0) -> None:
 
 
 def end_with_caller() -> None:
-    """Do so with the process that `CALLER_VARIABLE` names, if there is one."""
+    """Call `end_with_parent` for the process that `CALLER_VARIABLE` names, if there is one."""
     if caller := os.environ.pop(CALLER_VARIABLE, ""):
         end_with_parent(int(caller))
 
 
 def _process_1_started_us() -> bool:
-    """Whether process 1 is the launcher itself, as in a container: then its command line names our script."""
+    """Whether process 1 is the launcher itself, as in a container; its command line then names our script."""
     script = os.fsencode(Path(sys.argv[0]).name)
     return bool(script) and script in Path("/proc/1/cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""What a process needs before it starts others beside itself, such as the workers that read images."""
+"""Prepares a process to start helper processes, such as the workers that read images."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 
 @contextlib.contextmanager
 def current_folder_kept_out() -> Iterator[None]:
-    """Let every Python process that is started inside the block have -P; also a decorator.
+    """Start every Python process inside the block with -P; also a decorator.
 
-    Those of `-c` and `-m`, such as multiprocessing's own, would import a random.py that lies in the
-    current folder. Outside, the caller's own processes stay as they are.
+    Processes started with `-c` and `-m`, such as multiprocessing's, would import a random.py from the current folder.
+    Outside the block, the caller's processes are not affected.
     """
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
@@ -33,10 +33,10 @@ def current_folder_kept_out() -> Iterator[None]:
 
 
 def socket_place(subfolder: str = "") -> str:
-    """Return the folder for temporary files, or another one if its path is too long for the sockets of processes.
+    """Return the folder for temporary files, or another one if its path is too long for sockets.
 
     Args:
-        subfolder: in it, that is to contain them.
+        subfolder: the subfolder that is to contain the sockets.
 
     Raises:
         UserError: if there is none.
@@ -54,7 +54,7 @@ def socket_place(subfolder: str = "") -> str:
 
 
 def is_as_asked(place: str) -> bool:
-    """Return whether a folder for temporary files is the one that TMPDIR asks for, if it does."""
+    """Return whether a folder for temporary files is the one that TMPDIR names, if it is set."""
     return os.path.abspath(os.environ.get("TMPDIR") or place) == place
 
 
@@ -69,7 +69,7 @@ def temporary_files_in(place: str) -> Iterator[None]:
 
 
 def process_space() -> str:
-    """Return this machine's name and its space of process ids: the processes that can be seen from here."""
+    """Return this machine's name and its process id namespace."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

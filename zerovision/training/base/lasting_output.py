@@ -1,4 +1,4 @@
-"""Standard output and error that cannot be written, for now or any more: a training goes on, other scripts may end."""
+"""Handles standard output and error that cannot be written: a training goes on, other scripts may end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MOST_WAITING = 16 * 2**20  # bytes, of a process's standard output or error
 
 
 class ReaderGone(Exception):
-    """Nobody reads standard output any more, as in `predict.py ... | head`."""
+    """The reader of standard output is gone, as in `predict.py ... | head`."""
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that leads nowhere from the first write that fails."""
+    """A descriptor that discards output after the first failed write."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -37,14 +37,14 @@ class _LastingFile(io.FileIO):
             return super().write(data)
 
     def failed(self, error: OSError) -> None:
-        """Go on in silence."""
+        """Continue without output."""
 
 
 class _UnhurriedFile(_LastingFile):
-    """The same, but nobody waits for whoever reads it: a terminal may be paused (Ctrl-S), a pipe be full.
+    """The same, but it never waits for a reader: a terminal may be paused (Ctrl-S), or a pipe full.
 
-    A thread writes. Each write waits for it as long as it keeps up, so that normally all is written in order at once;
-    once it does not, what is to be written waits in memory, the last `MOST_WAITING` bytes of it.
+    A thread writes. While it keeps up, each write waits for it, so output normally appears at once and in order. If it
+    falls behind, the last `MOST_WAITING` bytes wait in memory.
     """
 
     def __init__(self, descriptor: int, mode: str, *, closefd: bool) -> None:
@@ -74,7 +74,10 @@ class _UnhurriedFile(_LastingFile):
         return len(content)
 
     def finish(self, seconds: float | None) -> None:
-        """Wait until all is written, at most so long if not None; what comes after is written at once, or no more."""
+        """Wait until everything is written, at most this long if not None.
+
+        Later output is written at once or dropped.
+        """
         with self._changed:
             is_done = self._changed.wait_for(lambda: not self._waiting, seconds)
             self._process = 0 if is_done else self._process
@@ -101,7 +104,7 @@ class _UnhurriedFile(_LastingFile):
 
 
 class _ReportingFile(_LastingFile):
-    """The same, but a full disk ends the script; a reader who has gone does not."""
+    """The same, but a full disk ends the script; a missing reader does not."""
 
     def failed(self, error: OSError) -> None:
         if not isinstance(error, BrokenPipeError):
@@ -109,7 +112,7 @@ class _ReportingFile(_LastingFile):
 
 
 class _ProductFile(_ReportingFile):
-    """The same, of a script that does nothing but fill its standard output: it ends with the reader, too."""
+    """The same, for a script whose only product is its standard output: it also ends with its reader."""
 
     def failed(self, error: OSError) -> None:
         if isinstance(error, BrokenPipeError):
@@ -118,7 +121,7 @@ class _ProductFile(_ReportingFile):
 
 
 def outlast_readers() -> None:
-    """Let this process go on if its standard output or error cannot be written, and wait for no reader of them."""
+    """Let this process continue if its standard output or error cannot be written, and never wait for a reader."""
     sys.stdout = _replaced(sys.stdout, _UnhurriedFile)
     sys.stderr = _replaced(sys.stderr, _UnhurriedFile)
     atexit.register(_finish_at_exit)
@@ -132,7 +135,7 @@ def _finish_at_exit() -> None:
 
 
 def finish_output(seconds: float | None) -> None:
-    """Wait, at most so long if not None, until standard output and error are written: before the end of a process."""
+    """Wait until standard output and error are written, at most this long if not None; called before a process ends."""
     for stream in (sys.stdout, sys.stderr):
         file = getattr(getattr(stream, "buffer", None), "raw", None)
         if isinstance(file, _UnhurriedFile):
@@ -141,7 +144,7 @@ def finish_output(seconds: float | None) -> None:
 
 
 def report_failed_output(*, is_product: bool) -> None:
-    """Let standard output raise `UserError` if it cannot be written, `ReaderGone` if nobody reads the product in it."""
+    """Let standard output raise `UserError` if it cannot be written, `ReaderGone` if the product has no reader."""
     sys.stdout = _replaced(sys.stdout, _ProductFile if is_product else _ReportingFile)
 
 

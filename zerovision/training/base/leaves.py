@@ -1,8 +1,8 @@
-"""Which micro-batches of a step each rank computes: the leaves of the tree along which gradients are added.
+"""Assigns the micro-batches of a step to ranks: the leaves of the tree along which gradients are added.
 
-A step has R x A leaves, on R ranks with A micro-steps each. Which rank computes a leaf changes no bit of the sum, so
-that each has what suits it. Where a rank keeps whole gradients, its leaves are neighbours: it adds them first, and
-sends one sum. Where it keeps a part of them, the leaves of one micro-step are neighbours: each part is added at once.
+A step has R x A leaves, on R ranks with A micro-steps each. The assignment changes no bit of the sum, so the most
+efficient one is used. If a rank keeps whole gradients, its leaves are neighbours: it adds them first, and sends one
+sum. If it keeps a part of the gradients, the leaves of one micro-step are neighbours: each part is added at once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class Leaves(NamedTuple):
     """The leaves of a step.
 
     Attributes:
-        ranks: R.
-        per_rank: A, accumulation steps.
-        in_turn: neighbouring ranks, a divisor of R, to which neighbouring leaves are dealt in turn.
+        ranks: number of ranks, R.
+        per_rank: number of accumulation steps, A.
+        in_turn: number of neighbouring ranks, a divisor of R, that take neighbouring leaves in turn.
     """
 
     ranks: int
@@ -33,6 +33,6 @@ class Leaves(NamedTuple):
         return [self.number(rank, micro_step) for micro_step in range(self.per_rank)]
 
     def order(self) -> list[int]:
-        """Return in the order of leaves where each is among the ranks' micro-steps, one rank's after another's."""
+        """Return, for each leaf in order, its position among the micro-steps of all ranks, listed rank by rank."""
         numbers = [leaf for rank in range(self.ranks) for leaf in self.of(rank)]
         return sorted(range(len(numbers)), key=numbers.__getitem__)

@@ -1,7 +1,8 @@
-"""What the settings say of a way of training: when it is asked for, what goes with it, and what is wrong about it.
+"""The settings of a training mode: when it is on, what it can be combined with, and which settings are wrong.
 
-Modes are what a run learns, `tasks.settings.TASKS`, and how ranks share the work, `engines.settings.WAYS`. Nothing else
-outside its folder names one. The module that defines a mode imports no torch: launchers check the flags, too.
+Modes are what a run learns, `tasks.settings.TASKS`, and how ranks share the work, `engines.settings.WAYS`. Only these
+tables name a mode outside its folder. The module that defines a mode does not import torch, because launchers check the
+flags too.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ Values = Mapping[str, Sequence[object]]
 
 
 class Mode:
-    """A way of training that the settings may ask for; what it leaves as it is here is done as without it.
+    """A training mode that settings can turn on; methods that it does not override do what a run without it does.
 
     Attributes:
-        flag: the setting that asks for it.
-        goes_with: by other settings, the values that they may have beside it, the usual one first.
+        flag: the setting that turns it on.
+        goes_with: for other settings, the values that they may have with it, the usual one first.
         own: settings that have no effect without it.
-        resumable: those of its settings that a resumed run may change.
+        resumable: its settings that a resumed run may change.
         config: the settings of a run.
     """
 
@@ -32,13 +33,13 @@ class Mode:
         self.config = config
 
     def is_asked(self) -> bool:
-        """Return whether the settings ask for it."""
+        """Return whether the settings turn it on."""
         return getattr(self.config, self.flag) > 1
 
     def uses_own(self) -> bool:
-        """Return whether the settings `own` have an effect."""
+        """Return whether the settings in `own` have an effect."""
         return self.is_asked()
 
     def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
-        """Yield what is wrong about its settings, or raise the UserError of what reads them."""
+        """Yield the mistakes in its settings, or raise the UserError of their parser."""
         yield from ()

@@ -1,4 +1,4 @@
-"""Where the package and what belongs to it lie, in a checkout and in an installed copy."""
+"""Where the package and its files are, in a checkout and in an installed copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AS_A_COMMAND: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # in a
 
 
 def as_typed(text: str) -> str:
-    """Return a text with its commands as this copy has them: `zerovision evaluate`, or a checkout's script."""
+    """Return a text with its commands in the form for this copy: `zerovision evaluate`, or a checkout's script."""
     if not CHECKOUT or os.environ.get(TYPED):
         for script, command in AS_A_COMMAND:
             text = re.sub(script, command, text)
@@ -47,7 +47,7 @@ def as_typed(text: str) -> str:
 
 
 def cure_of_missing(module: str) -> str:
-    """Return what to type if a module cannot be imported: of an installed copy, the extra that has it."""
+    """Return what to type if a module cannot be imported; for an installed copy, the extra that contains it."""
     if CHECKOUT:
         return "type 'make setup', and .venv/bin/python instead of python"
     extra = next((name for name, modules in EXTRAS.items() if module.partition(".")[0] in modules), "")
@@ -55,5 +55,5 @@ def cure_of_missing(module: str) -> str:
 
 
 def log_folder() -> Path:
-    """Return the folder of what runs leave: logs/ of the checkout, or of the current folder."""
+    """Return the folder for the files of runs: logs/ in the checkout, or in the current folder."""
     return (CHECKOUT or Path.cwd()) / "logs"

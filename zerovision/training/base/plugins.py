@@ -1,6 +1,6 @@
 """A user's own files: `--plugin FILE.py` adds lines to our tables, in every process of a run.
 
-A file is code, so that only one that the user names is loaded, never one that a run, a checkpoint or a hub names.
+A file is code, so only files that the user names are loaded, never those that a run, a checkpoint or a hub names.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOADED: dict[str, str] = {}  # FILE@SHA256 by name of the module
 
 
 def load_plugins(files: str) -> str:
-    """Import files, once in a process; return `FILE@SHA256,...` with absolute paths, which this function takes too.
+    """Import files, once per process; return `FILE@SHA256,...` with absolute paths, which this function also accepts.
 
     Raises:
-        UserError: for a file that cannot be imported, or that has changed since it was given with its hash.
+        UserError: for a file that cannot be imported, or whose hash has changed.
     """
     return ",".join(_load(file.strip()) for file in files.split(",") if file.strip())
 
@@ -50,7 +50,7 @@ def _load(file: str) -> str:
 
 
 def _import(name: str, path: Path, content: bytes, given: str) -> None:
-    """Run a file, these bytes of it, as a module that can be found by its name."""
+    """Run these bytes of a file as a module that can be imported by name."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
         raise UserError(f"{FLAG} {given}: expected a file that ends with .py.")
@@ -65,26 +65,26 @@ def _import(name: str, path: Path, content: bytes, given: str) -> None:
 
 
 def files_in(words: Sequence[str]) -> str:
-    """Return what a command line gives as `--plugin`, before it can be parsed."""
+    """Return the `--plugin` values of a command line, before it can be parsed."""
     pairs = ((*word.partition("="), after) for word, after in zip(words, [*words[1:], ""], strict=False))
     return ",".join(value if equals else after for flag, equals, value, after in pairs if flag == FLAG)
 
 
 def names_of(files: str) -> list[str]:
-    """Return `NAME@SHA256` of each of the files that `load_plugins` returned, wherever they lie."""
+    """Return `NAME@SHA256` for each file that `load_plugins` returned, without its folder."""
     return [os.path.basename(file) for file in files.split(",") if file]
 
 
 def loaded() -> str:
-    """Return what was loaded so far, as `load_plugins` does."""
+    """Return the files loaded so far, in the form of `load_plugins`."""
     return ",".join(_LOADED.values())
 
 
 def require_plugins(what: str, needed: Iterable[Any]) -> list[str]:
-    """Check that files of these names are loaded; return those that are now another state of the file.
+    """Check that files with these names are loaded; return those whose content has changed.
 
     Raises:
-        UserError: if one is not.
+        UserError: if one is not loaded.
     """
     here = {name.rpartition("@")[0]: name for name in names_of(loaded())}
     for file in (str(name).rpartition("@")[0] for name in needed):
@@ -96,7 +96,7 @@ def require_plugins(what: str, needed: Iterable[Any]) -> list[str]:
 
 
 class LoadedPlugins:
-    """What was loaded in this process; a process that unpickles it loads the same before it reads what comes next."""
+    """The files loaded in this process; a process that unpickles it loads the same files before it reads on."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_plugins, (loaded(),)

@@ -1,4 +1,4 @@
-"""What is logged: the numbers of a logging point, of an epoch and of a run, and their lines of text."""
+"""The logged numbers of a logging point, an epoch and a run, and their lines of text."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def show_score(name: str, value: float) -> str:
 
 
 def says_top5(classes: int, task: str) -> bool:
-    """Whether to show top-5: of at most 5 classes it is always 100 %, and of several labels it measures nothing.
+    """Whether to show top-5: with at most 5 classes it is always 100 %, and with several labels it measures nothing.
 
     Args:
-        classes: how many there are.
-        task: as of `Scores`.
+        classes: number of classes.
+        task: see `Scores`.
     """
     return classes > 5 and not task
 
 
 def has_top5(scores: Mapping[str, Any]) -> bool:
-    """See `says_top5`, of the scores in a file."""
+    """Apply `says_top5` to the scores in a file."""
     return says_top5(len(scores["classes"]), scores.get("task", ""))
 
 
 def merit(score: str, value: float | None) -> float:
-    """Return the value of a score as a number of which more is better, and such a number as the value.
+    """Convert a score to a number of which more is better, and back.
 
-    No value, and one that is not a number, are worse than all others.
+    A missing value and NaN are worse than all others.
     """
     if value is None or math.isnan(value):
         return -math.inf
@@ -59,29 +59,29 @@ def merit(score: str, value: float | None) -> float:
 
 
 def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name and the value of the score in an epoch's line."""
+    """Return the name and value of the score in an epoch's line."""
     return epoch["best_by"], float(epoch["score"])
 
 
 def best_epoch(epochs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the line of the first epoch with the best score, None if none has converged to a number."""
+    """Return the line of the first epoch with the best score, None if no score is a number."""
     ranked = ((merit(*score_in(line)), -line["epoch"], line) for line in epochs if not line.get("diverged"))
     best = max(ranked, key=lambda one: one[:2], default=(-math.inf, 0, None))
     return best[2] if best[0] > -math.inf else None
 
 
 class DeviceUse(NamedTuple):
-    """Memory of rank 0, and how hard the devices work; None for what is unknown.
+    """Memory of rank 0, and utilization of the devices; None for unknown values.
 
     Attributes:
-        memory_bytes: peak: of tensors on a GPU, resident on a CPU.
-        memory_allocated_bytes: taken by tensors on a GPU now, or resident on a CPU now.
-        memory_reserved_bytes: reserved by PyTorch on a GPU, None on a CPU.
+        memory_bytes: peak memory: of tensors on a GPU, resident on a CPU.
+        memory_allocated_bytes: current memory: of tensors on a GPU, resident on a CPU.
+        memory_reserved_bytes: memory that PyTorch has reserved on a GPU, None on a CPU.
         tflops_per_second: 10**12 operations of the model per second and rank.
         mfu: these as a share of the device's 16-bit peak: model FLOPs utilization as in PaLM (arXiv 2204.02311,
-            appendix B), whatever the precision trained in.
-        gpu_utilization: share of the latest moments in which any kernel ran, by NVML.
-        disk_free_bytes: where the run's folder is.
+            appendix B), for any training precision.
+        gpu_utilization: recent share of the time in which any kernel ran, from NVML.
+        disk_free_bytes: free space where the run's folder is.
     """
 
     memory_bytes: int
@@ -95,12 +95,12 @@ class DeviceUse(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPoint:
-    """Numbers of a logging point, over all ranks and the steps since the last one.
+    """The numbers of a logging point, over all ranks and the steps since the last one.
 
     Attributes:
-        time_shares: of each span, the mean over the ranks.
-        data_wait_share: that of the data.
-        cpu_utilization: by machine, the share of its cores that were busy, by this run or others.
+        time_shares: share of the time in each span, the mean over the ranks.
+        data_wait_share: share of the time spent waiting for data.
+        cpu_utilization: by machine, the share of its cores that were busy, with this run or others.
     """
 
     epoch: int
@@ -127,18 +127,18 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class EpochPoint:
-    """Numbers of an epoch.
+    """The numbers of an epoch.
 
     Attributes:
-        train_loss: of the steps that were applied, None if there was none.
-        train_top1: of those, None if there was none.
-        data_wait_share: mean of its logging points'.
-        memory_bytes_per_rank: peak of every rank, as `DeviceUse.memory_bytes`.
+        train_loss: training loss over the applied steps, None if there were none.
+        train_top1: training accuracy over the applied steps, None if there were none.
+        data_wait_share: mean over its logging points.
+        memory_bytes_per_rank: peak of every rank, see `DeviceUse.memory_bytes`.
         diverged: why it counts as diverged, None if it does not.
-        best_by: the score that chooses the best epoch, of `SCORE_NAMES`.
+        best_by: the score that chooses the best epoch, one of `SCORE_NAMES`.
         score: its value.
-        lowest_recall: of the classes that have validation images.
-        lowest_recall_class: the first class that has it.
+        lowest_recall: lowest recall among the classes with validation images.
+        lowest_recall_class: the first class with that recall.
     """
 
     epoch: int
@@ -163,7 +163,7 @@ class EpochPoint:
 
 @dataclass(frozen=True)
 class RunPoint:
-    """Numbers of a run, over all its steps since this process was started; fields as in the other points."""
+    """The numbers of a run, over all steps since this process started; for the fields, see the other points."""
 
     step: int
     seconds: float
@@ -175,7 +175,7 @@ class RunPoint:
 
 
 def flatten(point: StepPoint | RunPoint) -> dict[str, Any]:
-    """Return a point's numbers by name, with those of its device among them."""
+    """Return a point's numbers by name, including those of its device."""
     values = dict(vars(point))
     device: DeviceUse = values.pop("device")
     return values | device._asdict()
@@ -216,7 +216,7 @@ def step_numbers(point: StepPoint) -> str:
 
 
 def run_lines(point: RunPoint) -> list[str]:
-    """Return the lines of a run's end: its time, its speed and its memory."""
+    """Return the lines at a run's end: time, speed and memory."""
     shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in point.time_shares.items())
     device = point.device
     speed = f"{point.images_per_second:.0f} images/s in {format_duration(point.seconds)}"

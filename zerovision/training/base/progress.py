@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """The position of a run.
 
     Attributes:
-        epoch: the epoch to go on with, from 0.
-        step: the optimizer step of that epoch to go on with, from 0; the number of steps of an epoch where only its
-            evaluation is left.
-        best_score: the best validation score so far, more being better: of `zerovision.training.base.points.merit`.
-        best_epoch: the epoch of it, from 1; 0 before the first evaluation.
-        epochs_without_better: evaluations since then, for early stopping.
+        epoch: the epoch to continue with, from 0.
+        step: the optimizer step of that epoch to continue with, from 0; if only the evaluation is left, the number of
+            steps per epoch.
+        best_score: the best validation score so far, more is better: see `zerovision.training.base.points.merit`.
+        best_epoch: the epoch with that score, from 1; 0 before the first evaluation.
+        epochs_without_better: number of evaluations since then, for early stopping.
         skipped_steps: optimizer steps skipped so far because a gradient was not finite.
-        bad_steps_in_row: how many of them were the latest steps.
-        diverged_epochs_in_row: how many of the latest epochs had diverged, see `zerovision.training.epoch`.
+        bad_steps_in_row: how many of the latest steps were skipped.
+        diverged_epochs_in_row: how many of the latest epochs diverged, see `zerovision.training.epoch`.
     """
 
     epoch: int = 0

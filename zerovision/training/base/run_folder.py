@@ -34,10 +34,10 @@ class RunFolder:
     """The paths of one run; its other files are `path / CONFIG` and so on.
 
     Attributes:
-        log_dir: of all runs.
-        name: of the run.
-        made: the folders among these that this start has created.
-        lock: on rank 0 the file that locks the run's own folder as long as it is open.
+        log_dir: the log folder of all runs.
+        name: the run's name.
+        made: the folders among these that this start created.
+        lock: on rank 0, the file that locks the run's own folder while it is open.
     """
 
     log_dir: Path
@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """What resume reads."""
+        """The checkpoints that a resume reads."""
         return self.path / CHECKPOINTS
 
     @property
@@ -90,5 +90,5 @@ def shown_path(path: Path) -> str:
 
 
 def slug(name: str) -> str:
-    """Return a name as part of a file's name."""
+    """Return a name in a form that can be part of a file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")

@@ -1,8 +1,8 @@
 """One training at a time in a run's folder: rank 0 holds a lock that the kernel releases when the process dies.
 
-It is a byte-range lock (`fcntl.lockf`): over NFS the server keeps it, so it works across machines too, which `flock`
-does not do everywhere. A process loses such a lock as soon as it closes *any* descriptor of the file, so nothing else
-in a training may open it.
+It is a byte-range lock (`fcntl.lockf`), which an NFS server keeps, so it works across machines; `flock` does not work
+everywhere. A process loses such a lock as soon as it closes *any* descriptor of the file, so nothing else in a training
+may open it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Origin:
     def was_before(self, other: Origin) -> bool:
         """Return whether `other` is a later start of the same launch, or of the same Slurm job.
 
-        A launch or job starts its ranks again only after it has ended the earlier ones, or has lost their machine.
+        A launch or job restarts its ranks only after it has ended the earlier ones, or lost their machine.
         """
         same_launch = self.launch != "" and self.launch == other.launch and self.restarts < other.restarts
         same_job = self.job != "" and self.job == other.job and self.requeues < other.requeues
@@ -75,13 +75,13 @@ class Origin:
 def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[bytes]:
     """Take the lock of a run; closing the returned file, or the end of this process, releases it.
 
-    If a lock outlives its process, because its machine was lost and the file server waits for it, a later start of
-    the same launch or job makes a new file.
+    If a lock outlives its process, because the machine was lost and the file server waits for it, a later start of the
+    same launch or job creates a new file.
 
     Args:
         path: the lock file; it stays when the lock is released.
         origin: what started this training.
-        wait_s: seconds to wait for a training that is leaving.
+        wait_s: seconds to wait for a training that is stopping.
 
     Raises:
         UserError: if another training holds it.
@@ -130,14 +130,14 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Return whether the file is still the one of that name."""
+    """Return whether the file still has that name."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
 def _read(file: IO[bytes]) -> tuple[str, Origin]:
-    """Return who holds a lock, and what started it, as `lock_run` has written it into the file."""
+    """Return who holds a lock and what started it, from what `lock_run` wrote into the file."""
     try:
         file.seek(0)
         content = json.loads(file.read(LARGEST))

@@ -1,4 +1,4 @@
-"""What a run says while it goes on, behind one small interface: a destination is a subclass of `RunLogger`."""
+"""The interface for a run's output: each destination is a subclass of `RunLogger`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunLogger:
         """Log a line of text for people."""
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
-        """Log something that happened (a checkpoint, a skipped step, a resume) as numbers for programs."""
+        """Log an event (a checkpoint, a skipped step, a resume) as numbers for programs."""
 
     def images(self, images: torch.Tensor) -> None:
         """Log a sample of augmented training images, float32 [N, 1 or 3, H, W] in 0..1."""
@@ -37,14 +37,14 @@ class RunLogger:
         """Log the end of the run."""
 
     def delivered(self) -> None:
-        """Take what the run's folder contains now: report, evaluation and weights are written, nothing comes after."""
+        """Take the complete run folder; called last, after report, evaluation and weights are written."""
 
     def close(self) -> None:
         """Flush and release files."""
 
 
 class Loggers(RunLogger):
-    """Passes every call on to each logger in turn; ranks other than 0 have no loggers.
+    """Passes every call to each logger in turn; only rank 0 has loggers.
 
     If a logger cannot write (a full disk), one line goes to stderr, and training continues.
     """
@@ -54,7 +54,7 @@ class Loggers(RunLogger):
         self._failed: set[int] = set()
 
     def message(self, message: str) -> None:
-        """Log a line of text; control characters in it (from names of files and classes) are escaped."""
+        """Log a line of text; control characters from file and class names are escaped."""
         self._each("message", printable(as_typed(message)))
 
     def _each(self, method: str, *values: Any) -> None:

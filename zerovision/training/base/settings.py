@@ -1,4 +1,4 @@
-"""The settings that every room may read: what is trained, on how many images at once, in which precision."""
+"""The settings that all code may read: what is trained, on how many images at once, in which precision."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def option(
     Args:
         default: the value if neither file nor command line gives one.
         help: one sentence with the unit.
-        low: smallest allowed value, itself included.
-        high: largest allowed value, itself included.
-        above: lower bound, itself excluded.
+        low: smallest allowed value, inclusive.
+        high: largest allowed value, inclusive.
+        above: lower bound, exclusive.
     """
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "above": above})
 
@@ -39,7 +39,7 @@ def path_option(default: str, help: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What is trained, and what all of its parts have to know."""
+    """What is trained, and settings that all parts need."""
 
     preset: str = option("", f"Start from these values, which files and flags override: {', '.join(PRESETS)}.")
 
@@ -130,10 +130,13 @@ class RunSettings:
 
     @property
     def embedding(self) -> int:
-        """Numbers that the network gives for an image in place of one for each class; 0 if it does not."""
+        """Number of outputs per image instead of one per class; 0 for a classifier."""
         return 0
 
     @property
     def micro_batch(self) -> int:
-        """`batch_size` as a number; `auto` becomes one before the run is built, and is the smallest until then."""
+        """`batch_size` as a number.
+
+        `auto` counts as the smallest size until it is resolved, before the run is built.
+        """
         return FEWEST_IMAGES if isinstance(self.batch_size, str) else self.batch_size

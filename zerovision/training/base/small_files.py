@@ -1,4 +1,4 @@
-"""Small files: texts that a user names, read without waiting for a named pipe; hashes; CSV without formulas."""
+"""Small files: text files of a user, read without blocking on a named pipe; hashes; CSV without formulas."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "�
 
 
 def read_small_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
-    """Return the text of a small regular file, in UTF-8.
+    """Return the text of a small regular file in UTF-8.
 
     Raises:
-        OSError: The file is missing, cannot be read, is not a regular one, or is larger than `largest_bytes`.
-        ValueError: It is not UTF-8.
+        OSError: if the file is missing, unreadable, not a regular file, or larger than `largest_bytes`.
+        ValueError: if it is not UTF-8.
     """
     # without O_NONBLOCK, opening a named pipe without a writer blocks
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as stream:
@@ -42,7 +42,7 @@ def sha256_of(path: Path) -> str:
 
 
 def csv_line(row: Iterable[Any]) -> str:
-    r"""Return a row, inert, as it stands in a file that is opened with `newline=""`; it ends in \n.
+    r"""Return an inert row for a file opened with `newline=""`; it ends in \n.
 
     Python's writer quotes a line break in a cell only if it is one of those that end its rows, and readers end a row at
     each of \n, \r and \r\n.
@@ -53,13 +53,13 @@ def csv_line(row: Iterable[Any]) -> str:
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Write a file of rows under a header; names of files keep bytes that are no text."""
+    """Write a file of rows under a header; file names keep bytes that are not text."""
     with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
         stream.writelines(map(csv_line, (header, *rows)))
 
 
 def inert(row: Iterable[Any]) -> list[Any]:
-    """Return a row whose texts begin no formula: one that would has a single quote before it; numbers stay."""
+    """Return a row whose texts cannot start a formula: those that would get a single quote in front; numbers stay."""
     return [f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA_STARTS) else cell for cell in row]
 
 

@@ -1,8 +1,8 @@
 """Where the time of a run goes: a clock that attributes every moment to the innermost open span.
 
-Spans nest: the time inside a collective is communication, and not part of the backward that called it. So the shares
-of all spans add to 1. On a CPU the clock is the host's; on a GPU it is the compute stream's: an event is recorded in
-the stream at each change of span, and read at logging points only, so that steps never wait.
+Spans nest: the time inside a collective counts as communication, not as part of the backward that called it, so the
+shares of all spans add to 1. On a CPU the clock is the host's. On a GPU it is the compute stream's: an event is
+recorded in the stream at each change of span, and read only at logging points, so that steps never wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _clocks: list[SpanClock] = []  # of the runs that this process is in, the innerm
 
 
 class HostMarks:
-    """A time line on which a span ends at each mark: that of the host's own clock."""
+    """A timeline of the host's clock, on which a span ends at each mark."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(SPANS, 0.0)
@@ -40,12 +40,12 @@ class HostMarks:
         return dict(self._seconds)
 
     def is_capturing(self) -> bool:
-        """Return whether calls are only recorded now, into a CUDA graph."""
+        """Return whether calls are currently only recorded into a CUDA graph."""
         return False
 
 
 class StreamMarks:
-    """The same on the time line of a GPU stream: events that complete when the work before them is done.
+    """The same for a GPU stream: events that complete when the work before them is done.
 
     Args:
         stream: the stream that computes.
@@ -103,16 +103,16 @@ class SpanClock:
         return self._marks.seconds()
 
     def belongs_here(self) -> bool:
-        """Return whether to measure here: on the thread that trains, or on autograd's in its backward.
+        """Return whether to measure here: on the training thread, or on autograd's thread in its backward.
 
-        Not on the thread that writes checkpoints, nor while a CUDA graph records what it will run later.
+        The thread that writes checkpoints is not measured, nor is the recording of a CUDA graph.
         """
         if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
             return False
         return not self._marks.is_capturing()
 
     def enter(self, name: str) -> None:
-        """Open a span inside the one that is open."""
+        """Open a span inside the current one."""
         outer = self._open[-1]
         self._marks.end(outer)
         self._open.append(outer if outer in ABSORBING else name)
@@ -129,7 +129,7 @@ class SpanClock:
 
 
 class Span(AbstractContextManager[None]):
-    """A named part of the time; a context manager that can be entered again and again."""
+    """A named part of the time; a reusable context manager."""
 
     __slots__ = ("_clock", "_name")
 
@@ -144,7 +144,7 @@ class Span(AbstractContextManager[None]):
 
 
 def start_clock(device: torch.device) -> SpanClock:
-    """Return a clock for a device: of the current stream on a GPU, of the host elsewhere."""
+    """Return a clock for a device: the current stream's on a GPU, the host's elsewhere."""
     if device.type != "cuda":
         return SpanClock()
     return SpanClock(StreamMarks(torch.cuda.current_stream(device), lambda: torch.cuda.Event(enable_timing=True)))
@@ -152,7 +152,7 @@ def start_clock(device: torch.device) -> SpanClock:
 
 @contextmanager
 def measured_communication(clock: SpanClock) -> Iterator[None]:
-    """Make this the clock of `communication` inside the block."""
+    """Let `communication` use this clock inside the block."""
     _clocks.append(clock)
     try:
         yield
@@ -161,17 +161,17 @@ def measured_communication(clock: SpanClock) -> Iterator[None]:
 
 
 def communication() -> AbstractContextManager[None]:
-    """Return the span to start a collective in, and to wait for it in; it measures nothing outside of a run.
+    """Return the span in which to start a collective and wait for it; outside a run it measures nothing.
 
-    On a CPU that is the host's time. On a GPU it is how long the compute stream stands still: a collective that runs
-    beside the computation on a stream of its own is hidden, and does not count.
+    On a CPU it measures the host's time. On a GPU it measures how long the compute stream waits: a collective that runs
+    beside the computation on another stream is hidden, and does not count.
     """
     clock = _clocks[-1] if _clocks else None
     return clock.communication if clock is not None and clock.belongs_here() else nullcontext()
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return each span's share of the time without evaluation: they add to 1."""
+    """Return each span's share of the time without evaluation: they add up to 1."""
     training = {name: value for name, value in seconds.items() if name != "evaluation"}
     total = max(sum(training.values()), 1e-9)
     return {name: value / total for name, value in training.items()}

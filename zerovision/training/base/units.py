@@ -1,4 +1,4 @@
-"""Durations, sizes and counts as people read them, for the console, the logs, the doctor and the report."""
+"""Readable durations, sizes and counts, for the console, the logs, the doctor and the report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def format_bytes(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a score, a share of 0..1, as all commands show it: 97.50 %."""
+    """Format a score, a share in 0..1, as all commands show it: 97.50 %."""
     return f"{100 * share:.2f} %"
 
 
@@ -37,5 +37,5 @@ def plural(count: int, noun: str) -> str:
 
 
 def cpu_ranks(count: int) -> str:
-    """Return in words what trains on a machine without GPUs."""
+    """Return a phrase for the ranks on a machine without GPUs."""
     return "1 CPU process" if count == 1 else f"{count} CPU ranks over gloo"

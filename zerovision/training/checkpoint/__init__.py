@@ -1,4 +1,4 @@
-"""Checkpoints: what resume restores, in a format that any strategy, precision and number of ranks reads.
+"""Checkpoints: the state that a resume restores, in a format for any strategy, precision and number of ranks.
 
 A checkpoint is a folder logs/runs/<run>/checkpoints/step-<epoch>-<step>/:
 
@@ -6,6 +6,6 @@ A checkpoint is a folder logs/runs/<run>/checkpoints/step-<epoch>-<step>/:
     shard-00000.safetensors   rank 0's part of the fp32 weights and of the optimizer's moments, its own buffers
     shard-00001.safetensors   rank 1's, ...
 
-It appears under its name only when it is complete and on the disk; then the files `last` and `best` beside it get
-that name. Dropout, sample order and augmentation are functions of (seed, epoch, step), so no random state is stored.
+It gets its name only when it is complete and on disk; then the files `last` and `best` beside it are updated with that
+name. Dropout, sample order and augmentation are functions of (seed, epoch, step), so no random state is stored.
 """

@@ -23,8 +23,8 @@ class FrozenWeights:
     """A file of frozen weights.
 
     Attributes:
-        names: of the parameters in it.
-        path: of the file.
+        names: names of the parameters in it.
+        path: path to the file.
         facts: its size and hash; None on ranks other than 0, which write no manifest.
     """
 
@@ -33,7 +33,7 @@ class FrozenWeights:
     facts: ShardFacts | None
 
     def link_into(self, folder: Path) -> None:
-        """Put the file into a folder, by a hard link where that is possible."""
+        """Put the file into a folder, by a hard link if possible."""
         try:
             os.link(self.path, folder / FROZEN)
         except OSError:
@@ -44,12 +44,12 @@ class FrozenWeights:
 def keep_frozen(
     folder: Path, parameters: Mapping[str, torch.Tensor], found: FoundCheckpoint | None, *, is_main: bool
 ) -> FrozenWeights:
-    """Write the frozen weights into a run's checkpoints folder; on rank 0 alone.
+    """Write the frozen weights into a run's checkpoints folder; only on rank 0.
 
     Args:
         folder: the checkpoints folder.
-        parameters: the frozen weights by name, whole.
-        found: the checkpoint that the run goes on from: its frozen weights are taken instead; None for a fresh start.
+        parameters: the whole frozen weights by name.
+        found: the checkpoint to resume from, whose frozen weights are used instead; None for a fresh start.
         is_main: whether this is rank 0.
 
     Raises:

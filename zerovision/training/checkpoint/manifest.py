@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: position and configuration of the run, and a hash of every file.
 
-A folder without a manifest is no checkpoint, and a manifest counts only if its own sha256 matches. Everything read
-here may have been damaged or crafted: it is JSON, its size is bounded, and names of files are not taken from it.
+A folder without a manifest is not a checkpoint, and a manifest counts only if its own sha256 matches. The file may be
+damaged or malicious: it is JSON, its size is bounded, and no file names are taken from it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Manifest:
 
     Attributes:
         progress: position of the run.
-        identity: what a run that resumes must share, by a readable name: model, classes, data, global batch.
+        identity: what a resuming run must have in common, by a readable name: model, classes, data, global batch.
         config: the configuration of the run that saved it.
-        applied_steps: updates that the optimizer has applied, for Adam's bias correction.
+        applied_steps: number of updates that the optimizer has applied, for Adam's bias correction.
         loss_scale: state of the dynamic loss scale, None unless fp16.
         parameters: shape of every parameter.
         shards: one entry per rank.
-        data_ranks: ranks that had images of their own.
-        frozen: of the file of weights that are not trained, None if they are in the shards.
+        data_ranks: number of ranks with their own images.
+        frozen: the file of weights that are not trained, None if they are in the shards.
     """
 
     progress: Progress
@@ -72,13 +72,13 @@ def shard_name(rank: int) -> str:
 
 
 def file_names(manifest: Manifest) -> dict[str, ShardFacts]:
-    """Return the files of a checkpoint beside the manifest, by name."""
+    """Return the names of a checkpoint's files besides the manifest."""
     files = {shard_name(rank): facts for rank, facts in enumerate(manifest.shards)}
     return files | ({FROZEN: manifest.frozen} if manifest.frozen else {})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and wait until it is on the disk."""
+    """Write the manifest, and wait until it is on disk."""
     content = {"format": FORMAT, **vars(manifest)}
     path = folder / MANIFEST_FILE
     path.write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1, default=vars) + "\n", encoding="utf-8")
@@ -86,7 +86,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest; the shards are not looked at.
+    """Read and check a manifest, without the shards.
 
     Raises:
         DamagedCheckpoint: if it is missing, damaged or not ours.
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def file_size(path: Path) -> int:
-    """Return the size of a regular file in bytes; reading a named pipe would block for ever.
+    """Return the size of a regular file in bytes; reading a named pipe would block forever.
 
     Raises:
         DamagedCheckpoint: if it is something else.
@@ -168,5 +168,5 @@ def _count(value: Any, name: str) -> int:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the sha256 of the content, whatever the order and the layout in which it is written."""
+    """Return the sha256 of the content, independent of its order and layout."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=vars).encode()).hexdigest()

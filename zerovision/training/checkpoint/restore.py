@@ -1,4 +1,4 @@
-"""What changes from step to step, and how a fresh one is filled from a checkpoint."""
+"""The training state, and how a fresh one is restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
 def _check_content(
     own: EngineState, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, torch.Tensor]
 ) -> None:
-    """Refuse other parameters, buffers or moments than the engine's."""
+    """Raise an error if the parameters, buffers or moments are not the engine's."""
     ours, theirs = of_first_group(own.shapes), of_first_group(manifest.parameters)
     if ours != theirs:
         other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
@@ -85,7 +85,7 @@ def _check_content(
 
 
 def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
-    """Refuse sums that no epoch has: every later average would be wrong, or not a number."""
+    """Raise an error for impossible sums: every later average would be wrong or NaN."""
     own = sums.state()
     if (found.shape, found.dtype) != (own.shape, own.dtype):
         raise DamagedCheckpoint("its sums of the epoch have another shape or dtype")

@@ -1,4 +1,4 @@
-"""The settings of checkpoints, of resuming, and of what ends a run."""
+"""The settings for checkpoints, for resuming, and for ending a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerovision.training.recipe.settings import RecipeSettings
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings(RecipeSettings):
-    """Checkpoints, resume, and what ends a run."""
+    """Checkpoints, resuming, and what ends a run."""
 
     resume: str = option(
         "never", "never, auto (newest good checkpoint of --run-name, if any), must, or a checkpoint folder."

@@ -1,10 +1,10 @@
-"""One rank's file of a checkpoint: copying the state, writing it, and reading boxes of tensors from all files.
+"""One rank's file of a checkpoint: copies the state, writes it, and reads boxes of tensors from all files.
 
 A file has one tensor per box, a part of a whole tensor, under the key `<kind>/<name>@<offsets>`: `weights` and the
 optimizer's moments of a parameter in fp32, in the usual order of dimensions; `buffer` [leaves, ...], as BatchNorm's
-statistics differ between the leaves of a step; `epoch_sums` [ranks with images of their own, 4]. A rank stores what it
-has, without any communication, and any engine, strategy and number of ranks can read it. A frozen parameter has no
-moments; a fine-tuning run writes those once, into a file of the same kind that is linked into its checkpoints.
+statistics differ between the leaves of a step; `epoch_sums` [ranks with images of their own, 4]. A rank stores its part
+without any communication, and any engine, strategy and number of ranks can read it. A frozen parameter has no moments;
+a fine-tuning run writes frozen parameters once, into a file of the same kind that is linked into its checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Snapshot:
 
     Attributes:
         tensors: the copy, by key.
-        copied: the end of the copies that are queued on a GPU, for which whatever changes its source must wait.
+        copied: the end of the copies queued on a GPU; anything that changes their source must wait for it.
     """
 
     def __init__(self) -> None:
@@ -48,16 +48,16 @@ class Snapshot:
     def take(
         self, state: EngineState, epoch_sums: torch.Tensor | None, left_out: Collection[str] = (), rank: int = 0
     ) -> None:
-        """Copy the current state; on a GPU the copies are queued, on a stream of their own beside the next step's.
+        """Copy the current state; on a GPU the copies are queued on a separate stream beside the next step's.
 
-        Buffers and sums, which that step's forward changes, are copied before it; for the others see `copied`.
+        Buffers and sums, which the next forward changes, are copied before it; for the others see `copied`.
 
         Args:
-            state: of the engine.
-            epoch_sums: what `ScoreSums.state` returned, float64 [4]; None on a rank whose images are also those of
-                another rank, which saves them.
-            left_out: names of the parameters that are in the file of frozen weights.
-            rank: among those with images of their own.
+            state: state of the engine.
+            epoch_sums: the result of `ScoreSums.state`, float64 [4]; None if another rank with the same images saves
+                them.
+            left_out: names of the parameters in the file of frozen weights.
+            rank: index among the ranks with their own images.
         """
         first, then = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, versions in state.buffers.items():
@@ -92,15 +92,16 @@ class Snapshot:
             self.tensors[name].copy_(source.detach(), non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until the copies are complete; called by the thread that writes them, not by the one that trains."""
+        """Wait until the copies are complete; called by the writing thread, not by the training thread."""
         if self.copied is not None:
             self.copied.synchronize()
 
 
 def _memory_for(sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return empty tensors for copies: parts of a few blocks, those for tensors on a GPU pinned.
+    """Return empty tensors for copies: parts of a few blocks, pinned for tensors on a GPU.
 
-    Pinning takes so long that a call for each tensor would stop the steps, and PyTorch rounds each up to a power of 2.
+    Pinning each tensor separately would take long enough to stop the steps, and PyTorch rounds each size up to a power
+    of 2.
     """
     copies: dict[str, torch.Tensor] = {}
     for on_gpu in (True, False):
@@ -123,9 +124,9 @@ def _memory_for(sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _empty(size: int, *, is_pinned: bool) -> torch.Tensor:
-    """Return uint8 [size], in pages of its own.
+    """Return uint8 [size] in its own pages.
 
-    malloc would put the copy, which stays, where a step's activations were and will be, and the heap grows in pieces.
+    malloc would put the permanent copy where a step's activations were, and fragment the heap.
     """
     if is_pinned or not size:
         return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
@@ -144,17 +145,17 @@ def _parse_key(key: str) -> tuple[str, str, tuple[int, ...]]:
 
 
 def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
-    """Write a rank's file, and wait until it is on the disk.
+    """Write a rank's file, and wait until it is on disk.
 
     Raises:
-        OSError, SafetensorError: if that fails, as on a full disk.
+        OSError, SafetensorError: if that fails, for example on a full disk.
     """
     snapshot.wait()
     return _write(path, snapshot.tensors)
 
 
 def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFacts:
-    """Write frozen weights, on any device, as shards without moments, and wait until they are on the disk.
+    """Write frozen weights, on any device, as shards without moments, and wait until they are on disk.
 
     Raises:
         OSError, SafetensorError: if that fails.
@@ -193,7 +194,7 @@ def verify_shard(path: Path, facts: ShardFacts) -> None:
 
 
 class _Box(NamedTuple):
-    """A part of a tensor in a file, which is not read yet."""
+    """A part of a tensor in a file that is not read yet."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -205,14 +206,14 @@ class _Box(NamedTuple):
 
 
 class CheckpointReader:
-    """The training state in a verified checkpoint, of which a rank reads what it asks for.
+    """The training state in a verified checkpoint; a rank reads only what it needs.
 
     Args:
         folder: the checkpoint.
         manifest: its manifest.
 
     Attributes:
-        shapes: of every parameter, by name.
+        shapes: shapes of every parameter, by name.
         moment_kinds: names of the optimizer's moments.
         frozen: names of the parameters without moments.
 
@@ -244,7 +245,7 @@ class CheckpointReader:
         self.frozen = self.shapes.keys() - trained
 
     def _check_boxes(self, kind: str) -> None:
-        """Raise ValueError if the boxes of a kind are not the whole parameters, each element once, in fp32."""
+        """Raise ValueError unless the boxes of a kind contain each element of the parameters once, in fp32."""
         found = self._boxes[kind]
         if unknown := found.keys() - self.shapes.keys():
             raise ValueError(f"there is no parameter {one_line(unknown.pop())}")
@@ -259,7 +260,7 @@ class CheckpointReader:
 
     @property
     def tensors(self) -> dict[str, TakeBox]:
-        """Weights and moments: kind -> what returns a box of a whole parameter, fp32 on the CPU, given its name."""
+        """Weights and moments: kind -> function that returns a box of a named parameter, fp32 on the CPU."""
         return {kind: partial(self._read, kind) for kind in (WEIGHTS, *self.moment_kinds)}
 
     def _read(self, kind: str, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -271,11 +272,11 @@ class CheckpointReader:
         return part
 
     def buffers(self, leaves: Sequence[int], total: int) -> dict[str, torch.Tensor]:
-        """Return buffers, name -> [versions, ...]: the saved ones, or their mean if their number is another.
+        """Return buffers, name -> [versions, ...]: the saved ones, or their mean if their number differs.
 
         Args:
-            leaves: whose versions they are.
-            total: leaves that have versions.
+            leaves: leaves whose versions they are.
+            total: number of leaves with versions.
         """
         result = {}
         for name, boxes in self._boxes[BUFFER].items():
@@ -290,7 +291,10 @@ class CheckpointReader:
         return result
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
-        """Return a rank's share of the epoch's sums so far: its own, or all on rank 0; arguments as of `buffers`."""
+        """Return a rank's share of the epoch's sums so far: its own, or all of them on rank 0.
+
+        For the arguments, see `buffers`.
+        """
         sums = [box.stored[0] for box in _in_order(self._boxes[EPOCH_SUMS][""])]
         if world_size == self._ranks:
             return sums[rank]
@@ -299,7 +303,7 @@ class CheckpointReader:
 
 
 def _in_order(boxes: Sequence[_Box]) -> list[_Box]:
-    """Return rows of a tensor in their order; raise ValueError if one is missing, or there twice."""
+    """Return the rows of a tensor in order; raise ValueError if one is missing or repeated."""
     rows = sorted(boxes, key=lambda box: box.offsets)
     if any(box.offsets[:1] != (row,) or box.sizes[:1] != (1,) for row, box in enumerate(rows)):
         raise ValueError("a row is missing")
@@ -311,7 +315,7 @@ def _places(boxes: Sequence[_Box]) -> list[tuple[tuple[int, ...], tuple[int, ...
 
 
 def _are_whole(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
-    """Return whether boxes contain every element of a shape once: as many as there are, all inside, no two overlap."""
+    """Return whether boxes contain every element of a shape once: right count, all inside, no overlap."""
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     seen = torch.zeros(tuple(shape), dtype=torch.bool)
@@ -326,5 +330,5 @@ def _are_whole(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
 
 
 def _within(box: Sequence[slice], common: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Return where a part of a box, given by its low and high indices, is in the box."""
+    """Return the position of a part, given by its low and high indices, within the box."""
     return tuple(slice(low - a.start, high - a.start) for a, (low, high) in zip(box, common, strict=True))

@@ -50,17 +50,17 @@ def temporary_folder(folder: Path, name: str) -> Path:
 
 
 def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_last: int, kept: str = "") -> None:
-    """Name a checkpoint whose shards are on the disk, then point at it, then remove old ones; on rank 0 alone.
+    """Name a checkpoint whose shards are on disk, then point at it, then remove old ones; only on rank 0.
 
-    A kill at any moment leaves the checkpoint before this one, or this one.
+    A kill at any moment leaves the previous checkpoint or this one.
 
     Args:
         folder: the run's checkpoints folder.
-        name: of the checkpoint.
-        manifest: of the checkpoint.
+        name: name of the checkpoint.
+        manifest: manifest of the checkpoint.
         is_best: whether it is the best epoch's.
-        keep_last: newest checkpoints that stay, beside the best epoch's.
-        kept: name of another one that stays.
+        keep_last: number of newest checkpoints to keep besides the best epoch's.
+        kept: name of another checkpoint to keep.
 
     Raises:
         OSError: if it cannot be written.
@@ -84,15 +84,15 @@ def discard(folder: Path, name: str) -> None:
 
 
 def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints that `--resume` means, the one to try first at the front, and notes for the log.
+    """Return the checkpoints that `--resume` means, in the order to try them, and notes for the log.
 
     Args:
         resume: 'never', 'auto', 'must' or a folder: a checkpoint, a run's folder or its checkpoints folder.
         folder: this run's checkpoints folder.
-        is_restart: whether the launcher restarted this run: its own checkpoints then go before `resume`.
+        is_restart: whether the launcher restarted this run; its own checkpoints then come before `resume`.
 
     Raises:
-        UserError: for `must`, or a folder, without a checkpoint, or if a folder cannot be read.
+        UserError: if `must`, or a folder, has no checkpoint, or a folder cannot be read.
     """
     try:
         own, notes = _newest_first(folder)
@@ -118,7 +118,7 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
 
 
 def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None, dict[Path, str]]:
-    """Return the first checkpoint without damage, and the damage of those before it; a collective.
+    """Return the first undamaged checkpoint, and the damage of those before it; a collective.
 
     The ranks share the work of hashing; all must see the same folder.
     """
@@ -140,7 +140,7 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
 
 
 def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
-    """Rename a run's own damaged checkpoints, so that none of `--keep-last` is one; on rank 0 alone.
+    """Rename a run's own damaged checkpoints, so that they do not count for `--keep-last`; only on rank 0.
 
     They stay hidden in the folder until the next checkpoint is complete.
     """
@@ -151,7 +151,7 @@ def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
 
 
 def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
-    """List the checkpoints from the one that `last` names backwards; all of them if that leaves none."""
+    """List the checkpoints backwards from the one that `last` names; all of them if that leaves none."""
     if not folder.is_dir():
         return [], []
     names = _names(folder)
@@ -169,7 +169,7 @@ def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _read_pointer(pointer: Path) -> tuple[str, str]:
-    """Return the name in a pointer file and '', or '' and what is wrong with it."""
+    """Return the name in a pointer file and '', or '' and the problem."""
     try:
         file_size(pointer)
         with pointer.open("rb") as file:
@@ -199,7 +199,7 @@ def _point(pointer: Path, name: str) -> None:
 
 
 def _remove_old(folder: Path, current: str, keep_last: int, kept: str) -> None:
-    """Keep the best, and the newest up to the current one; later ones are from before a resume."""
+    """Keep the best, and the newest up to the current one; later ones predate a resume."""
     names = _names(folder)
     up_to_now = [name for name in names if _position(name) <= _position(current)]
     stay = {*up_to_now[-keep_last:], _read_pointer(folder / BEST)[0], *({kept} & {*up_to_now})}

@@ -53,7 +53,7 @@ def save_weights(
     preprocessing: Preprocessing,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write weights and what they are into one safetensors file; a crash leaves the old file or the new one.
+    """Write weights with their description into one safetensors file; a crash leaves the old file or the new one.
 
     Args:
         path: the file; its folder must exist.
@@ -61,7 +61,7 @@ def save_weights(
         description: `BuiltModel.description`.
         class_names: the class of each logit, in order.
         preprocessing: how an image becomes the network's input; see `preprocess`.
-        extra: anything else that JSON can contain.
+        extra: any other JSON value.
     """
     values = (description.to_dict(), class_names, preprocessing.to_dict(), extra or {})
     metadata = {METADATA_KEY: json.dumps(dict(zip(METADATA_KEYS, values, strict=True)))}
@@ -73,10 +73,10 @@ def save_weights(
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return CPU tensors in the usual order of dimensions that share no memory, which safetensors refuses.
+    """Return CPU tensors in the usual order of dimensions, without shared memory, which safetensors refuses.
 
-    Copied are only those that share some, such as views into a flat buffer, or are in another order: a copy of a whole
-    network beside the training is memory that somebody may not have.
+    Only tensors that share memory, such as views into a flat buffer, or have another order are copied: there may be no
+    memory for a copy of the whole network.
     """
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
 
@@ -143,10 +143,10 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
 
 
 def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn.Module:
-    """Build the network that a file's tensors fill, and check that it works with its images.
+    """Build the network for a file's tensors, and check that it works with its image size.
 
     Raises:
-        UserError: if description, tensors and image size do not go together.
+        UserError: if description, tensors and image size contradict each other.
     """
     description, image_size = metadata["description"], metadata["preprocessing"].image_size
     with open_weights(path) as reader:
@@ -164,15 +164,15 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
     """Return the function that turns a PIL image into the network's input, float32 `[1, 3 or 4, H, W]`, as `predict`.
 
     The image is turned upright (EXIF), made grey, RGB or RGBA, resized (the shorter side to resize_size, then a center
-    crop of image_size; or straight to image_size if resize_size is null), and normalized with mean and std. What
-    `Image.open` returns has the pixels that `predict` reads from the file, as long as nothing was done with it before;
-    of a JPEG that is decoded already those at full size are averaged.
+    crop of image_size; or straight to image_size if resize_size is null), and normalized with mean and std. An image
+    from `Image.open` gets the pixels that `predict` reads from the file, provided that it has not been used yet. A JPEG
+    that is already decoded is averaged from full size.
 
     Args:
-        metadata: what `read_metadata` or `load_model` returned.
+        metadata: the result of `read_metadata` or `load_model`.
 
     Raises:
-        UserError: if the network was trained on other numbers than bytes.
+        UserError: if the network was trained on images that are not 8-bit.
     """
     preprocessing = metadata["preprocessing"]
     if preprocessing.values != BYTES:
@@ -184,7 +184,7 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
 
 
 def class_map(class_names: Sequence[str]) -> bytes | None:
-    """Return the content of the file, None if timm would read other names: it strips lines, and takes UTF-8 alone."""
+    """Return the content of the file, None if timm would read other names: it strips lines and accepts only UTF-8."""
     content = "".join(f"{name}\n" for name in class_names)
     if [line.strip() for line in io.StringIO(content, newline=None)] != [*class_names]:
         return None
@@ -195,10 +195,9 @@ def class_map(class_names: Sequence[str]) -> bytes | None:
 
 
 def write_class_map(folder: Path, class_names: Sequence[str]) -> None:
-    """Write `CLASS_MAP` into a folder, or remove that of other classes if there can be none.
+    """Write `CLASS_MAP` into a folder, or remove an old one if the names cannot be written.
 
-    Without it timm numbers folders in natural order (1, 2, 10), and here they are numbered as text is sorted
-    (1, 10, 2).
+    Without it, timm numbers folders in natural order (1, 2, 10); here they are sorted as text (1, 10, 2).
     """
     content, path = class_map(class_names), folder / CLASS_MAP
     if content is None:

@@ -19,7 +19,7 @@ __all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "MODES", "REPO_ROOT", "T
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(ObserveSettings):
-    """All settings of a run: each room's contain those of the rooms below. Field `batch_size` is `--batch-size`."""
+    """All settings of a run. Field `batch_size` is flag `--batch-size`."""
 
 
 MODES: tuple[type[Mode], ...] = (*TASKS, *WAYS)

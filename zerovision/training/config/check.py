@@ -1,4 +1,4 @@
-"""The check of a configuration: types, ranges, names, and values that exclude each other."""
+"""Checks a configuration: types, ranges, names, and contradictions."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
 def check_launched_strategy(name: str) -> None:
-    """Raise UserError for what is no strategy of a launcher."""
+    """Raise UserError for an unknown launcher strategy."""
     if name not in STRATEGIES and name not in OF_LAUNCHERS:
         raise unknown_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
 
 
 def check_launched(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
-    """Check the configuration of ranks that a launcher will start, which may find the strategy; see `check_config`."""
+    """Check the configuration of a launched run, whose launcher may choose the strategy; see `check_config`."""
     check_launched_strategy(config.strategy)
     if config.strategy not in OF_LAUNCHERS:
         return check_config(config, label_of)
@@ -95,14 +95,14 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
 
 
 def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
-    """Check what needs neither torch nor the data: types, ranges, names, and values that exclude each other.
+    """Check what needs neither torch nor the data: types, ranges, names, and contradictions.
 
     Args:
         config: the configuration.
-        label_of: the name of each field in a message: its flag, or file and key.
+        label_of: each field's name in messages: its flag, or file and key.
 
     Returns:
-        The configuration, with what its task has by default, and its plug-ins loaded.
+        The configuration with its task's defaults and its plug-ins loaded.
 
     Raises:
         UserError: for the first value that is wrong.
@@ -124,10 +124,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
 
 
 def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> None:
-    """Check that what is not trained comes from somewhere, for a run that does not go on from a checkpoint.
+    """Check that frozen layers get weights, for a run that does not resume from a checkpoint.
 
     Raises:
-        UserError: if it would keep random weights.
+        UserError: if they would keep random weights.
     """
     has_weights = config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
     if read_tune(config.tune)[0] != "full" and not has_weights:
@@ -138,7 +138,7 @@ def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> 
 
 
 def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong about words and numbers by themselves, or raise the UserError of what reads them."""
+    """Yield mistakes in single values, or raise the UserError of their parser."""
     check_model_name(config.model_type)
     if config.loss not in LOSSES:
         raise unknown_name("loss", config.loss, LOSSES)
@@ -195,7 +195,7 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
 
 
 def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
-    """Yield what does not go together."""
+    """Yield contradictions between settings."""
     given = {name: f"{of[name]} {getattr(config, name)}" for name in FIELDS}
     for words, (is_chosen, allowed) in GOES_WITH.items():
         if is_chosen(config):
@@ -213,7 +213,7 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
 
 
 def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allowed_of: Values) -> Iterator[str]:
-    """Yield each value that does not go with a setting, which is given in words."""
+    """Yield each value that cannot be combined with a setting, which is given in words."""
     for name, allowed in allowed_of.items():
         if (value := getattr(config, name)) not in allowed:
             is_left_out = value is True or allowed == ("",)
@@ -222,7 +222,7 @@ def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allo
 
 
 def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
-    """Yield values that the update rules do not go with."""
+    """Yield values that the update rules do not support."""
     fallback = read_fallback(config.fallback_optimizer)
     options = read_options(of["optimizer_options"], config.optimizer_options)
     has_fallback = config.optimizer in MATRIX_RULES
@@ -238,7 +238,7 @@ def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
 
 
 def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong about the schedule."""
+    """Yield mistakes in the schedule."""
     schedule_fields(config.schedule, config, 1)
     used = 0.0  # epochs of the run
     for name in ("warmup_epochs", "cooldown_epochs"):
@@ -257,7 +257,7 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
 
 
 def _mixes(config: TrainConfig) -> bool:
-    """Return whether images are mixed: those of a micro-batch, with each other."""
+    """Return whether images of a micro-batch are mixed with each other."""
     return config.batch_size != 1 and bool(config.mixup or config.cutmix)
 
 
@@ -305,14 +305,14 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
 
 
 def needing_torch(config: TrainConfig) -> str:
-    """Return the first setting, with its value, that only PyTorch's engine follows; '' if there is none."""
+    """Return the first setting, with its value, that only PyTorch's engine supports; '' if there is none."""
     given = {name: f"{FLAG_OF[name]} {getattr(config, name)}" for name in FIELDS}
     needing = (words for words, (is_chosen, allowed) in GOES_WITH.items() if TORCH in allowed.get("engine", ()))
     return next((words.format_map(given) for words in needing if GOES_WITH[words][0](config)), "")
 
 
 def note_unused_flags(config: TrainConfig) -> list[str]:
-    """Return a note for the log that names the flags whose values change nothing in this run."""
+    """Return a note for the log that names the flags without effect in this run."""
     given = [name for name, field in FIELDS.items() if getattr(config, name) != field.default]
     unused = [FLAG_OF[name] for name in given if name in USED and not USED[name](config)]
     return [f"without effect in this run: {', '.join(unused)}"] if unused else []

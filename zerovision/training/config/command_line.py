@@ -1,7 +1,7 @@
-"""The command lines of all scripts: argparse, with each mistake in one line.
+"""The command lines of all scripts: argparse with one-line errors.
 
 The fields of `TrainConfig` declare the trainer's flags. Its values come from the defaults, then the preset, then the
-file, then the command line. Like `zerovision.training.config`, this module imports the standard library alone.
+file, then the command line. Like `zerovision.training.config`, this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DATA_EXTENSIONS = (".csv", ".tsv", ".parquet", ".tar")
 
 
 class JoinedAction(argparse.Action):
-    """Joins the values of a flag that is given several times, with commas."""
+    """Joins the values of a repeated flag with commas."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         before = getattr(namespace, self.dest, "")
@@ -65,7 +65,7 @@ class JoinedAction(argparse.Action):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that raises a `UserError` with what was given, what is allowed and the nearest name, without usage."""
+    """A parser whose errors are `UserError`s: what was given, what is allowed, and the nearest name, without usage."""
 
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(
@@ -88,11 +88,11 @@ class OneLineParser(argparse.ArgumentParser):
         """Add a flag that takes one value.
 
         Args:
-            flag: with its dashes.
-            read: converts the word; raises ValueError for one that is not allowed.
+            flag: the flag, with its dashes.
+            read: converts the word; raises ValueError if it is not allowed.
             expected: the allowed values, for the message.
             names: allowed names; the nearest is suggested.
-            options: of `add_argument`.
+            options: options of `add_argument`.
         """
 
         def convert(word: str) -> Any:
@@ -128,7 +128,7 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
     def add_local_rank(self) -> None:
-        """Add what other launchers add to every rank's command line; the environment has the same number."""
+        """Add the flag that other launchers add to every rank's command line; the environment has the same number."""
         self.add_value("--local_rank", int, "a whole number", help=argparse.SUPPRESS)
 
     @property
@@ -157,11 +157,11 @@ class OneLineParser(argparse.ArgumentParser):
         return given
 
     def _words(self) -> list[str]:
-        """Return the names of the arguments that are no flags."""
+        """Return the names of the positional arguments."""
         return [str(action.metavar or action.dest) for action in self._get_positional_actions()]
 
     def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return what this parser knows, and the other words; the errors are those of `parse`."""
+        """Return the known values, and the other words; for the errors, see `parse`."""
         for name, equals, value in (word.partition("=") for word in words):
             action = self._option_string_actions.get(name)
             if equals and value == "--" and action and action.nargs != 0:  # of which argparse makes an empty list
@@ -178,7 +178,7 @@ class OneLineParser(argparse.ArgumentParser):
             raise UserError(f"{flag}{value}: expected {self.expected[flag]}.") from None
 
     def check(self, **values: object) -> None:
-        """Check values that a function was given, by the names of its arguments, as those of the flags.
+        """Check a function's arguments by name, like the values of flags.
 
         Raises:
             UserError: for the first value that is wrong.
@@ -196,7 +196,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _as_data(word: str, flags: Sequence[str]) -> str:
-    """Return a hint for a word that is the name of data and stands alone, '' for any other."""
+    """Return a hint for a stray argument that names data, '' for any other."""
     path = os.path.expanduser(word)
     is_data = os.path.isdir(path) or (os.path.isfile(path) and path.lower().endswith(DATA_EXTENSIONS))
     flag = next((flag for flag in ("--check-data", "--data") if flag in flags), "")
@@ -209,13 +209,13 @@ def run_script(
 ) -> int:
     """Parse the command line, run the action, and return the exit code.
 
-    A user's mistake is one line and 2, a file server that does not answer one line and 75.
+    A user's mistake gives one line and exit code 2; a file server that does not answer, one line and 75.
 
     Args:
-        name: of the script, put before its messages.
-        parse: maps the words of the command line to their values; may raise SystemExit.
+        name: name of the script, the prefix of its messages.
+        parse: turns the command line into values; may raise SystemExit.
         action: does the work and returns the exit code.
-        writes_product: whether standard output is all that the script gives, so that it ends with the last reader.
+        writes_product: whether standard output is the script's only product, so that it ends with its reader.
     """
     if sys.stdout is sys.__stdout__:  # the trainer's outlasts its reader
         report_failed_output(is_product=writes_product)
@@ -238,7 +238,7 @@ def run_script(
 
 
 def print_user_error(name: str, error: UserError) -> int:
-    """Print a mistake that each rank finds by itself, on rank 0 alone; return the exit code."""
+    """Print a mistake that every rank finds, on rank 0 only; return the exit code."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     else:
@@ -247,14 +247,14 @@ def print_user_error(name: str, error: UserError) -> int:
 
 
 def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainConfig, bool]:
-    """Read the trainer's command line, and the file that it names, into a checked configuration.
+    """Read the trainer's command line, and its configuration file, into a checked configuration.
 
     Args:
-        argv: its words.
-        others: flags beside the trainer's that there are, for messages.
+        argv: the arguments.
+        others: other existing flags, for messages.
 
     Returns:
-        The configuration, and whether only its check was asked for (`--check-config`).
+        The configuration, and whether to only check it (`--check-config`).
 
     Raises:
         UserError: for anything unknown, of the wrong type or out of range, in one line.
@@ -281,13 +281,13 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
 def settled(
     values: dict[str, Any], preset: Mapping[str, Any], label_of: Mapping[str, str], *, is_launched: bool = False
 ) -> TrainConfig:
-    """Return the checked configuration of what is given, of the run that goes on, and of a preset.
+    """Return the checked configuration from the given values, the resumed run, and a preset.
 
     Args:
-        values: what is given, by field.
-        preset: of `read_preset`.
-        label_of: as of `check_config`.
-        is_launched: whether a launcher is still to start the ranks, and may find the strategy.
+        values: the given values, by field.
+        preset: the result of `read_preset`.
+        label_of: see `check_config`.
+        is_launched: whether a launcher will start the ranks, and may choose the strategy.
 
     Raises:
         UserError: for the first value that is wrong.
@@ -306,7 +306,7 @@ def settled(
 
 
 def _named(values: Mapping[str, Any]) -> TrainConfig:
-    """Return a configuration in which a network of a hub's repository is one by name, with its weights."""
+    """Return a configuration in which a network from a hub repository becomes a named one with its weights."""
     config = TrainConfig(**values)
     if not config.model_type.startswith(HUB_PREFIX):
         return config
@@ -319,7 +319,7 @@ def _named(values: Mapping[str, Any]) -> TrainConfig:
 def _override_hint(
     message: str, values: Mapping[str, Any], of_preset: Mapping[str, Any], label_of: Mapping[str, str]
 ) -> str:
-    """Return the flag that overrides the preset's value that a message is about, if that makes the message go away."""
+    """Return the flag that overrides the preset's value in a message, if that fixes the mistake."""
 
     def subject(text: str) -> str:
         return max((label for label in label_of.values() if text.startswith(label)), key=len, default=text)
@@ -339,10 +339,10 @@ def _override_hint(
 
 
 def training_parser(*, hides_rare: bool = False) -> OneLineParser:
-    """Return the parser of the trainer's flags; a field of `TrainConfig` that is not given has no attribute.
+    """Return the parser of the trainer's flags; fields of `TrainConfig` that are not given have no attribute.
 
     Args:
-        hides_rare: whether its help shows the flags of `USUAL` alone.
+        hides_rare: whether its help shows only the flags in `USUAL`.
     """
     parser = OneLineParser("train_distributed", "Train an image classifier on any number of GPUs, or CPU ranks.")
     if hides_rare:
@@ -386,7 +386,7 @@ def training_parser(*, hides_rare: bool = False) -> OneLineParser:
 
 
 def wrong_value(label: str, value: object, allowed: str, names: Sequence[str]) -> UserError:
-    """Build the error for a value that a flag or a key of a file does not take."""
+    """Build the error for a value that a flag or a key in a file does not accept."""
     kind = plain(label.rpartition(" ")[2]).replace("-", "_")
     word = value if isinstance(value, str) else shown(value)  # shown: Python formats no number of 5000 digits
     hint = ours(word, names, kind) or (nearest(value, names) if isinstance(value, str) else "")

@@ -1,6 +1,6 @@
-"""The settings of a command beside the trainer: a dataclass whose fields are its flags, and its docstring their help.
+"""The settings of a command other than the trainer: a dataclass whose fields are flags and whose docstring is the help.
 
-The functions declare a field as `OneLineParser` takes its value; one without a default must be given.
+The functions declare fields for `OneLineParser`; a field without a default must be given.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ END_OF_FLAGS = "--"  # what follows is for another command
 
 
 def word(metavar: str, help: str, **options: Any) -> Any:
-    """Declare a word without a flag."""
+    """Declare a positional argument."""
     return _declared("add_argument", metavar=metavar, help=help, **options)
 
 
 def text(help: str, default: Any = "", **options: Any) -> Any:
-    """Declare a flag of any text; the options are those of `add_argument`."""
+    """Declare a flag with any text; the options are those of `add_argument`."""
     return _declared("add_argument", default=default, help=help, **options)
 
 
 def number(default: float | None, low: float, high: float, help: str, kind: str = "") -> Any:
-    """Declare a flag of a number (`kind` in messages) from `low` to `high`; None for one that must be given."""
+    """Declare a flag with a number (`kind` in messages) from `low` to `high`; the default None makes it required."""
     return _declared("add_number", low, high, kind=kind, help=help, **_given(default))
 
 
 def choice(default: str | None, names: Iterable[str], help: str) -> Any:
-    """Declare a flag of one of the names, which are read when it is checked; None for one that must be given."""
+    """Declare a flag with one of the names, which are read at the check; the default None makes it required."""
     return _declared("add_choice", names, help=help, **_given(default))
 
 
@@ -43,7 +43,7 @@ def switch(help: str) -> Any:
 
 
 def words_behind(*, takes_trainers: bool = False) -> Any:
-    """Declare the words behind `--`; with the flags among the command's own that it does not know: the trainer's."""
+    """Declare the words after `--`, or the trainer's flags among the command's own."""
     return dataclasses.field(default=(), metadata={"takes_trainers": takes_trainers})
 
 
@@ -58,10 +58,10 @@ def _declared(method: str, *values: Any, **options: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandSettings:
-    """What each command's settings can do; `NAME` is that of the command.
+    """The base class of each command's settings; `NAME` is the command's name.
 
     Raises:
-        UserError: for a value that its flag would not take.
+        UserError: for a value that its flag would refuse.
     """
 
     NAME: ClassVar = ""
@@ -113,11 +113,11 @@ class CommandSettings:
         return cls(**values | {field.name: rest for field in behind})
 
     def look(self) -> None:
-        """Raise a UserError if what the words name is not there: before the slow imports."""
+        """Raise a UserError if a named file or run is missing, before the slow imports."""
 
 
 def is_word(field: dataclasses.Field) -> bool:
-    """Whether a field is a word without a flag."""
+    """Whether a field is a positional argument."""
     return "method" in field.metadata and not {"default", "required"} & field.metadata["options"].keys()
 
 

@@ -1,4 +1,4 @@
-"""The configuration file of `--config`: YAML or JSON, one value a line, each mistake one line."""
+"""The configuration file of `--config`: YAML or JSON, one value per line, with one-line errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_preset(name: str) -> dict[str, Any]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read a YAML (or JSON) file of configuration values; keys as flags (`batch-size`) or as fields (`batch_size`).
 
-    Whether they go together is known with the flags that win over some of them: see `check_config`.
+    Contradictions are found later, when flags have overridden some of the values: see `check_config`.
 
     Raises:
         UserError: if the file is missing or malformed, a key is unknown, or its value wrong.
@@ -47,7 +47,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def labels_of(where: str) -> dict[str, str]:
-    """Return the name that each field of a file has in a message."""
+    """Return the name of each field of a file in messages."""
     return {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
 
 
@@ -55,7 +55,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
     """Return what a file contains, by field.
 
     Args:
-        content: by key.
+        content: the values by key.
         where: the file, for messages.
 
     Raises:
@@ -83,7 +83,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def _load_file(path: Path, where: str) -> dict[Any, Any]:
-    """Read a JSON or YAML file that may hold anything: it is read whole, at once, or refused in one line."""
+    """Read an untrusted JSON or YAML file: it is read whole at once, or refused in one line."""
     try:
         text = read_small_text(path, LARGEST_FILE)
     except (OSError, ValueError) as error:
@@ -106,7 +106,7 @@ def _load_file(path: Path, where: str) -> dict[Any, Any]:
 
 
 def _parse_json_or_yaml(text: str) -> Any:
-    """Parse a configuration; what JSON can read is JSON, whose pairs of surrogates YAML takes for two characters."""
+    """Parse a configuration, as JSON if possible, because YAML takes JSON's surrogate pairs for two characters."""
     if text.lstrip().startswith("{"):
         with contextlib.suppress(ValueError):
             return json.loads(text)
@@ -114,10 +114,10 @@ def _parse_json_or_yaml(text: str) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Reads one mapping to plain values; what lies deeper, and aliases, can grow without end while they are read."""
+    """Reads one mapping of plain values; deeper structures and aliases could grow without limit while they are read."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuse whatever is no scalar, below the top."""
+        """Refuse everything but scalars below the top level."""
         event = self.peek_event()
         if parent is not None and not isinstance(event, yaml.ScalarEvent):
             raise ComposerError(None, None, PLAIN_LINES, event.start_mark)

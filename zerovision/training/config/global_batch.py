@@ -1,6 +1,6 @@
 """The images of an update over all ranks, and how they are divided: micro-batch x accumulation steps x ranks.
 
-This module imports no torch: launchers use it too.
+This module does not import torch, because launchers use it too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ MOST_RANKS = 100_000  # that a message suggests
 
 
 def usual_global_batch(ranks: int, training_images: int = 0) -> int:
-    """Return the multiple of 8 images for each rank that is nearest to `USUAL_GLOBAL_BATCH`, less for few images.
+    """Return the multiple of 8 images per rank nearest to `USUAL_GLOBAL_BATCH`; less for few training images.
 
     Args:
-        ranks: that share it.
-        training_images: of which an epoch shall have `FEWEST_STEPS` batches, if 8 for each rank do; 0 for any number.
+        ranks: ranks that share it.
+        training_images: their number; an epoch shall have `FEWEST_STEPS` batches, if 8 images per rank allow it; 0 for
+            any number.
     """
     unit = FEWEST_IMAGES * ranks
     most = (training_images - 1) // (FEWEST_STEPS - 1) if training_images else 2 * USUAL_GLOBAL_BATCH * ranks
@@ -37,7 +38,7 @@ def usual_global_batch(ranks: int, training_images: int = 0) -> int:
 
 
 def few_steps_note(global_batch: int, ranks: int, training_images: int) -> str:
-    """Return that an epoch has fewer than `FEWEST_STEPS` batches, and what to type; '' if it has as many."""
+    """Return a note if an epoch has fewer than `FEWEST_STEPS` batches, with what to type; else ''."""
     steps = -(-training_images // global_batch)
     if steps >= FEWEST_STEPS:
         return ""
@@ -53,8 +54,8 @@ def micro_batches(global_batch: int, ranks: int, most: int = 0) -> list[int]:
 
     Args:
         global_batch: images of an update over all ranks.
-        ranks: that share it.
-        most: the largest that is wanted; 0 for no limit but that of `--batch-size`.
+        ranks: ranks that share it.
+        most: the largest allowed; 0 for only the limit of `--batch-size`.
 
     Raises:
         UserError: if there is none, with the nearest global batches that have one.
@@ -87,7 +88,7 @@ def largest_divisor(share: int, most: int) -> int:
 
 
 def divided(config: TrainConfig, batch_size: int, global_batch: int, ranks: int) -> TrainConfig:
-    """Return the configuration with a micro-batch, which divides a rank's share, and its accumulation steps."""
+    """Return the configuration with a micro-batch that divides a rank's share, and its accumulation steps."""
     steps = global_batch // ranks // batch_size
     return dataclasses.replace(config, batch_size=batch_size, gradient_accumulation_steps=steps)
 
@@ -121,10 +122,10 @@ def check_division(config: TrainConfig, ranks: int) -> None:
 
 
 def divide_given(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the configuration of a new run with the accumulation steps that `--global-batch` takes, if it is given.
+    """Return the configuration of a new run with the accumulation steps for `--global-batch`, if that is given.
 
     Raises:
-        UserError: if the ranks and the batch size do not divide it, or other accumulation steps are given.
+        UserError: if the ranks and the batch size do not divide it, or different accumulation steps are given.
     """
     if not config.global_batch:
         return config
@@ -141,14 +142,14 @@ def divide_given(config: TrainConfig, ranks: int) -> TrainConfig:
 
 
 def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure: str = "") -> TrainConfig:
-    """Return the configuration, whose batch size is a number, with the accumulation steps that a global batch takes.
+    """Return the configuration, whose batch size is a number, with the accumulation steps for a global batch.
 
     Args:
         config: the configuration.
         global_batch: images of an update over all ranks.
-        ranks: that share it.
-        whose: it is, for messages.
-        cure: of a global batch that the ranks do not divide, beside other numbers of ranks.
+        ranks: ranks that share it.
+        whose: whose global batch it is, for messages.
+        cure: what else to do about a global batch that the ranks do not divide, besides changing their number.
 
     Raises:
         UserError: if the ranks and the batch size do not divide it; the message has values that do.

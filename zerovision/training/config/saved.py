@@ -1,4 +1,4 @@
-"""The settings of a run that goes on: those that it has, but for what is given now."""
+"""The settings of a resumed run: its own, except for what is given now."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OF_THE_BEGINNING = ("weights", "pretrained")  # which a resume does not load
 
 
 def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the run that goes on, or of a preset for a new one, with what is given in their places.
+    """Return the settings of the resumed run, or of a preset for a new run, overridden by what is given.
 
-    A run has saved what it has made of "auto", which therefore means that; but `--batch-size auto` is as much of it as
-    the ranks of this start can share.
+    A run saves what "auto" became, so "auto" then means that; but `--batch-size auto` is limited to what the ranks of
+    this start can share.
 
     Raises:
         UserError: if the run was made with plug-ins that are not loaded.
@@ -53,11 +53,11 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
 
 
 def resumed(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
-    """Return the configuration with what it leaves open filled from the run that goes on.
+    """Return the configuration with unset values filled from the resumed run.
 
     Args:
-        config: as given.
-        is_restart: whether the launcher restarted this run: its own checkpoints go before what `resume` says.
+        config: the configuration as given.
+        is_restart: whether the launcher restarted this run; its own checkpoints then come before `resume`.
     """
     goes_on = is_restart and config.run_name and run_folder(config).has_checkpoint
     given = vars(config) | ({"resume": "auto"} if goes_on else {})
@@ -65,7 +65,7 @@ def resumed(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
 
 
 def is_left_open(name: str, value: Any) -> bool:
-    """Return whether a value leaves a setting to the run."""
+    """Return whether a value leaves the setting to the run."""
     return value in ("auto", LEFT_OPEN.get(name, "auto"))
 
 
@@ -74,7 +74,7 @@ def _name(of_hub: str) -> str:
 
 
 def saved_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the folder of the run says that goes on, {} if none does."""
+    """Return the settings saved in the resumed run's folder, {} if no run is resumed."""
     place = TrainConfig(**{name: given[name] for name in ("run_name", "log_dir", "resume") if name in given})
     if place.resume == "never":
         return {}

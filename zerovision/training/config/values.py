@@ -1,4 +1,4 @@
-"""The values that a field of the configuration takes, from the command line or from a file."""
+"""The allowed values of a configuration field, from the command line or a file."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def field_types() -> dict[str, Any]:
 
 
 def number_type(field: dataclasses.Field) -> type | None:
-    """Return int or float for a field that takes a number, None for any other."""
+    """Return int or float for a numeric field, None for any other."""
     annotation = field_types()[field.name]
     return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), None)
 
 
 def allowed_names(field: dataclasses.Field) -> list[str]:
-    """Return the names that a field takes: of a `Literal`, or beside a number."""
+    """Return the names that a field accepts: of a `Literal`, or besides a number."""
     annotation = field_types()[field.name]
     parts = [annotation, *get_args(annotation)]
     return [name for part in parts for name in get_args(part) if isinstance(name, str)]
 
 
 def read_value(field: dataclasses.Field, value: Any) -> Any:
-    """Convert a word of the command line, or a value of a file, to the field's type; ranges are checked later.
+    """Convert a command-line word or a file's value to the field's type; ranges are checked later.
 
     Raises:
-        ValueError: it cannot be one of the field's values.
+        ValueError: if it cannot be a value of the field.
     """
     kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
@@ -71,24 +71,24 @@ def read_value(field: dataclasses.Field, value: Any) -> Any:
 
 
 def show_value(value: Any) -> str:
-    """Write a value as the command line takes it."""
+    """Format a value as the command line accepts it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def changed_flags(config: TrainConfig, start: TrainConfig, left_out: Collection[str] = ()) -> list[str]:
-    """Return `--flag=value` for each value that differs from another configuration, without a launcher's words."""
+    """Return `--flag=value` for each value that differs from another configuration, without launcher arguments."""
     values = {name: getattr(config, name) for name in FLAG_OF if name not in (*WORDS_OF_LAUNCH, *left_out)}
     return [f"{FLAG_OF[name]}={show_value(value)}" for name, value in values.items() if value != getattr(start, name)]
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Return a configuration that names the hub's repository in place of its weights in the local cache."""
+    """Return a configuration that names the hub repository instead of its cached weights."""
     name = hub_name_of(config.weights)
     return dataclasses.replace(config, model_type=name, weights="") if name else config
 
 
 def without_folders(config: TrainConfig) -> TrainConfig:
-    """Return a configuration with the names of files and folders alone, for readers who have other folders."""
+    """Return a configuration with only the names of files and folders, for readers on other machines."""
     paths = {one.name: one.default for one in dataclasses.fields(config) if one.metadata.get("is_path")}
     if not config.class_weights.lower().endswith(".csv"):
         del paths["class_weights"]  # which are given themselves, by names of classes
@@ -98,7 +98,7 @@ def without_folders(config: TrainConfig) -> TrainConfig:
 
 
 def name_alone(value: str) -> str:
-    """Return what a path, or a name in place of one, names without its folder."""
+    """Return the name at the end of a path, without its folder; a value that is not a path stays as it is."""
     if URL in value or value.startswith(NO_PATHS):
         return value
     kind = "npz:" * value.startswith("npz:")
@@ -108,13 +108,13 @@ def name_alone(value: str) -> str:
 def launch_command(
     config: TrainConfig, ranks: int, ranks_per_machine: int, left_out: Collection[str] = ()
 ) -> list[str]:
-    """Return the command that trains with a configuration: the launcher, its words, and what is not at its default.
+    """Return the command that trains with a configuration: the launcher, its arguments, and non-default flags.
 
     Args:
-        config: of the training.
-        ranks: of all machines.
-        ranks_per_machine: of which there are several if this is fewer.
-        left_out: fields that are not repeated.
+        config: settings of the training.
+        ranks: number of ranks over all machines.
+        ranks_per_machine: ranks on each machine; there are several machines if this is fewer.
+        left_out: fields to leave out.
     """
     config, machines = as_given(config), ranks // max(ranks_per_machine, 1)
     script, sizes = "launch_distributed.sh", [ranks]
@@ -127,7 +127,7 @@ def launch_command(
 
 
 def is_allowed(value: Any, field: dataclasses.Field) -> bool:
-    """Return whether a value has a field's type and lies in its range."""
+    """Return whether a value has a field's type and is in its range."""
     try:
         if read_value(field, value) != value:
             return False
@@ -145,7 +145,7 @@ def is_allowed(value: Any, field: dataclasses.Field) -> bool:
 
 
 def allowed_values(field: dataclasses.Field) -> str:
-    """Return the values that a field takes, for a message."""
+    """Return the allowed values of a field, for a message."""
     kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
     if number:
         texts = {"above": "above {}", "low": "from {}", "high": "up to {}"}

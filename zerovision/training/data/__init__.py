@@ -1,4 +1,4 @@
-"""Training data: `load_data`, and what it is given. Importing this module imports neither torch nor Pillow."""
+"""Training data: `load_data` and its options. Importing this module imports neither torch nor Pillow."""
 
 from __future__ import annotations
 
@@ -37,18 +37,17 @@ FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # what auto takes from the s
 
 @dataclass(frozen=True)
 class DataOptions(DataFields):
-    """What to load and how to prepare it: the flags of the data, and what it needs of others.
+    """What to load and how to prepare it: the data flags, and values of other flags that it needs.
 
     Attributes:
-        mean: Per channel, of pixels in 0..1; None for the data set's own (a pretrained backbone brings its own).
-        std: As `mean`.
-        seed: Of the run.
-        epochs: How often the images are read: the end of mixing depends on it.
-        class_weights: As the flag, for the counts that they need.
-        eval_crop: As the flag, or what stands for auto.
-        interpolation: As `eval_crop`.
-        made_for: How images were prepared for the starting weights, see `models.preparation`, but for what the user
-            chose.
+        mean: Mean per channel of pixels in 0..1; None for the data set's own. A pretrained backbone has its own.
+        std: Standard deviation, like `mean`.
+        seed: The run's seed.
+        epochs: How often the images are read, which determines when mixing ends.
+        class_weights: The value of the flag; balanced weights need counts.
+        eval_crop: The value of the flag, with auto resolved.
+        interpolation: See `eval_crop`.
+        made_for: The preprocessing of the starting weights, see `models.preparation`, except for the user's choices.
     """
 
     mean: tuple[float, ...] | None = None
@@ -67,7 +66,7 @@ class DataOptions(DataFields):
 
 
 def data_options(config: TrainConfig) -> DataOptions:
-    """Return the options of the data set that a configuration names; starting weights bring how images are prepared."""
+    """Return the options of a configuration's data set; starting weights determine the preprocessing."""
     from zerovision.models.preparation import starting_preparations
 
     made_for = starting_preparations(
@@ -93,10 +92,10 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
     """Load the training and validation set that `options` names; the same on every rank.
 
     Args:
-        options: Of the data.
-        whole: "all" to divide nothing, or "train", "val" or "test" for the images of that part alone: they are both
-            sets, and are not cached. For data of `DatasetEntry.has_parts`.
-        images: What `list_images` has listed by these options, None to list it.
+        options: Options of the data.
+        whole: "all" for undivided data, or "train", "val" or "test" for only that part: both sets then have these
+            images, without a cache. Only for data with `DatasetEntry.has_parts`.
+        images: The result of `list_images` with these options, None to list them now.
 
     Raises:
         UserError: An option or the data is invalid; see the module of the data set.
@@ -120,10 +119,10 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
 
 
 def list_images(options: DataOptions) -> Images | None:
-    """Return the images of data that lists them one by one, None of any other.
+    """Return the images of data that lists them one by one, None for other data.
 
     Raises:
-        UserError: As `load_data`.
+        UserError: See `load_data`.
     """
     entry = find_dataset(options.data)
     return importlib.import_module(entry.module, __name__).listing(options) if entry.has_parts else None
@@ -147,7 +146,7 @@ def bad_image_share(value: str) -> Fraction:
 
 
 def find_dataset(data: str) -> DatasetEntry:
-    """Return the entry of a `--data` value: a name from the table, else what the path leads to."""
+    """Return the entry for a `--data` value: a name in the table, or else the kind of file or folder."""
     if check_url(data):
         return DATASETS[URL]
     name, colon, _ = data.partition(":")
@@ -166,7 +165,10 @@ def find_dataset(data: str) -> DatasetEntry:
 
 
 def _suffix_of_all(folder: str) -> str:
-    """Return the suffix of the archives in a folder, '' if it has none, or folders: they are classes or parts."""
+    """Return the suffix of the archives in a folder.
+
+    '' if it has none, or has subfolders, which are classes or parts.
+    """
 
     def looked() -> str:
         found = ""
@@ -186,7 +188,7 @@ def _suffix_of_all(folder: str) -> str:
 
 
 def _check_options(options: DataOptions) -> None:
-    """Check what a caller from Python may get wrong; the command line is checked before."""
+    """Check the options of a Python caller; the command line is checked earlier."""
     bad_image_share(options.bad_images)
     for name, hint in get_type_hints(DataOptions).items():
         given, allowed = getattr(options, name), get_args(hint)

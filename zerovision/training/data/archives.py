@@ -1,8 +1,8 @@
-"""Folders of archives, files that contain encoded images: which ones there are, and an index of each beside it.
+"""Folders of archives (files that contain encoded images), and an index beside each archive.
 
-An index says where every image is, and its label. It is made when an archive is first read, or was changed: beside it,
-or below `--data-root` if nothing can be written there. It is a NumPy file without objects, and nothing in it is a path
-that is opened.
+An index contains the position and label of every image. It is written when an archive is first read or has changed:
+beside the archive, or below `--data-root` if that folder is read-only. It is a NumPy file without objects, and none of
+its contents is opened as a path.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Index(NamedTuple):
     """What an archive contains.
 
     Attributes:
-        images: As they are read.
-        class_names: Of the labels, if the archive says them.
-        left_out: Samples without an image, or without a label where files may have such.
-        columns: As of `Kind`.
-        unused: Names of the columns, or keys of JSON, that are not used.
+        images: The images in file order.
+        class_names: Names of the labels, if the archive contains them.
+        left_out: Number of samples without an image, or without a label where that is allowed.
+        columns: See `Kind`.
+        unused: Names of unused columns or JSON keys.
         dotted: Number of images whose names have more than one dot, and the first of them.
-        state: Size of the archive in bytes, and time of its last change in ns.
-        file: Inode of a local archive, and time of the last change of its inode in ns.
-        checksum: See `checksum_of`; `UNKNOWN_CHECKSUM` unless the file is, or was, read behind a URL.
+        state: Size of the archive in bytes, and the time of its last change in ns.
+        file: Inode of a local archive, and the time of the inode's last change in ns.
+        checksum: See `checksum_of`; `UNKNOWN_CHECKSUM` unless the file is, or was, read from a URL.
     """
 
     images: Images
@@ -74,10 +74,10 @@ class Kind(NamedTuple):
     """A kind of archive.
 
     Attributes:
-        suffix: Of the files' names.
+        suffix: Suffix of the files' names.
         scan: Reads an archive's index from its content; raises UserError.
-        open: Returns what reads images of files with these states.
-        columns: What decides an index besides the file.
+        open: Returns a reader for images of files with these states.
+        columns: The column names, which also determine the index.
     """
 
     suffix: str
@@ -87,10 +87,10 @@ class Kind(NamedTuple):
 
 
 def read(kind: Kind, options: DataOptions) -> Images:
-    """Return the images of archives, in a folder, in its folders of parts, or of one file; see `listing_of`.
+    """Return the images of archives in a folder, in its subfolders for parts, or in one file; see `listing_of`.
 
     Raises:
-        UserError: There is none, or one that cannot be read, or that has an image without a label.
+        UserError: If there is no archive, or one that is unreadable or has an image without a label.
     """
     root = Path(os.path.expanduser(options.data)).resolve()
     files = _find(root, kind.suffix)
@@ -105,17 +105,17 @@ def read(kind: Kind, options: DataOptions) -> Images:
 def listing_of(
     root: PurePath, indexes: list[Index], archive: Archive, options: DataOptions, read_names: Callable[[], bytes]
 ) -> Images:
-    """Return what archives contain by their indexes, each image in the part that its column or its file names.
+    """Return the content of archives from their indexes, each image in the part that its column or file names.
 
     Args:
         root: Folder of the archives.
-        indexes: Of each of the archive's files.
-        archive: What reads them.
-        options: Of the data.
+        indexes: Index of each of the archive's files.
+        archive: Reads them.
+        options: Options of the data.
         read_names: Returns the content of `CLASS_NAMES`, or raises OSError.
 
     Raises:
-        UserError: There is no image, or a label without a name.
+        UserError: If there is no image, or a label without a name.
     """
     files, notes = archive.files, list(_notes(indexes))
     if not any(len(index.images) for index in indexes):
@@ -158,13 +158,13 @@ def _find(root: Path, suffix: str) -> list[Path]:
 
 
 def _part_of(file: PurePath, root: PurePath) -> str:
-    """Return the name of the part that an archive is of: its own without number, or that of its folder."""
+    """Return the name of an archive's part: its own name without the number, or its folder's."""
     own = _NUMBERING.sub("", file.stem)
     return own if file.parent == root or part_kind(own)[0] else file.parent.name
 
 
 def _given_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[[], bytes]) -> list[str]:
-    """Return the names of the classes that the files, or a file beside them, have in an order; [] without."""
+    """Return the ordered class names from the files, or from a file beside them; [] if there are none."""
     named = {tuple(index.class_names) for index in indexes} - {()}
     if len(named) > 1:
         raise UserError(f"the files in '{root}' have different names of classes: make them alike.")
@@ -176,7 +176,7 @@ def _given_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[
 
 
 def open_index(kind: Kind, file: Path, cache: Path) -> Index:
-    """Return the index of an archive; make it if there is none, or the archive has changed."""
+    """Return the index of an archive; write it if it is missing, or the archive has changed."""
     status = patiently(partial(os.stat, file), file)
     state, inode = identity_of(status)
     places = index_of(file), kept_index_of(file, cache)
@@ -202,17 +202,17 @@ def identity_of(status: os.stat_result) -> tuple[tuple[int, int], tuple[int, int
 
 
 def index_of(file: AnyPath) -> AnyPath:
-    """Return the place of an archive's index beside it."""
+    """Return the path of an archive's index beside it."""
     return file.with_name(file.name + SUFFIX)
 
 
 def kept_index_of(file: PurePath, cache: Path) -> Path:
-    """Return the place of an archive's index where nothing can be written beside it."""
+    """Return the path of an archive's index if its folder is read-only."""
     return cache / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}{SUFFIX}"
 
 
 def index_from(read: Callable[[], bytes]) -> Index | None:
-    """Return the index that a file has; None if it cannot be read, or is none."""
+    """Return the index in a file; None if it is unreadable or not an index."""
     try:
         content = read()
     except OSError:
@@ -234,7 +234,7 @@ def write_index(index: Index, place: Path) -> None:
 
 
 def _parsed(content: bytes) -> Index:
-    """Return an index from the content of its file; raise one of many errors if it is none."""
+    """Return an index from the content of its file; raise one of various errors if it is invalid."""
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         facts, text = json.loads(file["facts"].tobytes()), file["text"]
         columns = {name: file[f"of_{name}"] for name in COLUMNS}

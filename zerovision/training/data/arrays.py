@@ -1,8 +1,8 @@
 """Data sets of arrays in memory: `digits`, `fake` and `npz:FILE`.
 
 Digits are scikit-learn's, real images that need no download (Alpaydin and Kaynak, "Optical Recognition of Handwritten
-Digits", UCI, 1998, CC BY 4.0), in the order of its stratified split of seed 0. A NumPy file has the names of Keras'
-data sets: x_train, y_train, x_test, y_test.
+Digits", UCI, 1998, CC BY 4.0), in the order of its stratified split of seed 0. A NumPy file has the array names of
+Keras' data sets: x_train, y_train, x_test, y_test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLASS_NAMES = "class_names"
 
 
 def load(options: DataOptions) -> DatasetPair:
-    """Load the data set that the options name; raise UserError as `_load_npz`."""
+    """Load the data set that the options name; for errors, see `_load_npz`."""
     return {"digits": _load_digits, "fake": _load_fake}.get(options.data, _load_npz)(options)
 
 
@@ -60,7 +60,7 @@ def _load_digits(options: DataOptions) -> DatasetPair:
 
 
 def _load_fake(options: DataOptions) -> DatasetPair:
-    """Generate the images: the same for every seed, of 32 pixels; another size resizes them when they are read."""
+    """Generate images of 32 pixels, the same for every seed; for another size they are resized when read."""
     train, val = _waves(FAKE_TRAIN_IMAGES, stream=0), _waves(FAKE_VAL_IMAGES, stream=1)
     class_names = [f"wave-{label}" for label in range(FAKE_CLASSES)]
     return make_array_datasets(train, val, class_names, options, IMAGE_SIZE)
@@ -85,7 +85,7 @@ def _load_npz(options: DataOptions) -> DatasetPair:
     """Load images [N, H, W] or [N, H, W, C] and labels [N], numbers or names; class names [classes] are optional.
 
     Raises:
-        UserError: The file is missing, no such file, or an array has another shape or type.
+        UserError: If the file is missing or not a NumPy file, or an array has the wrong shape or type.
     """
     path = Path(os.path.expanduser(options.data.partition(":")[2]))
     try:
@@ -119,7 +119,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _labels(arrays: dict[str, np.ndarray], part: str, where: str) -> list[Label | None]:
-    """Return the labels of a part, None for each image without one; raise UserError if they are no labels."""
+    """Return the labels of a part, None for each image without one; raise UserError if they are not labels."""
     missing = [name for name in (f"x_{part}", f"y_{part}") if name not in arrays]
     if missing:
         raise UserError(f"{where}: {missing[0]} is missing; expected x_train, y_train, x_test, y_test.")

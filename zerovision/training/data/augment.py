@@ -1,10 +1,10 @@
-"""What happens to an image before it is stacked into a batch: cropped and resized, then changed by a policy.
+"""Transforms single images before batching: crops, resizes, then applies a policy.
 
 Training and evaluation return uint8 [C, S, S]; shifting, mirroring and normalising follow on the device, a batch at a
-time (`batch_transforms`). `evaluation_transform` is all of it for one image, for users of a trained model.
+time (`batch_transforms`). `evaluation_transform` does everything for one image, for users of a trained model.
 
-Policies are applied by Pillow to single images: RandAugment, TrivialAugment, AutoAugment, 3-Augment, colour jitter.
-They draw from the global generators of Python, NumPy and torch: see `randomness.seed_generators`.
+Pillow applies the policies to single images: RandAugment, TrivialAugment, AutoAugment, 3-Augment, colour jitter. They
+draw from the global generators of Python, NumPy and torch: see `randomness.seed_generators`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def random_box(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Box:
-    """Choose a part of 8 to 100 % of the area, of sides 3:4 to 4:3, anywhere in the image.
+    """Choose a random part with 8 to 100 % of the area and an aspect ratio of 3:4 to 4:3.
 
-    Area and shape (uniform in its logarithm) are drawn until they fit, at most 10 times; then the largest central part
-    of an allowed shape is taken. The same distribution as torchvision's `RandomResizedCrop.make_params`.
+    Area and shape (log-uniform) are drawn until they fit, at most 10 times; then the largest central part with an
+    allowed shape is used. The distribution is that of torchvision's `RandomResizedCrop.make_params`.
 
     Args:
         height: Height of the image in pixels.
@@ -78,7 +78,7 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
-    """Return the function from uint8 [C, H, W], or what `values` names, to float32 [C, H, W] of `image_size`."""
+    """Return the function from uint8 [C, H, W], or the type in `values`, to float32 [C, H, W] of size `image_size`."""
     steps = [evaluation_geometry(preprocessing), v2.ToDtype(torch.float32, scale=True)]
     if preprocessing.values != BYTES:  # bytes are resized as bytes, and rounded
         steps.reverse()
@@ -86,7 +86,7 @@ def evaluation_transform(preprocessing: Preprocessing) -> Transform:
 
 
 def evaluation_geometry(preprocessing: Preprocessing) -> Transform:
-    """Build the part of `evaluation_transform` before normalisation: from uint8 or float32 [C, H, W] to [C, S, S]."""
+    """Build the part of `evaluation_transform` before normalization: from uint8 or float32 [C, H, W] to [C, S, S]."""
     size, resize_size = preprocessing.image_size, preprocessing.resize_size
     filter_mode = InterpolationMode(preprocessing.interpolation)
     if preprocessing.fit == "pad":
@@ -97,13 +97,13 @@ def evaluation_geometry(preprocessing: Preprocessing) -> Transform:
 
 
 def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour: Sequence[float]) -> torch.Tensor:
-    """Resize the side that is longer than the shape, with antialiasing, and fill up at both ends of the other one.
+    """Resize with antialiasing to fit into the shape, and pad the other side at both ends.
 
     Args:
         image: uint8 or float32 [1 or C, H, W].
         size: In pixels.
         mode: The filter.
-        colour: Of the bars, for C channels; 1 is 255 in bytes.
+        colour: Colour of the bars, for C channels; 1 is 255 in bytes.
 
     Returns:
         As `image`, [C, H, W] of this size.
@@ -123,21 +123,21 @@ def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour
 
 
 def viewable(images: torch.Tensor) -> torch.Tensor:
-    """Return the channels [..., 1 or 3, H, W] of images that are shown as grey or RGB: the first ones."""
+    """Return the first channels [..., 1 or 3, H, W] of images, to show them as grey or RGB."""
     return images[..., : 3 if images.shape[-3] >= 3 else 1, :, :]
 
 
 def unnormalized(images: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """Return normalised images [..., C, H, W] as values in 0..1 again."""
+    """Return normalized images [..., C, H, W] as values in 0..1."""
     means = (preprocessing.mean, preprocessing.std)
     mean, std = (torch.tensor(each, device=images.device)[:, None, None] for each in means)
     return images * std + mean
 
 
 def resize(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """Resize uint8 [C, h, w] to [C, S, S] with antialiasing: torchvision's `resize`, which would copy a cropped view.
+    """Resize uint8 [C, h, w] to [C, S, S] with antialiasing; unlike torchvision, do not copy a cropped view.
 
-    The fastest if the channels are innermost in memory.
+    This is fastest if the channels are innermost in memory.
     """
     size, mode = preprocessing.image_size, preprocessing.interpolation
     # the new dimension is put before the height, else torch does not see that the channels are innermost
@@ -150,7 +150,7 @@ SOLARIZED_FROM = 128  # grey level
 
 
 def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
-    """Return timm's RandAugment, with its defaults for pixels from beyond the edge."""
+    """Return timm's RandAugment, with its default fill for pixels beyond the edge."""
     from timm.data import auto_augment  # timm takes seconds to import
 
     fill = tuple(round(255 * value) for value in preprocessing.mean)
@@ -163,7 +163,10 @@ def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Ca
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep 1 to 8 bits of each pixel, or none: black, as before Pillow 13, which refuses what timm asks for then."""
+    """Keep 1 to 8 bits of each pixel, or none, which gives black as before Pillow 13.
+
+    Pillow 13 refuses 0 bits, which timm uses.
+    """
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
 
@@ -172,13 +175,13 @@ def _trivialaugment(augmentation: Augmentation, preprocessing: Preprocessing) ->
 
 
 def _autoaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
-    """Return the policy that was found for ImageNet, CIFAR-10 or SVHN."""
+    """Return the policy found for ImageNet, CIFAR-10 or SVHN."""
     found_for = v2.AutoAugmentPolicy(augmentation.policy.removeprefix("autoaugment_"))
     return v2.AutoAugment(found_for, interpolation=InterpolationMode(preprocessing.interpolation))
 
 
 def _three_augment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
-    """Return grey, solarized or blurred, one of them (Touvron et al., "DeiT III", arXiv:2204.07118)."""
+    """Return the policy that applies one of grey, solarize and blur (Touvron et al., "DeiT III", arXiv:2204.07118)."""
     return v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARIZED_FROM, p=1.0), v2.Lambda(_blur)])
 
 
@@ -197,7 +200,7 @@ POLICIES: dict[str, Callable[[Augmentation, Preprocessing], Callable]] = {
 
 
 def build_policy(augmentation: Augmentation, preprocessing: Preprocessing) -> Transform | None:
-    """Return the policy and colour jitter of an augmentation, from uint8 [3, S, S] to the same; None if it has none."""
+    """Return the policy and color jitter of an augmentation, which keeps uint8 [3, S, S]; None if it has none."""
     steps = [POLICIES[augmentation.policy](augmentation, preprocessing)] if augmentation.policy else []
     if augmentation.color_jitter:
         steps.append(v2.ColorJitter(*[augmentation.color_jitter] * 3))  # timm's meaning of one number: hue stays

@@ -1,4 +1,4 @@
-"""What flags say of the training images: an augmentation, and the size by epoch; imports neither torch nor Pillow."""
+"""The augmentation and the size by epoch of training images, from flags; imports neither torch nor Pillow."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ _LARGEST_RATIO = 100
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to training images, in this order: a line of `AUGMENTATIONS`, or one that flags have changed.
+    """The steps applied to training images, in this order: a line of `AUGMENTATIONS`, possibly changed by flags.
 
     Attributes:
-        crop: Whether a random part is resized, instead of the whole image.
+        crop: Whether to resize a random part instead of the whole image.
         crop_scale: Smallest and largest share of the area that a crop takes.
         crop_ratio: Smallest and largest width of a crop, as a multiple of its height.
         policy: A name of `augment.POLICIES`, '' for none.
         randaugment: timm's string for the policy "randaugment".
-        color_jitter: Most by which brightness, contrast and saturation change, as a share; 0 for none.
+        color_jitter: Largest change of brightness, contrast and saturation, as a share; 0 for none.
         shift: Whether the image is shifted.
         shift_pixels: The farthest shift; None for 10 % of the size (3 pixels at 32).
-        shift_padding: What comes in at the edge: zeros, or the image's own mirror image ("reflect").
-        mirror: Left to right: "off", "random" (half of the time) or "alternate" (every other epoch).
+        shift_padding: What fills the edge: zeros, or the image's reflection ("reflect").
+        mirror: Mirroring left to right: "off", "random" (half of the time) or "alternate" (every other epoch).
         erasing: Probability that a rectangle is erased.
-        erasing_mode: What fills it, see `erasing.RandomErasing`.
-        function: A user's own, after `policy`: from uint8 [C, H, W] and a generator that (seed, epoch, index) seed, as
-            they do the global ones of Python, NumPy and torch, to an image of the same shape.
+        erasing_mode: What fills the rectangle, see `erasing.RandomErasing`.
+        function: A user's function, applied after `policy`: takes uint8 [C, H, W] and a generator, and returns an image
+            of the same shape. The generator and the global ones of Python, NumPy and torch are seeded by (seed, epoch,
+            index).
     """
 
     crop: bool = False
@@ -78,7 +79,7 @@ class Augmentation:
 
     @property
     def draws_globally(self) -> bool:
-        """Whether single images are changed with random numbers of the global generators."""
+        """Whether single images are changed with random numbers from the global generators."""
         return self.uses_pillow or self.function is not None
 
     @property
@@ -89,7 +90,7 @@ class Augmentation:
 
     @property
     def in_batches(self) -> bool:
-        """Whether all of it can be done on whole batches of images of one size."""
+        """Whether all steps can be applied to whole batches of images of one size."""
         return not (self.crop or self.draws_globally)
 
 
@@ -108,14 +109,14 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentation:
-    """Return the line of `AUGMENTATIONS` that is named, changed by the other fields.
+    """Return the named line of `AUGMENTATIONS`, with the changes from the other fields.
 
     Args:
         given: The user's choices.
         default: The meaning of "auto".
 
     Raises:
-        UserError: A name or a range is invalid, or the named augmentation has nothing that a field could change.
+        UserError: If a name or range is invalid, or a field does not apply to the named augmentation.
     """
     if given.augmentation not in ("auto", *AUGMENTATIONS):  # auto: the data set's own
         raise unknown_name("augmentation", given.augmentation, ("auto", *AUGMENTATIONS))
@@ -172,7 +173,7 @@ class SizeRamp:
     """Progressive resizing as in ffcv-imagenet's `get_resolution`.
 
     Attributes:
-        low: Side in pixels of the images of the epochs up to `first`, counted from 0.
+        low: Side in pixels of the images up to epoch `first`, from 0.
         first: The last epoch at `low`.
         last: The first epoch at full size, if it is after `first`.
     """
@@ -182,9 +183,9 @@ class SizeRamp:
     last: int
 
     def size(self, epoch: int, full: int) -> int:
-        """Return the side in pixels in an epoch: between `first` and `last` on a line from `low` to `full`.
+        """Return the side in pixels in an epoch: linear from `low` to `full` between `first` and `last`.
 
-        Rounded to the nearest multiple of 32, or of 4 if images are smaller than 128 pixels.
+        It is rounded to the nearest multiple of 32, or of 4 for images below 128 pixels.
         """
         if epoch <= self.first:
             return self.low
@@ -195,7 +196,7 @@ class SizeRamp:
         return min(max(round(between / step) * step, self.low), full)
 
     def sizes(self, full: int) -> list[int]:
-        """Return the sides that occur, in rising order."""
+        """Return the sides that occur, in ascending order."""
         return sorted({self.size(epoch, full) for epoch in range(self.first, self.last + 2)})
 
 
@@ -203,7 +204,7 @@ def size_ramp(value: str) -> SizeRamp | None:
     """Read a value of `--progressive-size`; None for an empty one.
 
     Raises:
-        UserError: It is not of the form LOW:FIRST:LAST, or its numbers are out of order.
+        UserError: If it does not have the form LOW:FIRST:LAST, or its numbers are out of order.
     """
     if not value:
         return None

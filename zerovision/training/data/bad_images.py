@@ -1,4 +1,4 @@
-"""Unreadable images: how many a set may have, what replaces them in a batch, and the lines that list them."""
+"""Unreadable images: their limit, their replacement in a batch, and the messages about them."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def bad_image_budget(share: Fraction, total: int) -> int:
 def read_or_replace(
     read: Callable[[int], torch.Tensor], index: int, dataset: ImageDataset
 ) -> tuple[torch.Tensor, ImageError | None]:
-    """Read an image, or the next readable one of the set: the slot gets weight 0, but BatchNorm sees a real image.
+    """Read an image, or else the next readable one: the slot then gets weight 0, but BatchNorm sees a real image.
 
     Args:
-        read: From an index to an image.
-        index: Of the image.
+        read: Returns the image at an index.
+        index: Index of the image.
         dataset: The set.
 
     Returns:
         The image, and the error if the one at `index` could not be read.
 
     Raises:
-        ImageError: The image cannot be read, and none may be unreadable.
-        UserError: More than `dataset.most_bad` consecutive images cannot be read.
+        ImageError: If the image is unreadable, and no unreadable image is allowed.
+        UserError: If more than `dataset.most_bad` consecutive images are unreadable.
     """
     try:
         return read(index), None
@@ -58,7 +58,7 @@ def read_or_replace(
 
 
 def check_budget(bad_images: dict[str, str], dataset: ImageDataset) -> None:
-    """Raise UserError if these, by their paths, are more unreadable images than the set may have."""
+    """Raise UserError if these paths are more unreadable images than the set may have."""
     if len(bad_images) > dataset.most_bad:
         raise _over_budget(dataset, [f"{path} ({why})" for path, why in bad_images.items()])
 
@@ -90,7 +90,7 @@ def check_bad_images(loader: Loader, world: World) -> None:
 
 
 def bad_image_lines(loaders: list[Loader], world: World) -> Iterator[str]:
-    """Yield a line on the images that were skipped, and one on those that are odd; a collective."""
+    """Yield a line about skipped images, and one about unusual images; a collective."""
     yield from _line("unreadable image(s) skipped", [loader.bad_images for loader in loaders], world)
     yield from _line("image(s) with a note", [loader.notes for loader in loaders], world)
 
@@ -103,7 +103,7 @@ def _line(title: str, found: list[dict[str, str]], world: World) -> Iterator[str
 
 
 def _merged(found: dict[str, str], world: World) -> dict[str, str]:
-    """Return the finds of all ranks, on every rank; a collective of as many messages as the longest list needs."""
+    """Return the findings of all ranks on every rank; a collective with as many messages as the longest list needs."""
     rows = list(found.items())
     merged: dict[str, str] = {}
     most = max(gather_objects(len(rows), world))

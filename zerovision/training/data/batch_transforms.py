@@ -1,8 +1,8 @@
-"""From images to the model's input, a batch at a time on the device: shifted, mirrored, normalised, erased.
+"""Transforms batches of images into model input on the device: shifts, mirrors, normalizes, erases.
 
 Bytes are transferred as bytes, a quarter of the size of float32. Random numbers are drawn on the CPU as a function of
-(seed, epoch, index), and whole pixels are moved, so that what is drawn and moved is the same on a GPU as on a CPU. The
-result is in channels_last order, with which convolutions are fastest.
+(seed, epoch, index), and pixels move by whole numbers, so a GPU gives the same result as a CPU. The result is in
+channels_last order, in which convolutions are fastest.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
 
 
 class BatchTransforms:
-    """The last part of an augmentation, on a batch of images of one size: uint8, or float32 as of `to_values`.
+    """The last part of an augmentation, on a batch of images of one size: uint8, or float32 from `to_values`.
 
     Args:
-        preprocessing: As `DatasetPair.preprocessing`.
-        augmentation: Its shift, mirror and erasing happen here.
+        preprocessing: See `DatasetPair.preprocessing`.
+        augmentation: The augmentation, whose shift, mirror and erasing are applied here.
         seed: Seed of the augmentation.
     """
 
@@ -56,7 +56,7 @@ class BatchTransforms:
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
 
         Returns:
-            float32 [B, C, S, S], channels_last, normalised.
+            float32 [B, C, S, S], channels_last, normalized.
         """
         images = images.permute(0, 2, 3, 1)
         if self.augmentation.shift:
@@ -78,11 +78,11 @@ class BatchTransforms:
         return images
 
     def from_set(self, bordered: torch.Tensor, positions: np.ndarray, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        """Take images out of a set that `with_border` has padded, and transform them.
+        """Take images from a set padded by `with_border`, and transform them.
 
         Args:
             bordered: uint8 or float32 [N, S + 2 * border, S + 2 * border, 1 or C].
-            positions: int64 [B], of the images in `bordered`.
+            positions: int64 [B], positions of the images in `bordered`.
             epoch: Decides the augmentation.
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
         """
@@ -106,9 +106,9 @@ class BatchTransforms:
         return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS)
 
     def _is_mirrored(self, draws: np.ndarray, epoch: int, indices: np.ndarray) -> np.ndarray:
-        """Return bool [B]; `draws` are those of the epoch.
+        """Return bool [B]; `draws` are the epoch's draws.
 
-        "alternate" draws the first epoch's side alone (Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
+        "alternate" draws only the first epoch's side (Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
         arXiv:2404.00498).
         """
         if self.augmentation.mirror == "alternate":
@@ -116,7 +116,7 @@ class BatchTransforms:
         return (draws[:, 0] < 0.5) & (self.augmentation.mirror == "random")
 
     def _finish(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        """Normalise and erase: from uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
+        """Normalize and erase: from uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         images = self._normalise(images)
         return self._erase(images, epoch, indices) if self.augmentation.erasing else images
 

@@ -1,7 +1,7 @@
-"""Class names: what counts as a label, whatever source it comes from, and the order of the classes.
+"""Class names: what counts as a label in any source, and the order of the classes.
 
-Text is a name as it was written; blanks at its ends are stripped, and its form is Unicode's NFC. A number is a number
-if a type says so, or if names are given that it counts.
+Text is a name as written, without blanks at its ends, in Unicode form NFC. A number is a number if its type says so, or
+if it indexes given names.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _NOTHING = frozenset({"nan", "none", "null", "nil", "n/a", "na", "<na>", "nat", 
 
 @lru_cache(2**16)
 def clean(text: str) -> str:
-    """Return text in the form NFC, without blanks and byte-order marks at its ends."""
+    """Return text in form NFC, without blanks and byte-order marks at its ends."""
     return _ENDS.sub("", unicodedata.normalize("NFC", text))
 
 
 def label_of(value: object) -> Label | None:
-    """Return the label that a cell, a JSON value, an array's element or a folder's name stands for.
+    """Return the label in a cell, a JSON value, an array element or a folder name.
 
     Returns:
-        A name, or a whole number if the value has such a type; None for null and -1, which mean that there is no label.
+        A name, or a whole number if the value has such a type; None for null and -1, which mean no label.
 
     Raises:
-        ValueError: It is no label; the text continues a sentence that begins with the place.
+        ValueError: If it is not a label; the text continues a sentence that begins with the location.
     """
     if hasattr(value, "item") and not getattr(value, "shape", ()):
         value = value.item()  # a NumPy scalar
@@ -75,18 +75,18 @@ def _name(text: str) -> str:
 
 
 def number_classes(labels: Collection[Label], given: Sequence[str], where: str) -> tuple[list[str], dict[Label, int]]:
-    """Return the names of the classes in the order of their numbers, and the number of each label.
+    """Return the class names in order, and the class index of each label.
 
-    Names that are given keep their order: numbers, also as text, count them from 0, and other labels are among them.
-    Without such names the classes are the labels that occur, in numeric order if all are numbers, else sorted as text.
+    Given names keep their order: numbers, even as text, index them from 0, and other labels must be among them. Without
+    given names, the classes are the labels that occur, in numeric order if all are numbers, else sorted as text.
 
     Args:
-        labels: All that occur, see `label_of`.
-        given: Names that stand beside the labels, such as those of a ClassLabel.
-        where: Of the data, for messages.
+        labels: All labels that occur, see `label_of`.
+        given: Names stored beside the labels, such as those of a ClassLabel.
+        where: Name of the data, for messages.
 
     Raises:
-        UserError: A label counts beyond the names, or is none of them.
+        UserError: If a label is beyond the names, or not one of them.
     """
     if not given:
         if all(isinstance(label, int) for label in labels):
@@ -113,10 +113,10 @@ def number_classes(labels: Collection[Label], given: Sequence[str], where: str) 
 
 
 def read_class_names(content: bytes, file: str) -> list[str]:
-    """Return the names in a text file, one a line; lines end with LF, CR LF or CR, and with nothing else.
+    """Return the names in a text file, one per line; only LF, CR LF and CR end lines.
 
     Raises:
-        UserError: The file is not encoded as UTF-8, or a line between two names is empty.
+        UserError: If the file is not UTF-8, or a line between two names is empty.
     """
     try:
         lines = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
@@ -133,13 +133,13 @@ def read_class_names(content: bytes, file: str) -> list[str]:
 
 
 def first_names(names: Collection[Named], form: Callable[[Named], str] = repr) -> str:
-    """Return names of classes or others for a message, the first of them if they are many."""
+    """Return names for a message; only the first if there are many."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(map(form, list(names)[:NAMED])) + more
 
 
 def notes_on_names(names: Sequence[str]) -> Iterator[str]:
-    """Yield one note that names the classes which hardly are what somebody meant; nothing if there are none."""
+    """Yield one note about class names that are probably mistakes, if there are any."""
     alike = defaultdict(list)
     for name in names:
         alike[_without_spelling(name)].append(name)

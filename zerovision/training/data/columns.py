@@ -1,4 +1,7 @@
-"""The columns beside path and label of tables, Parquet files and JSON: found in any case, and named if not used."""
+"""The columns besides path and label in tables, Parquet files and JSON: found in any letter case.
+
+Unused ones are reported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ IS_VALID = {"true": "val", "1": "val", "1.0": "val", "false": "train", "0": "tra
 
 
 class Facts(NamedTuple):
-    """What is known of an image beside its label; see `Images`."""
+    """Facts about an image besides its label; see `Images`."""
 
     part: str = ""
     group: str = ""
@@ -25,15 +28,15 @@ NO_FACTS = Facts()
 
 
 class FactColumns:
-    """The columns of a source that contain facts of an image.
+    """The columns of a source that contain facts about images.
 
     Args:
-        names: Of all columns.
-        used: Those that are read for something else.
+        names: Names of all columns.
+        used: Columns that are read for other purposes.
 
     Attributes:
-        of_facts: Name of the column of each fact that there is.
-        unused: Names of the columns that are not read.
+        of_facts: Name of the column of each available fact.
+        unused: Names of unused columns.
     """
 
     def __init__(self, names: Sequence[str], used: Iterable[str] = ()) -> None:
@@ -45,7 +48,7 @@ class FactColumns:
         self.unused = [name for name in names if name and name not in read]
 
     def facts(self, row: Mapping[str, object]) -> Facts:
-        """Return the facts of an image; raise ValueError, which names the column, if a value means nothing."""
+        """Return the facts about an image; raise ValueError with the column's name for an invalid value."""
         if not self.of_facts:
             return NO_FACTS
         texts = {fact: _text(row.get(name)) for fact, name in self.of_facts.items()}
@@ -60,15 +63,15 @@ class FactColumns:
         return Facts(part, texts.get("group", ""), weight if weight != 1 else 1.0)  # one object for most of them
 
     def notes(self) -> list[str]:
-        """Return a note that names the columns that are not read, none if there are none."""
+        """Return a note that names the unused columns, if there are any."""
         return unused_notes(self.unused)
 
 
 def find_column(names: Sequence[str], wanted: str) -> str | None:
-    """Return the column of a name, or else the one that differs from it by case or blanks alone; None without.
+    """Return the column with a name, or else the one that differs only in case or blanks, or None.
 
     Raises:
-        UserError: Several differ so.
+        UserError: If several such columns exist.
     """
     if wanted in names:
         return wanted
@@ -79,7 +82,7 @@ def find_column(names: Sequence[str], wanted: str) -> str | None:
 
 
 def unused_notes(names: Iterable[str]) -> list[str]:
-    """Return a note that names the columns that are not used, none if there are none."""
+    """Return a note that names the unused columns, if there are any."""
     listed = list(dict.fromkeys(names))
     return [f"columns that are not used: {first_names(listed, shown)}"] if listed else []
 

@@ -1,4 +1,4 @@
-"""A loaded data set: the samples, and everything that a run records about them."""
+"""A loaded data set: the samples, and what a run records about them."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ IMAGES_OF_STATISTICS, SIDE_OF_STATISTICS, VALUES_OF_STATISTICS = 64, 128, 2**26 
 
 @dataclass(eq=False)
 class ImageDataset(Dataset):
-    """Samples by (epoch, draw key): `(image float32 [C, S, S] normalised, label)`.
+    """Samples by (epoch, draw key): `(normalized image float32 [C, S, S], label)`.
 
     Attributes:
         source: The raw images.
-        preprocessing: As `DatasetPair.preprocessing`.
+        preprocessing: See `DatasetPair.preprocessing`.
         augmentation: The augmentation; by default none.
         seed: Seed of the augmentation.
-        most_bad: Images that may be unreadable and get weight 0; with 0 the first is an error.
-        ramp: Size of the images by epoch; None if it is always `preprocessing`'s.
-        batch_transforms: Applied after `read`, on the device and to a whole batch.
-        mixing: Applied after that to a whole batch; None if nothing is mixed.
+        most_bad: Number of images that may be unreadable and get weight 0; with 0, the first is an error.
+        ramp: Size of the images by epoch; None if it is always that of `preprocessing`.
+        batch_transforms: Applied to whole batches on the device, after `read`.
+        mixing: Applied to whole batches after that; None without mixing.
         sets: Which classes each label stands for; None if it is one.
     """
 
@@ -85,7 +85,7 @@ class ImageDataset(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         """Return one sample of an epoch by its number in `BatchKey.draw_keys`, before mixing.
 
-        The global generators stay as they are.
+        The global generators are not changed.
 
         Raises:
             ImageError: The image cannot be read.
@@ -99,7 +99,7 @@ class ImageDataset(Dataset):
         return self.batch_transforms(image[None], epoch, draw_keys)[0], int(self.source.labels[index])
 
     def for_epoch(self, epoch: int) -> ImageDataset:
-        """Return the set with the images of the size that they have in an epoch: itself, if that is the full size."""
+        """Return the set with images of the size for an epoch; itself for the full size."""
         full = self.preprocessing.image_size
         size = full if self.ramp is None else self.ramp.size(epoch, int(full))
         if size == full:
@@ -110,17 +110,17 @@ class ImageDataset(Dataset):
 
     @property
     def is_constant(self) -> bool:
-        """Whether a network is given the same image of a sample in every epoch."""
+        """Whether a sample gives the same image in every epoch."""
         return self.augmentation.is_none and self.mixing is None and self.ramp is None
 
     @property
     def sizes(self) -> list[ImageSize]:
-        """The sizes in pixels that the images have in some epoch."""
+        """All sizes in pixels that images have in some epoch."""
         full = self.preprocessing.image_size
         return [full] if self.ramp is None else [*self.ramp.sizes(int(full))]
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
-        """Return what `read` needs for each sample of `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
+        """Return the draws that `read` needs for samples `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
         return uniform_draws(self.seed, epoch, indices, CROP_DRAWS, first=FIRST_CROP_DRAW).tolist()
 
     def read(self, epoch: int, index: int, draws: list[float], offset: int = 0) -> torch.Tensor:
@@ -129,8 +129,8 @@ class ImageDataset(Dataset):
         Args:
             epoch: Decides the augmentation.
             index: Position in the data set.
-            draws: Of this sample, from `draws`.
-            offset: From `index` to the sample's key in `BatchKey.draw_keys`.
+            draws: Draws of this sample, from `draws`.
+            offset: Difference from `index` to the sample's key in `BatchKey.draw_keys`.
 
         Raises:
             ImageError: The image cannot be read.
@@ -153,7 +153,7 @@ class ImageDataset(Dataset):
 
 
 def _checked(result: object, image: torch.Tensor, function: object) -> torch.Tensor:
-    """Return what a user's function has made of an image; raise a UserError if that is no image of its shape."""
+    """Return a user function's result; raise a UserError if it is not an image of the same shape."""
     if isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (image.shape, image.dtype):
         return result
     made = f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
@@ -163,20 +163,19 @@ def _checked(result: object, image: torch.Tensor, function: object) -> torch.Ten
 
 @dataclass(frozen=True)
 class DatasetPair:
-    """The training and validation set that `load_data` returns; the same on every rank.
+    """The training and validation sets from `load_data`, the same on every rank.
 
     Attributes:
         train: Training samples, augmented by (seed, epoch, index).
         val: Validation samples, never augmented; the epoch of their key is ignored.
-        class_names: Name of each label; of `sets`, of each of their columns.
-        preprocessing: The evaluation transform; that of the training images, if it is of another size, is
-            `train.preprocessing`.
+        class_names: Name of each label, or of each column of `sets`.
+        preprocessing: The evaluation transform. If training images have another size, theirs is `train.preprocessing`.
         augmentation: The augmentation in use, never "auto".
         train_counts: Training images of each class.
         val_counts: Validation images of each class.
-        fingerprint: sha256 that changes with the classes, the files (path, size, label) or the pixels in memory.
+        fingerprint: sha256 of the classes and of the files (path, size, label) or the pixels in memory.
         notes: One-line messages for the user.
-        test: Samples that are judged once, after the training; None without. `fingerprint` does not cover them.
+        test: Samples that are evaluated once, after training, or None. `fingerprint` does not cover them.
         sets: Which classes each label stands for; None if it is one.
     """
 
@@ -202,7 +201,7 @@ class DatasetPair:
         return None if self.sets is None else self.sets.targets.to(device)
 
     def noted(self, notes: Sequence[str]) -> DatasetPair:
-        """Return the sets with more notes, before theirs."""
+        """Return the sets with more notes in front of theirs."""
         return replace(self, notes=[*notes, *self.notes])
 
     @property
@@ -213,14 +212,14 @@ class DatasetPair:
 
 @dataclass(frozen=True)
 class DatasetDefaults:
-    """Settings of a data set that apply if the user did not choose.
+    """Default settings of a data set.
 
     Attributes:
         image_size: In pixels.
         augmentation: The meaning of "auto".
         centre_crop: Whether evaluation crops the centre (photographs) or resizes the whole image.
-        mean: Per channel, of values in 0..1.
-        std: As `mean`.
+        mean: Mean per channel of values in 0..1.
+        std: See `mean`.
     """
 
     image_size: ImageSize
@@ -235,7 +234,7 @@ RGBA_PHOTOGRAPHS = replace(PHOTOGRAPHS, mean=(*IMAGENET_MEAN, 0.5), std=(*IMAGEN
 
 
 def _preprocessing(size: ImageSize, source: Source, options: DataOptions, defaults: DatasetDefaults) -> Preprocessing:
-    """Return the evaluation transform for images of a size."""
+    """Return the evaluation transform for images of one size."""
     is_cropped = defaults.centre_crop if options.fit == "auto" else options.fit == "crop"
     resize_size = size_of(*(int(side / options.eval_crop) for side in sides(size)))  # as by timm
     channels = source.channels
@@ -259,11 +258,11 @@ def make_dataset_pair(
     fingerprint: str,
     sets: LabelSets | None = None,
 ) -> DatasetPair:
-    """Put the transforms around the images to train, to validate and, if there are three sources, to test on.
+    """Wrap the training, validation and (with three sources) test images in their transforms.
 
     Raises:
-        UserError: A set is empty, there is only one class, two have one name, or a label is out of range; the
-            augmentation does not fit.
+        UserError: If a set is empty, there is only one class, two classes have one name, a label is out of range, or
+            the augmentation does not fit.
     """
     _check_names(class_names, options, sets)
     train = sources[0]
@@ -331,7 +330,7 @@ def _check_colours(source: Source, augmentation: Augmentation, options: DataOpti
 def _check_sizes(
     size: ImageSize, eval_size: ImageSize, augmentation: Augmentation, ramp: SizeRamp | None, ramp_given: str
 ) -> None:
-    """Raise a UserError for sizes in pixels, of training and validation images, that do not go with each other."""
+    """Raise a UserError if the sizes of training and validation images, in pixels, contradict each other."""
     smallest = ramp.low if ramp else min(sides(size))
     if ramp and isinstance(size, str):
         raise UserError(f"--progressive-size {ramp_given}: square images grow, these are {size}: leave it out.")
@@ -354,9 +353,9 @@ def make_array_datasets(
     image_size: ImageSize,
     augmentation: str = "shift",
 ) -> DatasetPair:
-    """As `make_dataset_pair`, with mean and standard deviation of the training images as the defaults.
+    """Call `make_dataset_pair`, with mean and standard deviation of the training images as defaults.
 
-    Those of trained weights are for bytes, whose range an image fills: other values have their own always.
+    Those of trained weights are for bytes, whose range images fill; other values always use their own.
     """
     train, val = (source.in_channels(options.image_channels) for source in (train, val))
     mean, std = statistics(train.images)
@@ -371,9 +370,9 @@ def make_array_datasets(
 
 
 def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> DatasetPair:
-    """As `make_dataset_pair`, of training, validation and test images, or of images that are both sets.
+    """Call `make_dataset_pair` for training, validation and test images, or for images that are both sets.
 
-    The fingerprint is that of the images' names, sizes and labels, whether they are files or in an archive.
+    The fingerprint covers the images' names, sizes and labels, whether they are files or in an archive.
     """
     given = [part for part in parts if len(part)] or [parts[0]]
     first, trained, archive = given[0], given[:2], given[0].archive
@@ -401,7 +400,7 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
 
 
 def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of images evenly spaced over a set, each with the same weight."""
+    """Return mean and standard deviation per channel over evenly spaced images of a set, equally weighted."""
     most = min(
         len(source.labels), IMAGES_OF_STATISTICS, VALUES_OF_STATISTICS // (source.channels * SIDE_OF_STATISTICS**2)
     )
@@ -424,7 +423,7 @@ def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: D
 
 
 def _preparation_notes(options: DataOptions, preprocessing: Preprocessing, *, of_arrays: bool) -> Iterator[str]:
-    """Yield how images are prepared otherwise than for the starting weights, where the user did not choose it."""
+    """Yield differences between the preprocessing and that of the starting weights, except the user's choices."""
     here = Preparation.of_run(preprocessing)
     for made in map(Preparation._make, options.made_for):
         if text := differences(made, here, of_arrays=of_arrays):
@@ -440,9 +439,10 @@ def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) ->
 
 
 def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float, ...]:
-    """Return means or deviations for a number of channels; none if those given are for another one.
+    """Return means or deviations for a number of channels; None if the given ones do not fit.
 
-    One for all, and the mean of all for grey images, because a first layer of 3 channels is summed for them.
+    A single value is used for all channels; grey images get the mean, because a first layer of 3 channels is summed for
+    them.
     """
     if values is None or (len(values) not in (1, channels) and channels != 1):
         return ()

@@ -1,4 +1,4 @@
-"""Brings batches to the device: on a GPU beside the computation; a small set is kept there as a whole."""
+"""Moves batches to the device: on a GPU beside the computation; a small set is kept there entirely."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is there
 def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: torch.device) -> Iterator[Batch]:
     """Yield the batches with transformed images, labels, targets and weights on `device`; indices stay on the CPU.
 
-    On a GPU copies and transforms run on a stream of their own, one batch ahead of the computation.
+    On a GPU, copies and transforms run on a separate stream, one batch ahead of the computation.
     """
     if device.type != "cuda":
         yield from (_transformed(batch, dataset, device) for batch in batches)
@@ -43,7 +43,7 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all loaders: what the allocator has given to one stream it gives to no other."""
+    """Return the stream shared by all loaders, because the allocator never reuses memory across streams."""
     return torch.cuda.Stream(device)
 
 
@@ -69,10 +69,10 @@ def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batc
 
 
 class ImagesOnDevice:
-    """All images of a set in one tensor on the device, and its batches, transformed: a batch is an index into it.
+    """All images of a set in one tensor on the device; a batch is an index into it, then transformed.
 
     Args:
-        dataset: A set of arrays with an augmentation that works on batches.
+        dataset: A set of arrays whose augmentation works on batches.
         images: Its images, uint8 or float32 [N, 1 or C, H, W].
         device: Where the images are kept.
     """
@@ -82,7 +82,7 @@ class ImagesOnDevice:
         self._fill(dataset.for_epoch(0))
 
     def _fill(self, dataset: ImageDataset) -> None:
-        """Put the images on the device as `dataset` shows them."""
+        """Put the images on the device in the form that `dataset` yields."""
         images = self._images
         if images.shape[2:] != dataset.preprocessing.sides:
             # each resized as `ImageDataset.read` does it: not one bit may differ
@@ -103,7 +103,7 @@ class ImagesOnDevice:
 
 
 def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDevice | None:
-    """Copy a set to `device`, if it is one of arrays, small enough, and augmented in batches."""
+    """Copy a set to `device` if it consists of arrays, is small enough, and is augmented in batches."""
     source = dataset.source
     if not isinstance(source, ArraySource) or not dataset.augmentation.in_batches:
         return None

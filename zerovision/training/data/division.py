@@ -1,8 +1,8 @@
-"""Divides a table of images into training, validation and test part, and puts each in the order that it is read in.
+"""Divides a table of images into training, validation and test parts, and puts each in reading order.
 
-What is held out is a function of the paths, or the groups, and of their classes: the same images give the same
-training, whatever lists them, in whatever order. Folds are made as scikit-learn's StratifiedGroupKFold makes them, the
-largest groups first, each into the fold that has least of its classes; groups and equal files stay together.
+The held-out images are a function of paths or groups and of classes: the same images give the same training, whatever
+lists them, in any order. Folds are made as in scikit-learn's StratifiedGroupKFold: the largest groups first, each into
+the fold that has least of its classes. Groups and equal files stay together.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ TOLERANCE = 0.1  # of the expected number of held-out images, and one image
 
 
 def with_classes(images: Images, class_names: Sequence[str], where: str) -> Images:
-    """Return the images with the names of their classes in the order of the classes' numbers.
+    """Return the images with class names, in the order of the class indices.
 
     Args:
         images: As they are read.
-        class_names: That stand beside the labels, none if these tell, see `number_classes`.
-        where: Of the data, for messages.
+        class_names: Names stored beside the labels, or empty, see `number_classes`.
+        where: Name of the data, for messages.
 
     Raises:
-        UserError: A label is none of the names.
+        UserError: If a label is not one of the names.
     """
     names, numbers = number_classes(images.words["label"], class_names, where)
     return images.renamed("label", {label: names[number] for label, number in numbers.items()}, names)
 
 
 def in_parts(images: Images, options: DataOptions) -> Images:
-    """Return the images of a list in the parts of `PARTS`; raise UserError if it is not known which those are."""
+    """Return the images in the parts of `PARTS`; raise UserError if the parts are unknown."""
     return images.renamed("part", parts_of_splits(images.words["part"], options), PARTS)
 
 
@@ -53,10 +53,10 @@ def parts_there(images: Images) -> list[str]:
 
 
 def divided(images: Images, options: DataOptions) -> list[Images]:
-    """Return the training, the validation and the test images, each in the order of their classes, then of their paths.
+    """Return the training, validation and test images, each ordered by class, then by path.
 
     Raises:
-        UserError: There is none to train or to validate on; a group is in two parts; all weights are 0.
+        UserError: If there is no training or validation image, a group is in two parts, or all weights are 0.
     """
     where, part = f"--data {options.data}", images["part"]
     there = parts_there(images)
@@ -82,7 +82,7 @@ def undivided(images: Images, part: str, options: DataOptions) -> Images:
 
 
 def fingerprint(parts: Sequence[Images], names: Iterable[str]) -> str:
-    """Return a sha256 that changes with these names, of classes and sets, and with path, size, label and weight."""
+    """Return a sha256 of the names of classes and sets, and of path, size, label and weight."""
     digest = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape"))
     for part in parts:
         digest.update(b"\n\n")
@@ -100,7 +100,7 @@ def _in_order(images: Images) -> np.ndarray:
 
 
 def _weighted(parts: list[Images], where: str) -> list[Images]:
-    """Return the parts with weights that are 1 on average in the first, as those of classes are."""
+    """Return the parts with weights scaled to a mean of 1 in the first part, like class weights."""
     mean = math.fsum(parts[0]["weight"]) / max(1, len(parts[0]))
     if not mean:
         raise UserError(f"{where}: all training images have weight 0.")
@@ -119,7 +119,7 @@ def _check_groups(images: Images, where: str) -> None:
 
 
 def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndarray:
-    """Return which of the rows are held out, bool [n]: a share of each class, or a fold."""
+    """Return which rows are held out, bool [n]: a share of each class, or a fold."""
     names = images.words["label"]
     if images.classes is not None:
         counts = np.bincount(images["label"][rows], minlength=len(names)).tolist()
@@ -135,9 +135,9 @@ def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndar
 
 
 def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Callable[[int], str]]:
-    """Return the hash of what each image is never divided from, and its name: a group, or the images of one path.
+    """Return the hash and name of each image's unit, which is never divided: a group, or the images with one path.
 
-    Images of archives that are called alike are not one.
+    Images with the same name in different archives are separate.
     """
     groups, apart = images.words["group"], np.zeros(len(rows), dtype=bool)
     alone = np.array([not name for name in groups])[images["group"][rows]]
@@ -165,7 +165,10 @@ def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Cal
 
 
 def unit_hashes(names: Iterable[str], seed: int) -> np.ndarray:
-    """Return 64 bits of each path or group by which it is held out, uint64 [N]; another seed gives others."""
+    """Return a 64-bit hash of each path or group, uint64 [N], which decides what is held out.
+
+    It depends on the seed.
+    """
     salt = seed.to_bytes(8, "little") if seed else b""
     hashes = (hashlib.blake2b(os.fsencode(name), digest_size=8, salt=salt).digest() for name in names)
     return np.fromiter((int.from_bytes(one, "little") for one in hashes), dtype=np.uint64)
@@ -174,15 +177,15 @@ def unit_hashes(names: Iterable[str], seed: int) -> np.ndarray:
 def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np.ndarray:
     """Return which images are held out, bool [N].
 
-    A unit is held out if its hash, as a number from 0 to 1, is below `fraction`: that depends on no other image, so
-    adding images moves none, and on no seed of a run, so that runs of different seeds are evaluated on the same
-    images. Chance alone would hold out 7 of 11 images now and then: if the number of a class is more than `TOLERANCE`
-    and one image off the expected one, the units with the next hashes make up for it, and only those can move when
-    images are added. Of two or more units, each side has at least one.
+    A unit is held out if its hash, as a number from 0 to 1, is below `fraction`. This does not depend on other images,
+    so adding images moves none, nor on the run's seed, so all runs are evaluated on the same images. By chance this
+    could hold out 7 of 11 images. So if the count of a class differs from the expected one by more than `TOLERANCE` and
+    one image, units with the next hashes are moved, and only these can move when images are added. With two or more
+    units, each side has at least one.
 
     Args:
-        units: uint64 [N], see `unit_hashes`; images of one are on one side.
-        strata: int64 [N], the class; of a unit of several that of most of its images counts, of equally many the first.
+        units: uint64 [N], see `unit_hashes`; images of one unit are on one side.
+        strata: int64 [N], the class; a unit with several classes counts for the most frequent, the first in a tie.
         fraction: Above 0 and below 1.
     """
     hashes, of_image = np.unique(units, return_inverse=True)
@@ -206,11 +209,11 @@ def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np
 def join_copies(
     units: np.ndarray, sizes: np.ndarray, name_of: Callable[[int], str], read: Callable[[int], bytes]
 ) -> np.ndarray:
-    """Return the units, that of the first name for all with files of equal bytes; only those of equal size are read.
+    """Return the units, with one common unit for byte-identical files; only files of equal size are read.
 
     Args:
         units: uint64 [N], see `unit_hashes`.
-        sizes: int64 [N], of the files in bytes.
+        sizes: int64 [N], sizes of the files in bytes.
         name_of: Returns the name of an image's unit.
         read: Returns the content of an image's file, or raises ImageError.
     """
@@ -246,13 +249,13 @@ def join_copies(
 def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
     """Return the fold of each image, int64 [N], from 0.
 
-    Units of one image are in the order of their hashes, of which each fold takes the next ones of a class: each is in
-    one fold, and when images are added only those at a fold's ends move to another.
+    Units of one image are sorted by hash, and each fold takes the next ones of a class, so when images are added, only
+    those at a fold's ends move to another.
 
     Args:
-        units: uint64 [N], see `unit_hashes`; images of one are in one fold.
+        units: uint64 [N], see `unit_hashes`; images of one unit are in one fold.
         strata: int64 [N], the class of each image.
-        folds: How many there are.
+        folds: Number of folds.
     """
     hashes, of_image, images = np.unique(units, return_inverse=True, return_counts=True)
     totals, fold_of = np.bincount(strata).tolist(), np.zeros(len(hashes), dtype=np.int64)
@@ -273,13 +276,13 @@ def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
 
 
 def _fullness(taken: Mapping[int, int], counts: Mapping[int, int], totals: Sequence[int]) -> tuple[float, int]:
-    """Return by how much a unit raises the sum over the classes of a fold's squared shares, and the fold's images."""
+    """Return by how much a unit raises the sum of a fold's squared class shares, and the fold's number of images."""
     raised = sum(taken[label] * counts[label] / totals[label] ** 2 for label in sorted(counts))
     return raised, sum(taken.values())
 
 
 def _shares(total: int, taken: Sequence[int], left: int) -> list[int]:
-    """Return how many of the images that are left each fold gets, so that they come as near to equal as they can."""
+    """Return how many of the remaining images each fold gets, so that the folds become as equal as possible."""
     folds = len(taken)
     wanted = [total * (number + 1) // folds - total * number // folds for number in range(folds)]
     shares = [max(whole - has, 0) for whole, has in zip(wanted, taken, strict=True)]

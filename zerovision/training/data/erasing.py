@@ -1,4 +1,4 @@
-"""Random erasing of whole batches on the device, drawn from (seed, epoch, index) as timm's `RandomErasing` draws."""
+"""Random erasing of whole batches on the device, drawn from (seed, epoch, index), as in timm's `RandomErasing`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NOISE_LENGTH = 2**20
 
 
 class RandomErasing:
-    """Erases a rectangle of some of the images of a batch.
+    """Erases a rectangle in some images of a batch.
 
     Args:
-        probability: Of an image.
-        mode: "const": zeros, which is the mean; "rand": one normal number for each channel; "pixel": for each pixel.
-        size: Of the images in pixels.
-        seed: Of the run.
+        probability: Probability that an image is erased.
+        mode: "const" for zeros, which is the mean; "rand" for one normal number per channel; "pixel" for one per pixel.
+        size: Size of the images in pixels.
+        seed: The run's seed.
         channels: C of the images.
     """
 
@@ -40,7 +40,7 @@ class RandomErasing:
         """Erase in place.
 
         Args:
-            images: float32 [B, C, S, S], normalised, channels_last.
+            images: float32 [B, C, S, S], normalized, channels_last.
             epoch: Decides, with the indices, what is erased.
             indices: int64 [B], positions in the data set.
         """
@@ -57,14 +57,14 @@ class RandomErasing:
         return images
 
     def _fill(self, start: torch.Tensor) -> torch.Tensor:
-        """Return what is put in: float32 [], or [K, 1 or H, 1 or W, C]: the noise from `start` (int64 [K, 1]) on."""
+        """Return the fill: float32 [], or [K, 1 or H, 1 or W, C]: the noise from `start` (int64 [K, 1])."""
         if self._noise_shape is None:
             return torch.zeros((), device=start.device)
         places = start + torch.arange(math.prod(self._noise_shape), device=start.device)
         return self._noise(start.device)[places % NOISE_LENGTH].view(-1, *self._noise_shape)
 
     def _noise(self, device: torch.device) -> torch.Tensor:
-        """Return normal numbers, float32 [NOISE_LENGTH]: new ones for every pixel would take longer than a step.
+        """Return normal numbers, float32 [NOISE_LENGTH]; new numbers for every pixel would take longer than a step.
 
         NumPy keeps the numbers of `RandomState` the same in all versions.
         """
@@ -78,11 +78,11 @@ class RandomErasing:
 
 
 def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.ndarray:
-    """Choose the rectangles to erase: area and shape (uniform in its logarithm) are drawn until they fit, 10 times.
+    """Choose the rectangles to erase: area and shape (log-uniform) are drawn until they fit, at most 10 times.
 
     Args:
-        size: Of the images in pixels.
-        probability: That there is one.
+        size: Size of the images in pixels.
+        probability: Probability of a rectangle.
         draws: float64 [B, ERASING_DRAWS], uniform in [0, 1).
 
     Returns:

@@ -33,11 +33,11 @@ SYSTEM_NAMES = frozenset(
 
 
 class FolderListing:
-    """Lists the folders below `root`, and counts what it follows and passes over.
+    """Lists the folders below `root`, and counts followed links and skipped files.
 
     Args:
         root: The data folder, resolved.
-        more: Extensions of files that are images, beside the usual ones.
+        more: Extensions of image files besides the usual ones.
     """
 
     def __init__(self, root: Path, more: tuple[str, ...] = ()) -> None:
@@ -48,10 +48,10 @@ class FolderListing:
         self._loose: set[str] = set()
 
     def entries(self, folder: str) -> list[FolderEntry]:
-        """Return what a folder contains, sorted by name, without hidden files and those of the system.
+        """Return the entries of a folder, sorted by name, without hidden and system files.
 
         Raises:
-            UserError: The folder cannot be listed; a link is broken.
+            UserError: If the folder cannot be listed, or a link is broken.
         """
         try:
             entries = entries_of(folder)
@@ -70,7 +70,7 @@ class FolderListing:
         return kept
 
     def folders(self, folder: str) -> list[FolderEntry]:
-        """Return the folders in a folder."""
+        """Return the subfolders of a folder."""
         return [entry for entry in self.entries(folder) if entry.is_dir()]
 
     def count_loose(self, entries: Iterable[FolderEntry]) -> None:
@@ -78,7 +78,7 @@ class FolderListing:
         self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
 
     def starts_with_images(self, folder: str) -> bool:
-        """Return whether a folder contains images itself, and not just in folders below it."""
+        """Return whether a folder itself contains images, not only its subfolders."""
 
         def starts() -> bool:
             with os.scandir(folder) as scan:  # not all of it: a class may have a million
@@ -87,7 +87,7 @@ class FolderListing:
         return patiently(starts, folder)
 
     def images(self, folder: str) -> Iterator[FolderEntry]:
-        """Yield the images in a folder and all folders below it; other files are counted."""
+        """Yield the images in a folder and all its subfolders; other files are counted."""
         for entry in self._files_below(folder, [os.path.realpath(folder)]):
             if not entry.is_file():
                 self._other_files["not a regular file"] += 1
@@ -97,7 +97,7 @@ class FolderListing:
                 self._other_files[os.path.splitext(entry.name)[1].lower() or "no extension"] += 1
 
     def notes(self) -> Iterator[str]:
-        """Yield a line each on what was passed over and what was followed."""
+        """Yield one line each about skipped files and followed links."""
         if self._other_files:
             kinds = ", ".join(f"{count} {kind}" for kind, count in self._other_files.most_common(NAMES_IN_NOTE))
             yield f"skipped {plural(self._other_files.total(), 'file')} without an image's type or extension: {kinds}"
@@ -115,7 +115,7 @@ class FolderListing:
             yield f"followed {len(self._links)} symbolic links, such as {first}; the folder of a link is its class"
 
     def _files_below(self, folder: str, chain: Sequence[str]) -> Iterator[FolderEntry]:
-        """Yield the files below a folder; `chain` has the real paths of the folders that lead there."""
+        """Yield the files below a folder; `chain` has the real paths of its parent folders."""
         for entry in self.entries(folder):
             if not entry.is_dir():
                 yield entry
@@ -126,7 +126,7 @@ class FolderListing:
             yield from self._files_below(entry.path, [*chain, real])
 
     def _exists(self, link: str) -> bool:
-        """Return whether a link leads anywhere, and count it."""
+        """Return whether a link's target exists, and count the link."""
         try:
             patiently(partial(os.stat, link), link)
         except OSError:
@@ -139,11 +139,11 @@ class FolderListing:
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images of a folder of classes; hidden files, other files, FIFOs and devices are passed over.
+    """Return the images of a folder of classes; hidden files, other files, FIFOs and devices are skipped.
 
     Raises:
-        UserError: The folder is missing or empty; a class has no image; there is one class only; the parts have
-            different classes, or it is not clear which is which; a symbolic link is broken or leads in a circle.
+        UserError: If the folder is missing or empty, a class has no image, there is only one class, the parts have
+            different classes or are ambiguous, or a symbolic link is broken or circular.
     """
     folder = FolderListing(_resolve_root(options.data), (ARRAY_EXTENSION,) if options.decode == NUMBERS else ())
     tops, notes = find_parts(folder, options.val_part)

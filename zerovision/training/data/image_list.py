@@ -1,4 +1,4 @@
-"""The list of a run's images, by path and content, in its folder: what was trained on, and what changed since."""
+"""The list of a run's images by path and content: what was trained on, and what has changed since."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ListedImage(NamedTuple):
     Attributes:
         part: "train", "val" or "test".
         label: Name of the class.
-        size: Of the file, in bytes.
-        digest: Of its content, see `reading.sources.digest_of`.
+        size: Size of the file, in bytes.
+        digest: Digest of its content, see `reading.sources.digest_of`.
         path: Relative to the data folder.
     """
 
@@ -49,7 +49,7 @@ def list_images(data: DatasetPair, digests: Mapping[str, np.ndarray] | None = No
 
     Args:
         data: The sets.
-        digests: By the name of a part, int64 [N]; `UNKNOWN` for all without.
+        digests: int64 [N] by part; `UNKNOWN` if missing.
     """
     listed, names = [], data.label_names
     for part, set_ in data.parts.items():
@@ -71,10 +71,10 @@ def write_image_list(file: Path, images: Sequence[ListedImage]) -> None:
 
 
 def read_image_list(file: Path) -> list[ListedImage]:
-    """Return the list; empty if there is none, as of a run of images in memory.
+    """Return the list; empty if there is none, as in a run on images in memory.
 
     Raises:
-        UserError: It is damaged.
+        UserError: If it is damaged.
     """
     if not file.is_file():
         return []
@@ -90,7 +90,7 @@ def read_image_list(file: Path) -> list[ListedImage]:
 
 
 def describe_change(before: Sequence[ListedImage], data: DatasetPair) -> str:
-    """Return how a data set differs from the list of a run: how many images then and now, and some that differ."""
+    """Describe how a data set differs from a run's list: the number of images then and now, and some examples."""
     now = {one.path: one for one in list_images(data) if one.part != "test"}
     then = {one.path: one for one in before if one.part != "test"}
     if not then:
@@ -112,7 +112,7 @@ def describe_change(before: Sequence[ListedImage], data: DatasetPair) -> str:
 
 
 class TrainedImages:
-    """What a run was trained on, by content; by path where the content is not known."""
+    """The images that a run was trained on, by content, or by path if the content is unknown."""
 
     def __init__(self, images: Sequence[ListedImage]) -> None:
         trained = [one for one in images if one.part == "train"]
@@ -127,23 +127,23 @@ class TrainedImages:
 
         Args:
             digests: int64 [B], `UNKNOWN` for a file that was not read.
-            paths: Of the images, relative to their data folder.
+            paths: Paths of the images, relative to their data folder.
         """
         found = np.isin(digests, self._digests) & (digests != UNKNOWN)
         return found | np.array([os.fsencode(path) in self._paths for path in paths], dtype=bool)
 
 
 class ImageContents:
-    """Collects the digests of a run's images until it has read all of them once, and lists them.
+    """Collects the digests of a run's images until all were read once, and writes the list.
 
     The constructor and `after_epoch` are collectives.
 
     Args:
-        folder: Of the run; if it has the list of images, nothing is collected.
+        folder: The run's folder; if it already has the list of images, nothing is collected.
         data: The data.
-        loaders: This rank's, by the name of their part.
+        loaders: This rank's loaders, by part.
         world: The ranks.
-        loggers: For a list that cannot be written.
+        loggers: Get a message if the list cannot be written.
     """
 
     def __init__(
@@ -156,10 +156,10 @@ class ImageContents:
             loader.watch(is_on=is_needed)
 
     def after_epoch(self, *, is_last_chance: bool) -> None:
-        """List what was read; a collective.
+        """Write the list if all images were read; a collective.
 
         Args:
-            is_last_chance: Whether the epoch was read as a whole, or no other comes.
+            is_last_chance: Whether the epoch was read completely, or is the last one.
         """
         own = {name: loader.digests for name, loader in self._loaders.items() if loader.digests is not None}
         if not (is_last_chance and own):

@@ -1,7 +1,8 @@
-"""The encoded images of a data set as one table: a row for each image, a column for each fact.
+"""The encoded images of a data set as one table: one row per image, one column per fact.
 
 Every reader (folder, table, tar, Parquet, hub, URL) returns an `Images`, `division` divides and orders it, and a
-`FileSource` reads images by it. Columns are tensors, which worker processes share; ten million rows are no objects.
+`FileSource` reads images by it. Columns are tensors, which worker processes share; ten million rows need no Python
+objects.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ class Archive:
 
     Attributes:
         files: Their paths.
-        is_remote: Whether they are fetched before they are read.
+        is_remote: Whether they are downloaded before they are read.
     """
 
     files: Sequence[PurePath]
     is_remote = False
 
     def read(self, file: int, place: int, size: int) -> bytes:
-        """Return an image of so many bytes by where it is, see `Images`.
+        """Return the image with this many bytes at a position, see `Images`.
 
         Raises:
-            UserError: The file is not the one any more that was listed.
-            FileServerError: It cannot be read now, see `patiently`.
+            UserError: If the file has changed since it was listed.
+            FileServerError: If it cannot be read now, see `patiently`.
         """
         raise NotImplementedError
 
@@ -54,25 +55,25 @@ class Archive:
         """Begin to fetch images that will be read, if they are remote."""
 
     def check_room(self, part: str, files: Iterable[int]) -> None:
-        """Raise UserError if files that are read in any order are more than are kept of remote ones."""
+        """Raise UserError if remote files read in random order exceed the cache."""
 
 
 @dataclass(frozen=True)
 class Images:
     """N encoded images.
 
-    The columns: `folder`, and `start` and `length` of the file's name in `text`, are the path; `label` is the class,
-    `part` that of the data set, `group` the images that it is never divided from ('': none); `size` in bytes and
-    `changed`, the time of the last change in ns; `weight` of its loss in training; `file`, the number of the archive's
-    file, and `place` in that: by bytes, or by row group and row, see `ROW_BITS`.
+    The columns: `folder`, with `start` and `length` of the file name in `text`, gives the path; `label` is the class,
+    `part` the part of the data set, `group` the group that is never divided ('': none); `size` is in bytes, `changed`
+    the time of the last change in ns, `weight` the loss weight in training; `file` is the index of the archive's file,
+    and `place` the position in it: in bytes, or as row group and row, see `ROW_BITS`.
 
     Attributes:
-        root: Folder that the paths are relative to; in an archive they are what the images are called there.
+        root: Folder that the paths are relative to; in an archive, paths are the images' names.
         columns: Tensors [N] by name, see `COLUMNS`.
-        words: What the numbers in a column of `WORDS` stand for; of folders with a slash at the end.
-        text: uint8, names of files as bytes; all that is taken of a table has one text.
-        archive: What the images are in; None if each is a file of its own.
-        classes: Of a table of several labels the classes whose sets the labels are, or () if the sets tell them.
+        words: Names for the numbers in a column of `WORDS`; folders end with a slash.
+        text: uint8, file names as bytes; all tables taken from one table share it.
+        archive: What contains the images; None if each is a separate file.
+        classes: For several labels, the classes that form the label sets, or () if the sets define them.
         notes: Lines for the user.
     """
 
@@ -96,7 +97,7 @@ class Images:
         return replace(self, columns={name: column[index] for name, column in self.columns.items()})
 
     def renamed(self, column: str, words: Mapping[Any, Any], order: Sequence[Any] = ()) -> Images:
-        """Return the table with other words by those so far, numbered as in `order`, by default as they occur."""
+        """Return the table with renamed words, numbered as in `order`, by default as they occur."""
         order = order or [*dict.fromkeys(words.values())]
         numbers = {word: number for number, word in enumerate(order)}
         codes = torch.tensor([numbers[words[word]] for word in self.words[column]], dtype=torch.int32)
@@ -104,7 +105,7 @@ class Images:
         return replace(self, columns=columns, words={**self.words, column: [*order]})
 
     def with_files(self, builder: ImagesBuilder) -> Images:
-        """Return the table with the paths, states and places that a builder was given of the same images."""
+        """Return the table with the paths, states and places of the same images from a builder."""
         files, names = builder.build(self.root), ("folder", "start", "length", "size", "changed", "place")
         columns = {**self.columns, **{name: files.columns[name] for name in names}}
         words = {**self.words, "folder": files.words["folder"]}
@@ -123,9 +124,9 @@ class Images:
         return next(self.paths(np.array([row])))
 
     def in_order(self) -> np.ndarray:
-        """Return the rows sorted by path, then by the other facts: whatever lists the images, it is one order.
+        """Return the rows sorted by path, then by the other facts, independent of the listing order.
 
-        One tree of folders is sorted after another, so that not all paths are text at a time.
+        Folder trees are sorted one after another, so that not all paths exist as text at once.
         """
         folders, top = self.words["folder"], ""
         tree, trees = np.empty(len(folders), dtype=np.int64), 0
@@ -142,13 +143,13 @@ class Images:
         return rows
 
     def name(self, row: int) -> str:
-        """Return the path of an image, of one in an archive that of the archive's file and its name there."""
+        """Return the path of an image; in an archive, the archive's path and the image's name."""
         if self.archive is None:
             return str(self.root / self.path(row))
         return f"{self.archive.files[self['file'][row]]}/{self.path(row)}"
 
     def content(self, row: int) -> bytes:
-        """Return the bytes of an image, undecoded; raise ImageError if they cannot be had."""
+        """Return the encoded bytes of an image; raise ImageError if they cannot be read."""
         if self.archive is None:
             return read_file(self.name(row))
         file, place, size = (int(self[name][row]) for name in ("file", "place", "size"))
@@ -162,9 +163,9 @@ class Images:
             self.archive.expect(self["file"][rows].tolist())
 
     def shards(self) -> np.ndarray:
-        """Return the shard of each image and its place in that, int64 [N, 2], or [0, 2] if each is a file of its own.
+        """Return each image's shard and its position there, int64 [N, 2], or [0, 2] if each is a separate file.
 
-        A shard is a tar file, of a larger one 4 GB, or a row group of a Parquet file.
+        A shard is a tar file (4 GB of a larger one), or a row group of a Parquet file.
         """
         if self.archive is None:
             return np.empty((0, 2), dtype=np.int64)
@@ -172,12 +173,12 @@ class Images:
 
 
 def pieces(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield rows, some at a time."""
+    """Yield rows in pieces."""
     yield from (rows[start : start + ROWS_AT_A_TIME] for start in range(0, len(rows), ROWS_AT_A_TIME))
 
 
 class ImagesBuilder:
-    """Takes images one by one, as a reader finds them."""
+    """Collects images one by one, as a reader finds them."""
 
     def __init__(self) -> None:
         self._columns, self._text = {name: array(kind) for name, kind in COLUMNS.items()}, bytearray()
@@ -193,10 +194,10 @@ class ImagesBuilder:
 
         Args:
             path: See `Images`.
-            label: The class, also before it has a name.
-            facts: What else is known.
+            label: The class, which may not have a name yet.
+            facts: Other facts.
             state: Its size, and the time of its last change.
-            place: Where it is in its archive.
+            place: Its position in the archive.
         """
         folder, slash, name = path.rpartition("/")
         text = os.fsencode(name)
@@ -208,14 +209,14 @@ class ImagesBuilder:
         self._text += text
 
     def build(self, root: PurePath) -> Images:
-        """Return the images, whose builder has none any more."""
+        """Return the images; the builder is then empty."""
         columns = {name: torch.from_numpy(np.array(self._columns.pop(name))) for name in COLUMNS}
         text = torch.from_numpy(np.array(self._text, dtype=np.uint8))
         return Images(root, columns, {name: [*words] for name, words in self._words.items()}, text)
 
 
 def concatenated(tables: Sequence[Images]) -> Images:
-    """Return the rows of the tables of an archive's files, `file` being the number of each row's table."""
+    """Return the concatenated tables of an archive's files; `file` is the index of each row's table."""
     words = {name: {word: word for table in tables for word in table.words[name]} for name in WORDS}
     for name, order in words.items():
         tables = [table.renamed(name, order, [*order]) for table in tables]

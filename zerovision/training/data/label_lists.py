@@ -1,7 +1,7 @@
-"""Several labels of an image, or none: of tables.
+"""Several labels per image, or none, from tables.
 
-Each different set of labels has a number, which is the image's label everywhere that an order, a split or a list of
-images is made; the table of the sets turns it into targets.
+Each different set of labels has a number, which serves as the image's label in orders, splits and lists; the table of
+sets turns it into targets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LabelSets(NamedTuple):
     """The different sets of labels of a data set.
 
     Attributes:
-        names: of the S sets: of their classes, with a semicolon between.
+        names: names of the S sets: their classes, separated by semicolons.
         targets: float32 [S, K], 1 for each class of a set, else 0.
     """
 
@@ -37,25 +37,25 @@ class LabelSets(NamedTuple):
     targets: torch.Tensor
 
     def images_of_each(self, labels: torch.Tensor) -> list[int]:
-        """Return the images of each class: of sets int64 [N], K numbers."""
+        """Return the number of images of each of K classes, for sets int64 [N]."""
         counts = torch.bincount(labels, minlength=len(self.names)).double() @ self.targets.double()
         return [int(count) for count in counts]
 
 
 def columns_of(label_column: str) -> list[str]:
-    """Return the columns that `--label-column` names, one for each class; one alone contains lists of classes."""
+    """Return the columns that `--label-column` names, one per class; a single column contains lists of classes."""
     return [clean(name) for name in label_column.split(",")]
 
 
 def set_name(cells: Sequence[str], columns: Sequence[str]) -> str:
-    """Return the name of the set of labels of a row.
+    """Return the name of a row's set of labels.
 
     Args:
-        cells: of the columns.
+        cells: the cells of the columns.
         columns: their names; each is a class, with 1 or 0 in its cells.
 
     Raises:
-        ValueError: A cell is neither 0 nor 1, or a column has a name that a list could not contain.
+        ValueError: If a cell is neither 0 nor 1, or a column has a name that a list could not contain.
     """
     chosen = []
     for cell, name in zip(cells, columns, strict=True):
@@ -70,10 +70,10 @@ Cell = str | tuple[str, ...]  # text, or the labels of a list
 
 
 def list_in(cell: object) -> Cell:
-    """Return the labels of a cell that is a list, or whose text is one of JSON or Python; of any other cell its text.
+    """Return the labels in a cell that is a list, or contains a JSON or Python list; for other cells, the text.
 
     Raises:
-        ValueError: A label of the list is none.
+        ValueError: If an element of the list is not a label.
     """
     listed = cell
     if isinstance(cell, str) and re.fullmatch(r"\s*[\[({].*[\])}]\s*", cell, re.DOTALL):
@@ -87,16 +87,16 @@ def list_in(cell: object) -> Cell:
 def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell, str]:
     """Return the name of the set of labels in each cell of a column.
 
-    Labels stand apart by ; or |, or by what the user says. Without either, a comma or blanks divide a cell whose parts
-    are labels of other images, each alone in its cell; if one part is and another is not, nobody knows.
+    Labels are separated by ; or |, or by the user's separator. Without these, a comma or blanks separate labels if each
+    part is the only label of another image; if only some parts are, the cell is ambiguous.
 
     Args:
-        cells: All that occur, see `list_in`.
-        separator: What the user says that stands between labels, '' for nothing.
-        where: Of the column, for messages.
+        cells: All cells, see `list_in`.
+        separator: The user's separator between labels, or ''.
+        where: Name of the column, for messages.
 
     Raises:
-        UserError: Whether a cell has several labels cannot be told, or a label contains ; or |.
+        UserError: If a cell is ambiguous, or a label contains ; or |.
     """
     parts = {cell: _certain_parts(cell, separator) for cell in cells}
     known = {part for found in parts.values() if found is not None for part in found}
@@ -124,7 +124,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
 
 
 def _certain_parts(cell: Cell, separator: str) -> list[str] | None:
-    """Return the labels of a cell, None if it has a comma or blanks and nothing says what they mean."""
+    """Return the labels of a cell, None if it has a comma or blanks whose meaning is unclear."""
     if isinstance(cell, tuple):
         return list(cell)
     if separator:
@@ -145,8 +145,8 @@ def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSe
     """Return the sets of these names, and the names of the classes.
 
     Args:
-        names: of the sets, each once.
-        class_names: in the order of their numbers; empty for those of the sets, sorted.
+        names: names of the sets, each once.
+        class_names: the class names in order; empty for those in the sets, sorted.
     """
     names = list(names)
     classes = list(class_names) or sorted({one for name in names for one in classes_of(name)})
@@ -158,10 +158,12 @@ def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSe
 
 
 def rarest_class(images: Mapping[str, int]) -> dict[str, str]:
-    """Return the rarest class of each set, '' of none: by which images are held out, so that each class has some.
+    """Return the rarest class of each set, '' for the empty set.
+
+    Images are held out by it, so that each class gets some.
 
     Args:
-        images: number of the images of each set.
+        images: number of images of each set.
     """
     counts: Counter[str] = Counter()
     for name, number in images.items():

@@ -1,4 +1,4 @@
-"""The batches of one rank, in the order of the plan, read in this process or in worker processes."""
+"""Loads the batches of one rank in the order of the plan, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ CPU = torch.device("cpu")
 
 
 class Loader:
-    """The batches of one rank, in the order of a plan; worker processes live from the first batch to `close`.
+    """Loads the batches of one rank in the order of a plan; worker processes live from the first batch to `close`.
 
     Args:
         dataset: The set.
-        plan: Which samples belong to which batch.
+        plan: Assigns samples to batches.
         rank: This rank, 0 to `plan.world_size` - 1.
-        workers: Worker processes, 0 reads in this process; or a pool that loaders share.
+        workers: Number of worker processes, 0 to read in this process; or a pool shared by loaders.
         device: Device of the batches.
 
     Attributes:
         dataset: The set.
-        pool: The worker processes, which other loaders may read with, too; None without.
+        pool: The worker processes, which other loaders may use too, or None.
         bad_images: Path and reason of the unreadable images that this rank has found so far.
-        notes: Path and note of the odd images that this rank has decoded so far.
-        digests: int64 [N], of the files that this rank has read while they are watched, see `watch`; None if not.
+        notes: Path and note of the unusual images that this rank has decoded so far.
+        digests: int64 [N], digests of the files that this rank has read, see `watch`; None if not collected.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Loader:
         """Yield the batches of steps `first_step`, `first_step` + 1, ... of `epoch`.
 
         Raises:
-            UserError: An image cannot be read, or more than `--bad-images` allows; raised on this rank only.
+            UserError: If an image is unreadable, or more images than `--bad-images` allows; raised on this rank only.
         """
         keys = self._plan.epoch_keys(epoch, self._rank, first_step)
         if self.digests is not None:
@@ -83,13 +83,13 @@ class Loader:
         return batches_on_device(read, self.dataset, self._device)
 
     def each_once(self) -> Loader:
-        """Return a loader of each sample once; what it finds out about the images is found out by this one, too."""
+        """Return a loader of each sample once; its findings about the images are shared with this one."""
         plan, other = self._plan, copy.copy(self)
         other._plan = EvaluationPlan(len(self.dataset), plan.batch_size_per_rank, plan.world_size)
         return other
 
     def read_from(self, batch_of: Callable[[BatchKey], Batch]) -> None:
-        """From now on, take the batches from a function of their keys, with images on the device, transformed."""
+        """From now on, take batches from a function of their keys, with transformed images on the device."""
         self._from_memory = batch_of
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Loader:
             self.pool.close()
 
     def watch(self, *, is_on: bool = True) -> None:
-        """Collect the digests of the files that are read from now on, or no longer; images in memory have none."""
+        """Start or stop collecting the digests of files that are read; images in memory have none."""
         is_on = is_on and not self.dataset.source.in_memory
         self.digests = np.full(len(self.dataset), UNKNOWN, dtype=np.int64) if is_on else None
 
@@ -118,7 +118,7 @@ class Loader:
 
 
 def _ahead(source: Source, keys: Iterable[BatchKey]) -> Iterator[BatchKey]:
-    """Yield the keys; before each, begin to fetch the next one's images if they are remote."""
+    """Yield the keys; before each, start to fetch the next key's images if they are remote."""
     first, second = itertools.tee(keys)
     for key, following in itertools.zip_longest(first, itertools.islice(second, 1, None)):
         if following is not None:
@@ -129,12 +129,12 @@ def _ahead(source: Source, keys: Iterable[BatchKey]) -> Iterator[BatchKey]:
 def build_loaders(
     config: DataSettings, datasets: DatasetPair, plan: BatchPlan, world: World, others: Sequence[ImageDataset] = ()
 ) -> tuple[Loader, Loader]:
-    """Build this rank's loaders of training and validation batches, which have one pool of workers.
+    """Build this rank's loaders of training and validation batches, which share one pool of workers.
 
-    The workers read the sets of `others`, too.
+    The workers also read the sets in `others`.
 
     Raises:
-        UserError: The settings ask for shared memory that this machine does not have.
+        UserError: If the settings need more shared memory than this machine has.
     """
     is_automatic = config.workers == "auto"
     workers = automatic_workers(datasets.train, plan.batches_per_rank, world) if is_automatic else int(config.workers)
@@ -153,13 +153,13 @@ def build_loaders(
 def automatic_workers(dataset: ImageDataset, batches: int, world: World) -> int:
     """Choose the number of worker processes of one rank.
 
-    None for images in memory, and none for a rank on CPU, where they would only share the cores that train. Otherwise
-    the rank's share of the cores less one, since no number of cores decodes as fast as a large GPU trains a small
-    network, but no more than there are batches.
+    There are none for images in memory, nor for a CPU rank, where they would compete with training for cores. Otherwise
+    it is the rank's share of the cores minus one, because decoding is usually the bottleneck for a fast GPU, but at
+    most the number of batches.
 
     Args:
-        dataset: What they read.
-        batches: That the rank reads in a row.
+        dataset: The set to read.
+        batches: Number of batches that the rank reads in a row.
         world: The ranks.
     """
     if dataset.source.in_memory or world.device.type == "cpu":
@@ -168,5 +168,5 @@ def automatic_workers(dataset: ImageDataset, batches: int, world: World) -> int:
 
 
 def most_workers(ranks_on_machine: int = 1) -> int:
-    """Return a rank's share of the cores less one, at least 1."""
+    """Return a rank's share of the cores minus one, at least 1."""
     return max(usable_cores() // ranks_on_machine - 1, 1)

@@ -1,7 +1,7 @@
-"""Mixup and cutmix of whole batches on the device: images of a micro-batch are blended in pairs, and so are targets.
+"""Mixup and cutmix of whole batches on the device: the images of a micro-batch and their targets are blended in pairs.
 
-One choice for all of a micro-batch, with the distribution of timm's `Mixup` in its mode "batch", is a function of
-(seed, epoch, leaf): the same on any number of ranks and after a resume; for leaves see `base.leaves`.
+There is one choice per micro-batch, with the distribution of timm's `Mixup` in mode "batch". It is a function of (seed,
+epoch, leaf), so it is the same on any number of ranks and after a resume; for leaves see `base.leaves`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from zerovision.training.data.transfer import to_device
 
 
 class Mix(NamedTuple):
-    """How the images of a micro-batch are mixed.
+    """How to mix the images of a micro-batch.
 
     Attributes:
-        share: Of the image itself, 0 to 1; the rest is its partner's.
-        box: Top, bottom, left and right of the rectangle that cutmix takes from the partner; None for mixup.
+        share: Share of the image itself, 0 to 1; the rest is its partner's.
+        box: Top, bottom, left and right of the rectangle that cutmix copies from the partner; None for mixup.
     """
 
     share: float
@@ -52,19 +52,19 @@ class Mixing:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix a micro-batch; the images may be changed in place.
 
-        The partner of the first sample is the last one, that of the second the last but one, and so on. Samples of
-        weight 0 (padding, unreadable images) have none: they stay as they are and get into no other.
+        The partner of the first sample is the last one, that of the second the last but one, and so on. Samples with
+        weight 0 (padding, unreadable images) have no partner and are not mixed into others.
 
         Args:
             images: float32 [B, channels, S, S], normalised, channels_last.
             labels: int64 [B], on the same device.
             weights: float32 [B].
             epoch: Decides, with the leaf, how to mix.
-            leaf: Number of the micro-batch in its epoch, over all ranks.
-            targets: float32 [B, C]; None for the labels alone.
+            leaf: Index of the micro-batch in its epoch, over all ranks.
+            targets: float32 [B, C]; None to use the labels.
 
         Returns:
-            The images, and their targets, float32 [B, C]; as they were if nothing is mixed.
+            The images and their targets, float32 [B, C]; unchanged if nothing is mixed.
         """
         height, width = images.shape[2:]
         mix = self.drawn(epoch, leaf, (height, width))
@@ -86,7 +86,7 @@ class Mixing:
         return images, targets
 
     def drawn(self, epoch: int, leaf: int, shape: tuple[int, int]) -> Mix | None:
-        """Return how a micro-batch of images of this height and width is mixed, None if it is not."""
+        """Return how to mix a micro-batch of images with this height and width, or None."""
         options = self._options
         if options.mixup_off_epochs and epoch >= options.epochs - options.mixup_off_epochs:
             return None

@@ -1,8 +1,7 @@
-"""Parquet files: with images in them, in the layout of Hugging Face's data sets, or tables of paths as of `table`.
+"""Parquet files with images, in the layout of Hugging Face's data sets, or with tables of paths, see `table`.
 
-A column is a struct of bytes and path, and `label` a name, or a number whose name stands in the schema's metadata:
-https://huggingface.co/docs/datasets/image_dataset. They are read by pyarrow, which nothing else
-needs.
+The image column is a struct of bytes and path, and `label` a name, or a number whose name is in the schema's metadata:
+https://huggingface.co/docs/datasets/image_dataset. Only this module needs pyarrow.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 def listing(options: DataOptions) -> Images:
     """Return the images of Parquet files; see `archives.read`, and `table.listing` for files without images.
 
-    Of `hf:ORG/NAME[:SPLIT]` they are those of Hugging Face's hub, in its cache, see `$HF_HOME`.
+    For `hf:ORG/NAME[:SPLIT]` the files come from the Hugging Face hub's cache, see `$HF_HOME`.
     """
     if options.data.startswith("hf:"):
         return _of_hub(options)
@@ -52,7 +51,7 @@ def listing(options: DataOptions) -> Images:
 
 
 def kind_of(options: DataOptions) -> Kind:
-    """Return the kind of Parquet files whose columns are those of the options."""
+    """Return the kind of Parquet files with the columns in the options."""
     columns = options.path_column or IMAGE_COLUMN, options.label_column
     return Kind(SUFFIX, partial(scan, columns), partial(ParquetArchive, columns), columns)
 
@@ -70,7 +69,7 @@ def _opened(path: PurePath) -> Any:
     """Return pyarrow's `ParquetFile` of a path.
 
     Raises:
-        UserError: pyarrow is not installed, or this is no Parquet file.
+        UserError: If pyarrow is not installed, or this is not a Parquet file.
     """
     try:
         import pyarrow.parquet as parquet
@@ -85,7 +84,7 @@ def _opened(path: PurePath) -> Any:
 
 
 def _image_columns(schema: Any, label_column: str) -> list[str]:
-    """Return the columns of encoded images: structs with bytes, or bytes that are no labels."""
+    """Return the columns of encoded images: structs with bytes, or bytes that are not labels."""
     from pyarrow import types
 
     def is_bytes(kind: Any) -> bool:
@@ -99,7 +98,7 @@ def _image_columns(schema: Any, label_column: str) -> list[str]:
 
 
 def _chosen(schema: Any, columns: tuple[str, str]) -> str:
-    """Return the column of images that is wanted, or else the only one; '' if there is none, or several."""
+    """Return the requested column of images, or else the only one; '' if there is none, or several."""
     found = _image_columns(schema, columns[1])
     return find_column(found, columns[0]) or (found[0] if len(found) == 1 else "")
 
@@ -116,7 +115,7 @@ def _group(file: PurePath, opened: Any, group: int, columns: Sequence[str]) -> l
 
 
 def _field(images: Any, name: str) -> Any:
-    """Return a field of structs, nulls if they have none of that name; of bytes without structs, these."""
+    """Return a field of structs, or nulls if it is missing; plain bytes are returned as they are."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -127,14 +126,14 @@ def _field(images: Any, name: str) -> Any:
 
 
 def scan(columns: tuple[str, str], file: Path) -> Index:
-    """Return what a Parquet file contains; reads all of it once.
+    """Return the index of a Parquet file; reads the whole file once.
 
     Args:
-        columns: That of the images and that of the labels, as they are wanted.
+        columns: The requested columns of images and labels.
         file: The file.
 
     Raises:
-        UserError: It cannot be read, or has no such columns; a label is empty or none, or another cell means nothing.
+        UserError: If it is unreadable or lacks the columns, or a label or another cell is invalid.
     """
     opened = _opened(file)
     from pyarrow import compute
@@ -176,7 +175,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
 
 
 def _label_names(schema: Any, column: str) -> list[str]:
-    """Return the names of a ClassLabel, none if the column is none."""
+    """Return the names of a ClassLabel column, or none."""
     with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
         names = json.loads((schema.metadata or {})[METADATA])["info"]["features"][column]["names"]
         return [name for name in names if type(name) is str]
@@ -184,12 +183,12 @@ def _label_names(schema: Any, column: str) -> list[str]:
 
 
 class ParquetArchive(Archive):
-    """Reads images of Parquet files, and keeps the row groups that were read last.
+    """Reads images from Parquet files, and caches the latest row groups.
 
     Args:
-        columns: As of `scan`.
+        columns: See `scan`.
         files: The files.
-        states: Of each, its size in bytes and the time of its last change in ns.
+        states: For each file, its size in bytes and the time of its last change in ns.
     """
 
     def __init__(self, columns: tuple[str, str], files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
@@ -225,10 +224,10 @@ class ParquetArchive(Archive):
 
 
 def _of_hub(options: DataOptions) -> Images:
-    """Return the images of a data set of the hub, or of one split as if there were no others.
+    """Return the images of a hub data set, or of a single split.
 
     Raises:
-        UserError: It is not in the cache and `download` is not set, or there is no such split.
+        UserError: If it is not in the cache and `download` is not set, or the split does not exist.
     """
     from huggingface_hub import constants, snapshot_download
 

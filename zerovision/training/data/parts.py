@@ -1,4 +1,4 @@
-"""Which folders and splits are parts (training, validation, test), by their names, and which folders are classes."""
+"""Recognizes by name which folders and splits are parts (training, validation, test), and which folders are classes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Folder(NamedTuple):
     Attributes:
         name: Its name.
         kind: `TRAIN`, `VAL` or `TEST` by its name, '' for any other.
-        path: The folder itself, or a folder of its own name in it that contains all of it.
+        path: The folder itself, or its only subfolder of the same name.
         subfolders: Names of the folders in `path`.
     """
 
@@ -46,15 +46,15 @@ class _Folder(NamedTuple):
 
 
 def find_parts(listing: FolderListing, val_part: str = "") -> tuple[Tops, list[str]]:
-    """Return the parts of a data folder, itself as the part '' if it has none, and notes for the user.
+    """Return the parts of a data folder, or the folder itself as part '', and notes for the user.
 
     Args:
-        listing: Of the folder.
-        val_part: The folder to validate on; all others but those of a test are trained on, unless one is named as the
-            training part. '' goes by the names of the folders, "none" takes all of them for classes.
+        listing: Listing of the folder.
+        val_part: The folder to validate on; all others except tests are for training, unless one is named as the
+            training part. '' uses the folder names, "none" treats all folders as classes.
 
     Raises:
-        UserError: Folders look like parts, but it is not clear which is which; there is no folder `val_part`.
+        UserError: If folders look like parts but are ambiguous, or there is no folder `val_part`.
     """
     root = str(listing.root)
     if val_part == NO_PARTS:
@@ -79,9 +79,9 @@ def find_parts(listing: FolderListing, val_part: str = "") -> tuple[Tops, list[s
 
 
 def part_kind(name: str) -> tuple[str, str]:
-    """Return `TRAIN`, `VAL` or `TEST` for the name of a folder, '' if it names no part; and the rest of the name.
+    """Return `TRAIN`, `VAL` or `TEST` for a folder's name, '' if it names no part, and the rest of the name.
 
-    The rest is what is left without the word for the part and words such as "images": '' in "Training set".
+    The rest is the name without the word for the part and words such as "images": '' for "Training set".
     """
     words = [word for word in re.split(r"[\W_]+", name.casefold()) if word]
     kinds, rest = [], []
@@ -96,7 +96,7 @@ def part_kind(name: str) -> tuple[str, str]:
 
 
 def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, str]:
-    """Return `TRAIN`, `VAL` or `TEST` for each split of a list; raise UserError if that is not known."""
+    """Return `TRAIN`, `VAL` or `TEST` for each split of a list; raise UserError if it is unknown."""
     chosen = options.val_part
     if {*given} == {""} or chosen == NO_PARTS:
         return dict.fromkeys(given, TRAIN)
@@ -119,7 +119,7 @@ def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, s
 
 
 def _kinds(names: Sequence[str]) -> dict[str, str]:
-    """Return the kind of each name: where more is in it than the part, only beside other parts of the same thing."""
+    """Return the kind of each name; a name with additional words counts only beside other parts with the same words."""
     found = {name: part_kind(name) for name in names}
     groups: dict[str, set[str]] = defaultdict(set)
     for kind, rest in found.values():
@@ -131,7 +131,7 @@ def _kinds(names: Sequence[str]) -> dict[str, str]:
 
 
 def _describe(listing: FolderListing, name: str, path: str, kind: str) -> _Folder:
-    """Look into a folder; into one that contains images only if its name is that of a part."""
+    """Look into a folder; a folder with images is examined only if its name is that of a part."""
     if not kind and listing.starts_with_images(path):
         return _Folder(name, kind, path, frozenset())
     inside = listing.folders(path)
@@ -204,7 +204,7 @@ def _summary(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None
 
 
 def _refuse_alike(root: str, folders: Sequence[_Folder]) -> None:
-    """Refuse folders without a known name whose subfolders have the same names: they are hardly classes."""
+    """Refuse folders with unknown names whose subfolders have equal names, because they are hardly classes."""
     counts = Counter(name for folder in folders for name in folder.subfolders)
     alike = [
         folder

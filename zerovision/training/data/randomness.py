@@ -1,8 +1,8 @@
-"""Makes the augmentation of a sample a function of (seed, epoch, index) alone.
+"""Makes the augmentation of a sample depend only on (seed, epoch, index).
 
-`uniform_draws` are hashes, without state. The policies of timm and torchvision draw from global generators, of Python,
-NumPy and torch; these are seeded before each sample, and restored after each batch, so that reading data in the main
-process does not change other random numbers of the training.
+`uniform_draws` are stateless hashes. The policies of timm and torchvision draw from the global generators of Python,
+NumPy and torch. These are seeded before each sample and restored after each batch, so that reading data in the main
+process does not change the training's other random numbers.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int, first:
     """Return `count` independent draws for each sample of an epoch: float64 [B, count], uniform in [0, 1).
 
     The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", OOPSLA 2014), applied to seed, epoch, index and number of the draw in turn. Integer arithmetic and one
-    exact division: the same bits on every machine.
+    generators", OOPSLA 2014), applied in turn to seed, epoch, index and the number of the draw. It uses integer
+    arithmetic and one exact division, so it gives the same bits on every machine.
 
     Args:
         seed: Seed of the run, at least 0.
         epoch: Number of the epoch.
         indices: int64 [B], positions in the data set, or the `draw_keys` of a `BatchKey`.
-        count: Draws of each sample.
-        first: Number of the first of them.
+        count: Number of draws per sample.
+        first: Number of the first draw.
     """
     state = _mix(np.full(1, seed, dtype=np.uint64))
     state = _mix(state + np.uint64(epoch))

@@ -1,4 +1,4 @@
-"""Makes one batch from its key: the part of loading that runs in the worker processes."""
+"""Reads one batch from its key; this part of loading runs in worker processes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ class Batch:
     """One micro-batch of one rank.
 
     Attributes:
-        images: uint8 or float32 [B, C, S, S] as read; float32, normalised, as the loaders yield them.
+        images: uint8 or float32 [B, C, S, S] as read; normalized float32 as yielded by the loaders.
         labels: int64 [B].
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
-        bad_images: Path and reason of the images of this batch that could not be read; others fill their slots.
-        notes: Path and note of the images that are odd, see `reading.files.named`.
+        bad_images: Path and reason of this batch's unreadable images; other images fill their slots.
+        notes: Path and note of unusual images, see `reading.files.named`.
         epoch: Decides the rest of the augmentation.
-        draw_keys: int64 [B], as in `BatchKey`: decides it too.
-        leaf: As in `BatchKey`.
-        targets: float32 [B, classes], if they are not just the labels, see `mixing` and `sets`.
-        is_transformed: Whether `images` are normalised already.
-        digests: int64 [B], of the images' files, see `reading.sources.digest_of`; empty unless the key wants them.
-        loss_weights: float32 [B], of the losses in training; None if all are 1.
+        draw_keys: int64 [B], which seed the augmentation together with `epoch`, see `BatchKey`.
+        leaf: See `BatchKey`.
+        targets: float32 [B, classes] if they differ from the labels, see `mixing` and `sets`.
+        is_transformed: Whether `images` are already normalized.
+        digests: int64 [B], digests of the images' files, see `reading.sources.digest_of`; empty unless the key requests
+            them.
+        loss_weights: float32 [B], weights of the training losses; None if all are 1.
     """
 
     images: torch.Tensor
@@ -59,7 +60,7 @@ class Batch:
 
 
 def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | FileServerError:
-    """Read the batch of a key. An error is returned: if raised, DataLoader would add a traceback to its one line."""
+    """Read the batch of a key. Errors are returned, because DataLoader would add a traceback to a raised one."""
     try:
         with preserved_generators() if dataset.augmentation.draws_globally else nullcontext():
             return _read(dataset.for_epoch(key.epoch), key)

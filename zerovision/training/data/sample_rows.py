@@ -1,4 +1,4 @@
-"""What a network makes of the images of a set, kept for all epochs."""
+"""A network's outputs for the images of a set, kept for all epochs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zerovision.training.world.world import World
 
 
 class SampleRows:
-    """What a network makes of each image of a set, D numbers, on every rank.
+    """A network's D outputs for each image of a set, on every rank.
 
     Args:
-        loader: of the images.
+        loader: loader of the images.
         world: the ranks that read different images.
-        stride: from an image that is read to the next, in positions of the set; rows are of those that are read.
+        stride: distance between images that are read, in positions of the set; only these have rows.
 
     Attributes:
         labels: int64 [images].
@@ -47,7 +47,7 @@ class SampleRows:
         self.weights[places[is_read].cpu()] = 1.0
 
     def batch(self, key: BatchKey) -> Batch:
-        """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0."""
+        """Return the batch of a key, with features instead of images; unreadable images have weight 0."""
         indices, own = torch.from_numpy(key.indices), self._source.loss_weights
         return Batch(
             self.values.index_select(0, to_device(indices, self.values.device)),

@@ -1,15 +1,15 @@
-"""The samples that a rank reads at a step: pure functions of (seed, epoch, step), for any number of ranks.
+"""Chooses the samples of each rank and step, as pure functions of (seed, epoch, step), for any number of ranks.
 
 An epoch of N samples is one permutation of them, divided into whole optimizer steps. The last step is padded with
-samples from the start of the same permutation, of weight 0, so each sample counts exactly once per epoch and all
-batches have one shape. Any step can be computed without the ones before it: resuming within an epoch reads nothing
+samples from the start of the same permutation, with weight 0, so each sample counts exactly once per epoch and all
+batches have one shape. Any step can be computed without earlier ones, so resuming within an epoch reads nothing
 unnecessarily.
 
-With balanced sampling and repeated augmentation an epoch still has N samples, each of which counts once, but a sample
-of the set may be among them several times, as copies that are augmented differently, or not at all.
+With balanced sampling and repeated augmentation an epoch still has N samples, each counted once. But a sample of the
+set may occur several times, with different augmentation, or not at all.
 
-With `--order shards` the permutation is one that reads the shards of the data one after another, so that each byte of
-them is fetched once, see `_by_shards`.
+With `--order shards` the permutation reads the data's shards one after another, so that each byte is fetched once, see
+`_by_shards`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class BatchKey(NamedTuple):
         epoch: Decides the augmentation.
         indices: int64 [B], positions in the data set.
         weights: float32 [B], 1 for a sample and 0 for padding.
-        draw_keys: int64 [B], what the augmentation is drawn from: index + k * COPY for copy k of a sample in the epoch.
-        leaf: Number of the micro-batch in the epoch, over all ranks: what is drawn for all of it.
+        draw_keys: int64 [B], keys of the augmentation's draws: index + k * COPY for copy k of a sample in the epoch.
+        leaf: Index of the micro-batch in the epoch, over all ranks; the key of draws for the whole micro-batch.
         wants_digests: Whether to compute `Batch.digests`.
     """
 
@@ -62,13 +62,12 @@ class BatchPlan:
         accumulation_steps: Micro-batches A of each rank in one optimizer step.
         world_size: Ranks R.
         seed: Decides the order.
-        labels: int64 [N]: an epoch has equally many samples of each class; None: each sample once.
-        repeats: How often each sample of an epoch occurs in it, in a row.
-        groups: Equal ones of ranks of which each takes the mean over its own samples.
-        places: int64 [N, 2], places in shards, see `Images.shards`, that decide the order; None: any sample may follow
-            any other.
-        window: Samples of the shuffled shards among which each is shuffled, if there are places.
-        in_turn: As of `Leaves`.
+        labels: int64 [N], if an epoch has equally many samples of each class; None if it has each sample once.
+        repeats: How often in a row each sample of an epoch occurs.
+        groups: Number of equal groups of ranks, each of which averages over its own samples.
+        places: int64 [N, 2], positions in shards that decide the order, see `Images.shards`; None for a random order.
+        window: Number of neighbouring samples among which each is shuffled, if there are places.
+        in_turn: See `Leaves`.
     """
 
     num_samples: int
@@ -99,7 +98,7 @@ class BatchPlan:
         return -(-self.num_samples // self.global_batch)
 
     def images(self, first: int, last: int) -> int:
-        """Return the samples of the run's steps from `first` to before `last`, over all ranks, without padding."""
+        """Return the number of samples in steps `first` to `last` - 1, over all ranks, without padding."""
 
         def before(step: int) -> int:
             epochs, step = divmod(step, self.steps_per_epoch)
@@ -114,13 +113,13 @@ class BatchPlan:
     def draw_keys(self, epoch: int) -> np.ndarray:
         """Return the samples of `epoch` in order, as `BatchKey.draw_keys`: int64 [N], the same for any number of ranks.
 
-        If each sample occurs once, these are their positions in the data set.
+        If each sample occurs once, these are the positions in the data set.
         """
         return _order(self, epoch)
 
     @cached_property
     def in_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """The samples as they lie in the shards, one after another, int64 [N]; and how many are in each."""
+        """The samples in shard order, int64 [N], and the number in each shard."""
         assert self.places is not None
         shards, within = self.places.T
         return np.lexsort((within, shards)), np.unique(shards, return_counts=True)[1]
@@ -128,10 +127,10 @@ class BatchPlan:
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
         """Return the samples of one forward pass of one rank.
 
-        Leaf l of step k contains the positions k*G + l*B and the B-1 after it: the leaves of a step are the same for
-        all ranks and accumulation steps with one product R x A; `base.leaves` says which rank has which.
-        Repeated samples are dealt to the leaves in turn, as timm's sampler deals them to the ranks: leaf l contains
-        every position k*G + l + i*R*A.
+        Leaf l of step k contains position k*G + l*B and the next B-1. The leaves of a step are the same for all ranks
+        and accumulation steps with the same product R x A; `base.leaves` assigns them to ranks. Repeated samples are
+        distributed to the leaves in turn, as timm's sampler does with ranks: leaf l contains every position k*G + l +
+        i*R*A.
         """
         leaves, leaf = self.world_size * self.accumulation_steps, self.leaves.number(rank, micro_step)
         positions = self._positions(step, leaf)
@@ -140,7 +139,7 @@ class BatchPlan:
         return BatchKey(epoch, draw_keys % COPY, weights, draw_keys, step * leaves + leaf)
 
     def _positions(self, step: int, leaf: int) -> np.ndarray:
-        """Return the positions of a leaf's samples in the order of the epoch, from N on those of padding: int64 [B]."""
+        """Return the positions of a leaf's samples in the epoch's order, int64 [B]; positions from N are padding."""
         leaves, places = self.world_size * self.accumulation_steps, np.arange(self.batch_size_per_rank)
         places = leaf * self.batch_size_per_rank + places if self.repeats == 1 else leaf + leaves * places
         return step * self.global_batch + places
@@ -156,11 +155,11 @@ class BatchPlan:
             yield self.micro_batch(epoch, step, micro_step, rank)
 
     def real_samples(self, step: int, rank: int = 0) -> int:
-        """Return the samples of optimizer step `step` without padding, over the ranks and micro-steps of a group.
+        """Return the number of samples in optimizer step `step` without padding, over a group's ranks and micro-steps.
 
         Args:
-            step: Of the epoch.
-            rank: Of the group.
+            step: Step in the epoch.
+            rank: Rank of the group.
         """
         if self.groups == 1:
             return min(self.global_batch, self.num_samples - step * self.global_batch)
@@ -168,7 +167,7 @@ class BatchPlan:
         return sum(int((self._positions(step, leaf) < self.num_samples).sum()) for leaf in leaves)
 
     def leaves_of_group(self, rank: int) -> range:
-        """Return the leaves of a step that the group of a rank computes: all if there is one."""
+        """Return the leaves of a step that a rank's group computes: all if there is one group."""
         length = self.world_size // self.groups * self.accumulation_steps
         first = rank * self.accumulation_steps // length * length
         return range(first, first + length)
@@ -177,8 +176,8 @@ class BatchPlan:
         """Return the factor s that makes averages exact: leaves of the group / `real_samples(step, rank)`.
 
         With `s * sum(weights * losses)` as the loss of a micro-batch, the average over ranks and micro-steps that
-        data-parallel training computes is the mean loss over the real samples of the step. A group without any, in
-        the last step of an epoch, has a loss of 0.
+        data-parallel training computes is the mean loss over the real samples of the step. A group without any sample,
+        in the last step of an epoch, has a loss of 0.
         """
         return len(self.leaves_of_group(rank)) / max(self.real_samples(step, rank), 1)
 
@@ -187,14 +186,14 @@ class BatchPlan:
 class EvaluationPlan:
     """The evaluation batches of every rank: each sample once, the same number of equal batches on all ranks.
 
-    Batch b contains the samples b*B to b*B + B-1 on any number of ranks, since the last bit of a sample's logits may
+    Batch b contains the samples b*B to b*B + B-1 on any number of ranks, because the last bit of a sample's logits may
     depend on its place in the batch.
 
     Attributes:
         num_samples: Size N of the validation set, at least 1.
         batch_size_per_rank: Samples B of one batch.
         world_size: Ranks R.
-        stride: From a sample to the next, in positions of the data set.
+        stride: Distance between samples, in positions of the data set.
     """
 
     num_samples: int
@@ -204,11 +203,11 @@ class EvaluationPlan:
 
     @property
     def batches_per_rank(self) -> int:
-        """Batches that every rank evaluates; some of the last ones may contain nothing but padding."""
+        """Number of batches that every rank evaluates; the last ones may contain only padding."""
         return -(-self.num_samples // (self.batch_size_per_rank * self.world_size))
 
     def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
-        """Yield the batches r, r+R, r+2R, ... of rank r, the same in every epoch; padding of the last has weight 0."""
+        """Yield the batches r, r+R, r+2R, ... of rank r, the same in every epoch; padding in the last has weight 0."""
         for step in range(first_step, self.batches_per_rank):
             batch = step * self.world_size + rank
             positions = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
@@ -219,10 +218,10 @@ class EvaluationPlan:
 def build_plan(
     config: DataSettings, source: Source, world_size: int, views: int = 1, groups: int = 1, in_turn: int = 1
 ) -> BatchPlan:
-    """Build the plan of a run over a training set, with at least so many views of each sample; see `BatchPlan`.
+    """Build the plan of a run over a training set, with at least this many views of each sample; see `BatchPlan`.
 
     Raises:
-        UserError: The set has no shards for `--order shards`.
+        UserError: If the set has no shards for `--order shards`.
     """
     labels, places = source.labels, None
     if config.order == "shards":
@@ -253,7 +252,7 @@ def _order(plan: BatchPlan, epoch: int) -> np.ndarray:
     """Return the keys of an epoch's samples in order, see `BatchKey.draw_keys`: int64 [N], read-only.
 
     Repeated augmentation (Berman et al. 2019, https://arxiv.org/abs/1902.05509, section 3.2; the `RepeatAugSampler` of
-    timm): of the first N / `repeats` samples of the order, rounded up, each is repeated, next to each other.
+    timm): each of the first N / `repeats` samples of the order, rounded up, is repeated in a row.
     """
     # NumPy guarantees the raw bits of a bit generator, but not the order of its shuffle: sorting raw bits keeps a run
     # resumable under another NumPy. Equal keys (1 in 10^7 at a million) stay in order.
@@ -271,10 +270,10 @@ def _order(plan: BatchPlan, epoch: int) -> np.ndarray:
 
 
 def _balanced(permutation: np.ndarray, labels: np.ndarray, bits: np.ndarray, epoch: int) -> np.ndarray:
-    """Return keys of as many samples as `bits`, uint64 [M]: each class equally often, to within one sample.
+    """Return keys of as many samples as `bits`, uint64 [M], with each class equally often, to within one sample.
 
-    The samples of a class, in the order of the permutation, follow each other until the class has its share: those of
-    a large class are in some epochs only, those of a small one are repeated as equally often as possible.
+    Each class takes its samples in the order of the permutation until it has its share: those of a large class occur
+    only in some epochs, those of a small class repeat as evenly as possible.
     """
     classes, counts = np.unique(labels, return_counts=True)
     by_class = permutation[np.argsort(labels[permutation], kind="stable")]
@@ -289,14 +288,14 @@ def _balanced(permutation: np.ndarray, labels: np.ndarray, bits: np.ndarray, epo
 def _by_shards(plan: BatchPlan, draws: np.ndarray, bits: np.random.Philox) -> np.ndarray:
     """Return the samples in an order that goes through the shards once: int64 [N].
 
-    The shards are shuffled, and each sample is moved back by up to `window` places, those of the end to the beginning.
-    So at any time the samples come from about `window` neighbouring ones, which begin to be read one after another;
-    with a window of N or more every order is equally likely.
+    The shards are shuffled, and each sample is moved back by up to `window` places, wrapping around at the end. So at
+    any time the samples come from about `window` neighbouring ones, whose shards are opened one after another. With a
+    window of N or more, every order is equally likely.
 
     Args:
-        plan: With `places` and `window`.
+        plan: The plan, with `places` and `window`.
         draws: Raw bits of each sample, uint64 [N].
-        bits: Where those of the shards come from.
+        bits: Source of the raw bits of the shards.
     """
     samples, counts = plan.in_shards
     shards = np.argsort(bits.random_raw(len(counts)), kind="stable")

@@ -32,10 +32,10 @@ class DatasetEntry:
     Attributes:
         usage: The value of `--data`.
         summary: One sentence for `--help`.
-        module: The module, in full or from this folder, whose `load(options)` returns the `DatasetPair`, or, with
-            `has_parts`, `listing(options)` an `Images`.
+        module: The module, absolute or relative to this folder, whose `load(options)` returns the `DatasetPair`, or,
+            with `has_parts`, whose `listing(options)` returns an `Images`.
         takes_name: Whether a colon and a name follow.
-        has_parts: Whether its images are listed one by one, and may be divided into parts, as those of all paths.
+        has_parts: Whether its images are listed one by one and can be divided into parts, as with all paths.
     """
 
     usage: str
@@ -117,7 +117,7 @@ DECODERS: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class DataFields:
-    """Data."""
+    """Data settings."""
 
     data: str = path_option(
         "digits",
@@ -273,4 +273,4 @@ class DataFields:
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings(DataFields, RunSettings):
-    """What this room reads of a run's settings: its own, and those of all rooms."""
+    """The settings that loading data needs."""

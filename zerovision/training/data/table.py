@@ -1,4 +1,4 @@
-"""`LIST.csv` or `.tsv`: a table of image files with the columns path and label, and if wanted those of other facts."""
+"""`LIST.csv` or `.tsv`: a table of image files with columns path and label, and optional other columns."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def listing(options: DataOptions) -> Images:
     """Return the images of a table.
 
     Raises:
-        UserError: The table cannot be read, lacks a column, or has a cell that means nothing; a file is missing.
+        UserError: If the table is unreadable, lacks a column, or has an invalid cell, or a file is missing.
     """
     header, rows = csv_rows(Path(os.path.expanduser(options.data)), options)
     return listing_of(header, rows, options)
 
 
 def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Images:
-    """Return the images of a table; the errors are those of `listing`."""
+    """Return the images of a table; for errors, see `listing`."""
     beside = Path(os.path.expanduser(options.data)).parent
     root = (options.root if options.data_root != DATA_ROOT else beside).resolve()
     return _with_files(lines_of(header, rows, root, options), options)
 
 
 def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options: DataOptions) -> Images:
-    """Return the lines of a table, whose files may be missing; the errors are those of `listing`."""
+    """Return the lines of a table, whose files may be missing; for errors, see `listing`."""
     columns, builder, left_out = _TableColumns(header, options), ImagesBuilder(), 0
     for line, row in rows:
         try:
@@ -71,7 +71,7 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options
 
 
 class _TableColumns(FactColumns):
-    """The columns of a table: that of the paths, those of the labels, and those of facts."""
+    """The columns of a table: paths, labels and other facts."""
 
     def __init__(self, header: Sequence[str], options: DataOptions) -> None:
         self._are_lists = options.reads_lists
@@ -92,10 +92,10 @@ class _TableColumns(FactColumns):
         super().__init__(header, [self.path, *self._labels])
 
     def label(self, row: Mapping[str, Any]) -> Any:
-        """Return the label in a row, None if it says that it has none; of a cell of several labels, its content.
+        """Return the label in a row, None if it has none; for several labels, the content of the cell.
 
         Raises:
-            ValueError: The label is empty or none.
+            ValueError: If the label is empty or invalid.
         """
         cells = [row.get(name) for name in self._labels]
         if self._are_lists:
@@ -118,7 +118,7 @@ class _TableColumns(FactColumns):
 
 
 def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
-    """Return the header and the other rows of a text file, whose separator is the one that its header has."""
+    """Return the header and the other rows of a text file, separated as in its header."""
     try:
         content = read_file(file, MAX_BYTES)
     except ImageError as error:
@@ -167,8 +167,8 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
 def _with_files(images: Images, options: DataOptions) -> Images:
     """Return the images with paths relative to their root, sizes and times.
 
-    Blanks at the ends of a path are not part of it, unless there is such a file. A path may lead anywhere, as a link in
-    a folder may: what it leads to is read as an image, or is an error.
+    Blanks at the ends of a path are ignored unless such a file exists. A path may point anywhere, like a link in a
+    folder; its target must be an image.
     """
     root, real_folder = images.root, cache(lambda folder: f"{os.path.realpath(folder)}/")
     missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})

@@ -1,7 +1,7 @@
 """Tar files in WebDataset's layout: `000123.jpg` beside `000123.cls` or `000123.json`, in `train-000000.tar`, ...
 
-Images are read where they are, by the offset that the index has: nothing is ever extracted, and no name in a tar file
-is opened. The key of a sample is its name up to the first dot, and its files follow each other:
+Images are read in place, by the offset in the index: nothing is ever extracted, and no name in a tar file is opened.
+The key of a sample is its name up to the first dot, and its files follow each other:
 https://github.com/webdataset/webdataset. A sample is one image and one label.
 """
 
@@ -40,18 +40,18 @@ def listing(options: DataOptions) -> Images:
 
 
 def kind_of(options: DataOptions) -> Kind:
-    """Return the kind of tar files whose images have the extension of the options, if that is one, or else any."""
+    """Return the kind of tar files whose images have the extension in the options, or any extension."""
     wanted = f".{options.path_column.lower().lstrip('.')}"
     wanted = wanted if os.path.splitext(f"x{wanted}")[1] in IMAGE_EXTENSIONS else ""
     return Kind(".tar", partial(scan, wanted, options.label_column), TarArchive, (wanted, options.label_column))
 
 
 class TarArchive(Archive):
-    """Reads images of tar files by their offset in bytes.
+    """Reads images from tar files by offset in bytes.
 
     Args:
         files: The tar files.
-        states: Of each, its size in bytes and the time of its last change in ns.
+        states: For each file, its size in bytes and the time of its last change in ns.
     """
 
     def __init__(self, files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
@@ -81,15 +81,16 @@ def _read(file: PurePath, state: tuple[int, int], place: int, size: int) -> byte
 
 
 def scan(extension: str, label_key: str, file: Path) -> Index:
-    """Return what a tar file contains.
+    """Return the index of a tar file.
 
     Args:
-        extension: Of the images, with its dot; any if it is empty.
-        label_key: Of the label in the JSON, if that has it.
+        extension: Extension of the images, with its dot; any if it is empty.
+        label_key: Key of the label in the JSON, if present.
         file: The tar file.
 
     Raises:
-        UserError: It is no tar file, compressed, cut off, or two in one; a sample has no label, or several images.
+        UserError: If it is not a tar file, is compressed, cut off, or two in one, or a sample has no label or several
+            images.
     """
     try:
         with tarfile.open(file, "r:", encoding="utf-8") as tar:
@@ -166,7 +167,7 @@ class _Scan:
         return clean(name).casefold() in {*OWN_KEYS, self._label_key.casefold()}
 
     def _label(self, facts: Mapping[str, Any], text: str | None) -> Label | None:
-        """Return the label of a sample; raise LookupError if it has none, ValueError if it is none."""
+        """Return the label of a sample; raise LookupError if it is missing, ValueError if it is invalid."""
         if text is None:
             found = [find_column([*facts], name) for name in (self._label_key, *LABEL_KEYS)]
             return label_of(facts[next(filter(None, found), LABEL)])
@@ -176,7 +177,7 @@ class _Scan:
 
 
 def _members(file: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files in a tar file, each of which ends in it, one behind the other."""
+    """Yield the regular files in a tar file, checking that each is complete and follows the last."""
     total, last = os.path.getsize(file), -1
     for member in tar:
         if member.offset <= last or member.size < 0 or member.offset_data + member.size > total:

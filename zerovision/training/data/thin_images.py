@@ -1,6 +1,7 @@
-"""The centre of a thin image, enlarged: without enlarging the image, of which most would be cut off again.
+"""Enlarges the centre of a thin image without enlarging the rest, which would be cut off.
 
-An image of 3 x 9000 pixels whose shorter side becomes 256 has 768,000 on the longer one, 590 MB, for a centre of 224.
+For example, an image of 3 x 9000 pixels whose shorter side becomes 256 would have 768,000 on the longer one, 590 MB,
+for a centre of 224.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ FILTERS = {
 def resized_centre(
     image: torch.Tensor, resize_size: ImageSize, size: ImageSize, mode: InterpolationMode
 ) -> torch.Tensor:
-    """Resize the shorter side, or so that the image covers another size than a square, and cut out the centre.
+    """Resize the shorter side, or so that the image covers a non-square size, and crop the centre.
 
-    Of an image that is thinner than 1:20 and is enlarged, only the part that the centre needs is read: the same bytes
-    as those of `resize` and `center_crop` where PyTorch resizes bytes as bytes (x86 with AVX2, ARM), elsewhere off by
-    at most 1; floats are off by rounding.
+    For an enlarged image thinner than 1:20, only the part that the centre needs is read. The bytes equal those of
+    `resize` and `center_crop` where PyTorch resizes bytes as bytes (x86 with AVX2, ARM); elsewhere they differ by at
+    most 1, and floats by rounding.
 
     Args:
         image: uint8 or float32 [C, H, W].
         resize_size: In pixels.
-        size: Of the centre, in pixels.
+        size: Size of the centre, in pixels.
         mode: Bilinear or bicubic, with antialiasing.
 
     Returns:
@@ -65,7 +66,7 @@ def resized_centre(
 
 
 def _centre_weights(side: int, resized: int, size: int, mode: InterpolationMode) -> tuple[int, torch.Tensor]:
-    """Return the first pixel that the centre of an enlarged side is made of, and float64 [size, pixels] weights."""
+    """Return the first pixel that contributes to the centre of an enlarged side, and float64 [size, pixels] weights."""
     centres = side / resized * (round((resized - size) / 2) + torch.arange(size, dtype=torch.float64) + 0.5)
     reach = FILTERS[mode][0]
     first, end = max(int(centres[0] - reach + 0.5), 0), min(int(centres[-1] + reach + 0.5), side)
@@ -80,13 +81,13 @@ def resize_weights(
     As in PyTorch's `_compute_indices_min_size_weights_aa` (aten/src/ATen/native/cpu/UpSampleKernel.cpp).
 
     Args:
-        pixels: Numbers of the pixels that are there, float64 [P].
-        centres: Of the resized pixels, in pixels of the side, float64 [S].
-        step: From one centre to the next; 1 if it is less.
+        pixels: Indices of the available pixels, float64 [P].
+        centres: Centres of the resized pixels, in pixels of the side, float64 [S].
+        step: Distance between centres, at least 1.
         mode: Bilinear or bicubic, with antialiasing.
 
     Returns:
-        float64 [S, P], the sum of each row 1.
+        float64 [S, P]; each row sums to 1.
     """
     reach, weight_at = FILTERS[mode]
     centres = centres[:, None]
@@ -97,7 +98,7 @@ def resize_weights(
 
 
 def _weighted(weights: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Return the rows of `image` [C, h, w], weighted by [S, h]: [C, S, w]; bytes as PyTorch rounds them."""
+    """Return the rows of `image` [C, h, w], weighted by [S, h]: [C, S, w]; bytes are rounded as in PyTorch."""
     exact = image.dtype != torch.uint8
     one = 2**_WEIGHT_BITS
     factors = weights if exact else (weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc()

@@ -1,4 +1,4 @@
-"""Data sets of torchvision, read into the same two kinds of source as our own: arrays in memory, or files."""
+"""Data sets of torchvision, as sources of arrays in memory or of files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TorchvisionEntry:
 
     Attributes:
         train: `split` of the training part; "" if the argument `train` selects it.
-        val: `split` of the validation part: of the test part, if the authors made no other.
-        augmentation: The meaning of "auto"; mirrored digits would be other digits.
+        val: `split` of the validation part, or of the test part if there is no other.
+        augmentation: The meaning of "auto"; digits must not be mirrored.
         files: Name of the attribute that lists the image files; "" if the images are an array in memory.
     """
 
@@ -63,7 +63,7 @@ def load(options: DataOptions) -> DatasetPair:
     """Load `torchvision:NAME` from the folder of downloaded data sets.
 
     Raises:
-        UserError: An unknown name; not downloaded and `download` not set; the download failed.
+        UserError: If the name is unknown, the set is missing and `download` is not set, or the download fails.
     """
     name = options.data.partition(":")[2]
     if name not in TORCHVISION_SETS:

@@ -8,7 +8,7 @@ import torch
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to a device; from the host to a GPU without waiting for the GPU's pending work.
 
-    A copy is asynchronous from page-locked memory only. PyTorch reuses such memory only after the copies from it are
+    A copy is asynchronous only from page-locked memory. PyTorch reuses such memory only after the copies from it are
     done, so the source may be dropped at once.
     """
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():

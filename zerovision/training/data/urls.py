@@ -41,9 +41,9 @@ def listing(options: DataOptions) -> Images:
     """Return the images behind a URL.
 
     Raises:
-        UserError: There is nothing that can be read, or it is damaged, or a package is missing; or it is larger than
-            what is kept, and not read by shards.
-        FileServerError: The server does not answer now.
+        UserError: If nothing can be read, the data is damaged, a package is missing, or the data is larger than the
+            cache and not read by shards.
+        FileServerError: If the server does not answer now.
     """
     root = RemotePath(options.data)
     if root.suffix.lower() in TABLE_EXTENSIONS:
@@ -84,7 +84,7 @@ def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataO
 
 
 def _note(copies: Copies, options: DataOptions) -> str:
-    """Return where the files are kept; raise UserError if they are too many, and not read one after another."""
+    """Return where the files are kept; raise UserError if they exceed the cache and are not read one after another."""
     size = sum(size for size, _ in copies.states)
     found = f"{size / 1e9:.3g} GB behind the URL"
     if size <= copies.max_bytes:
@@ -98,9 +98,10 @@ def _note(copies: Copies, options: DataOptions) -> str:
 
 
 def _index(kind: Kind, kept_in: Path, copies: Copies, number: int) -> Index:
-    """Return the index of an archive: the one kept here, or that beside it, or a new one, for which all is fetched.
+    """Return the index of an archive: the local one, the one beside it, or a new one, which needs the whole file.
 
-    All is fetched at each start if the server tells no change of the file: the content decides whether an index is its.
+    If the server reports no changes, the file is fetched at each start, because only its content shows whether an index
+    fits.
     """
     file, state = copies.files[number], copies.states[number]
     kept = kept_index_of(file, kept_in)
@@ -124,7 +125,7 @@ def _index(kind: Kind, kept_in: Path, copies: Copies, number: int) -> Index:
 
 @contextmanager
 def _reading(copies: Copies, number: int) -> Iterator[Path]:
-    """Yield the copy of a file, a new one if its server tells no change; it is removed if it cannot be read."""
+    """Yield the copy of a file, a new one if its server reports no changes; it is removed if it cannot be read."""
     file, copy = copies.files[number], copies.paths[number]
     with FileLock(copies.folder / f".{copy.name}.lock"):  # the ranks of a machine
         if copies.states[number][1] == UNMARKED:

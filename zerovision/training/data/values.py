@@ -1,7 +1,7 @@
-"""The numbers of images in arrays: bytes stay bytes, all others become float32 by one rule.
+"""Converts the numbers of images in arrays: bytes stay bytes, all others become float32.
 
-Whole numbers are divided by the largest of their type, as torchvision's `ToDtype(scale=True)` does it: uint16 reaches
-from 0 to 1, int16 from -1 to 1. Floating-point numbers are taken as they are, and must be from 0 to 1.
+Whole numbers are divided by the largest value of their type, as in torchvision's `ToDtype(scale=True)`: uint16 ranges
+from 0 to 1, int16 from -1 to 1. Floating-point numbers are not changed, and must be from 0 to 1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
     """Return the numbers of images, uint8 as given or float32, and the name of their type.
 
     Args:
-        numbers: of any shape and byte order.
-        name: of the array, for messages.
+        numbers: the numbers, in any shape and byte order.
+        name: name of the array, for messages.
 
     Raises:
         UserError: for another type, and for floating-point numbers that are not from 0 to 1.
@@ -46,21 +46,21 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
 
 
 def stretched(images: torch.Tensor) -> torch.Tensor:
-    """Return float32 images for a viewer: the smallest value of all becomes 0, the largest 1."""
+    """Return float32 images for display: the smallest value of all becomes 0, the largest 1."""
     low, high = images.min(), images.max()
     return (images - low) / (high - low).clamp_min(SMALLEST_RANGE)
 
 
 def pieces(channel: torch.Tensor) -> list[np.ndarray]:
-    """Return a channel [N, H, W] in arrays of about `VALUES_AT_A_TIME` values, whose copies take little memory."""
+    """Return a channel [N, H, W] in arrays of about `VALUES_AT_A_TIME` values, to keep copies small."""
     return [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
 
 
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation per channel of uint8 or float32 [N, C, H, W], as values in 0..1.
 
-    With any threads the same: 4 decimals of bytes, 6 digits of floats. The deviation is at least what the mean is
-    rounded by, as that of a channel of one value.
+    They are the same with any number of threads: 4 decimals for bytes, 6 digits for floats. The deviation is at least
+    the rounding of the mean, even for a constant channel.
     """
     is_bytes = images.dtype == torch.uint8
     means, stds = [], []

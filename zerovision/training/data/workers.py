@@ -1,11 +1,11 @@
 """The worker processes of a rank, which read the batches of all parts of the data.
 
-They neither hang at the start, nor run the caller's script, nor die of the ranks' signals. They are started with
-`forkserver`: a plain fork copies the locks of the threads that gloo, NCCL and CUDA run in the parent, and can hang for
-ever. The fork server imports torch once, so that each worker starts in a moment. Workers block SIGINT and SIGTERM: a
-launcher sends those to every process, and the trainer still needs its data to finish the step and save. They end when
-the process that started them dies. They do not import the main module, as Python's own do: nothing of it is sent to
-them, and one without `if __name__ == "__main__"` would start its training in each of them.
+They are started with `forkserver`, because a plain fork copies the locks of the threads that gloo, NCCL and CUDA run in
+the parent, and can hang forever. The fork server imports torch once, so that each worker starts quickly. Workers block
+SIGINT and SIGTERM, which a launcher sends to every process, because the trainer still needs its data to finish the step
+and save. They end when the process that started them dies. Unlike Python's own workers, they do not import the main
+module: they need nothing from it, and a module without `if __name__ == "__main__"` would start its training in each of
+them.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
 def fit_workers_into_memory(
     workers: int, is_automatic: bool, batch_bytes: int, ranks_on_machine: int, *, is_main: bool
 ) -> int:
-    """Return `workers`, or fewer if they are automatic and the shared memory, through which batches pass, is too small.
+    """Return `workers`, or fewer if they are automatic and shared memory, through which batches pass, is too small.
 
-    There, the first batch that does not fit would end the run (Docker's default is 64 MB).
+    Otherwise the first batch that does not fit would end the run (Docker's default is 64 MB).
 
     Raises:
-        UserError: More were asked for than there is room for.
+        UserError: If more were requested than there is room for.
     """
     room = 0
     if os.access(SHARED_MEMORY, os.W_OK):  # else read-only: not even for the workers' semaphores
@@ -74,7 +74,7 @@ def fit_workers_into_memory(
 class _Worker(ForkServerProcess):
     @staticmethod
     def _Popen(process: BaseProcess) -> popen_forkserver.Popen:
-        """Start the process, which is told of no main module: what has neither spec nor file is not imported."""
+        """Start the process without a main module: a module with neither spec nor file is not imported."""
         main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:
             return popen_forkserver.Popen(process)
@@ -95,10 +95,10 @@ class _WorkerContext(ForkServerContext):
         return self._queues[-1]
 
     def wait_for_queues(self) -> None:
-        """Wait until nothing sends to the queues any more, which have been closed, and forget them.
+        """Wait until the closed queues have no senders left, and forget them.
 
-        DataLoader leaves the threads that do so to themselves. A process that ends meanwhile would not give back their
-        semaphores, of which Python's tracker of resources complains.
+        DataLoader does not wait for the sending threads. A process that ends meanwhile would leak their semaphores,
+        about which Python's resource tracker complains.
         """
         threads = [getattr(queue, "_thread", None) for queue in self._queues]
         self._queues.clear()
@@ -130,7 +130,7 @@ def _start_servers() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files to the hard one: each batch from a worker takes some."""
+    """Raise the soft limit of open files to the hard limit; each batch from a worker needs some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -140,8 +140,8 @@ def _raise_descriptor_limit() -> None:
 def end_with_parent(worker_id: int) -> None:
     """Make this worker process end when its parent dies; a `worker_init_fn` of DataLoader.
 
-    DataLoader's own check compares parent process ids, and the parent of a worker is the fork server, which waits for
-    its workers: killing the trainer alone would leave all of them behind.
+    DataLoader's own check compares parent process ids, but the parent of a worker is the fork server, which waits for
+    its workers, so killing only the trainer would leave all of them behind.
     """
     threading.Thread(target=_end_after_parent, daemon=True).start()
 
@@ -154,7 +154,7 @@ def _end_after_parent() -> None:
 
 
 class _Keys:
-    """The sampler of a DataLoader that outlives the epoch: number of the set and key of each batch."""
+    """The sampler of a DataLoader that outlives the epoch; yields the set's number and the key of each batch."""
 
     current: Iterable[tuple[int, BatchKey]] = ()
 
@@ -175,11 +175,11 @@ class _Readers(Dataset):
 
 
 class WorkerPool:
-    """Worker processes that read the batches of several sets, those of one at a time; they live until `close`.
+    """Worker processes that read batches of several sets, one set at a time; they live until `close`.
 
     Args:
         datasets: The sets.
-        workers: Processes, at least 1.
+        workers: Number of processes, at least 1.
         device: Device of the batches.
     """
 
@@ -199,10 +199,10 @@ class WorkerPool:
         )
 
     def read(self, dataset: ImageDataset, keys: Iterable[BatchKey]) -> Iterator[Batch | Exception]:
-        """Yield what `read_batch` makes of the keys of a set, in their order; what is left of the call before is lost.
+        """Yield the result of `read_batch` for each key of a set, in order; the rest of the previous call is discarded.
 
         Raises:
-            RuntimeError: The workers have been given other keys since.
+            RuntimeError: If the workers have been given other keys since.
         """
         assert self._workers is not None
         part = next(number for number, known in enumerate(self._datasets) if known is dataset)

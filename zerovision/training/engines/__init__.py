@@ -1,1 +1,1 @@
-"""How training state is sharded, and who updates it."""
+"""The engines, which shard and update the training state."""

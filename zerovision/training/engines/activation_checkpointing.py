@@ -19,15 +19,15 @@ POOLING = (nn.MaxPool2d, nn.AvgPool2d)
 def enable_activation_checkpointing(module: nn.Module) -> int:
     """Keep only the inputs of the network's repeated blocks, and recompute their activations in backward.
 
-    Blocks are the children of the network's top-level containers (timm's blocks, stages, layers), in a flat stack of
-    layers (VGG) everything up to each pooling layer, and the same in every member of an ensemble. Loss, gradients and
+    Blocks are the children of the network's top-level containers (timm's blocks, stages, layers). In a flat stack of
+    layers (VGG) a block ends at each pooling layer; each member of an ensemble has its own blocks. Loss, gradients and
     BatchNorm statistics do not change, nor do names and shapes in the state dict.
 
     Args:
         module: the network; changed in place.
 
     Returns:
-        The number of blocks that are recomputed.
+        The number of recomputed blocks.
     """
     if isinstance(module, Ensemble):
         return sum(enable_activation_checkpointing(member) for member in module.members)
@@ -47,9 +47,9 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the children of the network's top-level containers that have layers, and those of an ensemble's members.
+    """Return the blocks that can be recomputed: the children, with layers, of each top-level container.
 
-    A flat stack of layers has none.
+    For an ensemble, those of all members. A flat stack of layers has none.
     """
     if isinstance(module, Ensemble):
         return [block for member in module.members for block in repeated_blocks(member)]
@@ -101,7 +101,7 @@ def _recomputed(forward: Callable[..., Any], module: nn.Module, *args: Any, **kw
 def _kept_statistics(module: nn.Module) -> Iterator[None]:
     """Replace BatchNorm layers' running statistics by copies, so that the recomputation does not update them again.
 
-    Copies rather than None: the recomputation must save as many tensors as the first pass did.
+    Copies are used instead of None because the recomputation must save as many tensors as the first pass did.
     """
     norms = [m for m in module.modules() if getattr(m, "running_mean", None) is not None]
     originals = [dict(norm._buffers) for norm in norms]

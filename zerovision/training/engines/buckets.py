@@ -1,8 +1,8 @@
-"""Buckets: the flat buffers that parameters lie in, and when backward has finished with each.
+"""Buckets: flat buffers of parameters, which backward completes one after another.
 
-Which parameters share a bucket does not depend on the ranks. Each rank updates an equal part of a bucket: any piece of
-it, or for rules that compute with whole parameters, those that have been dealt to the rank. Of a model that is cut into
-stages, every stage has its own of each bucket's parameters.
+The assignment of parameters to buckets does not depend on the ranks. Each rank updates an equal part of a bucket: any
+piece of it, or, for rules that need whole parameters, the parameters assigned to the rank. If a model is cut into
+stages, each stage has its own part of each bucket.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where parameters lie in a flat buffer, which is cut into one equal part per rank. Each begins a block.
+    """The positions of parameters in a flat buffer, which is cut into one equal part per rank.
+
+    Each parameter begins a block.
 
     Attributes:
         starts: first element of each parameter, by name.
-        part: elements of a rank's part, a whole number of blocks.
-        owners: by name the rank whose part has all of a parameter; none if parts may begin in the middle of one.
+        part: number of elements in a rank's part, a whole number of blocks.
+        owners: by name, the rank whose part has all of a parameter; empty if parts may begin in the middle of a
+            parameter.
     """
 
     starts: dict[str, int]
@@ -51,24 +54,24 @@ class BucketLayout:
 
 
 def count_blocks(parameter: torch.Tensor) -> int:
-    """Return the blocks that a parameter takes."""
+    """Return the number of blocks that a parameter takes."""
     return -(-parameter.numel() // BLOCK)
 
 
 def cut_anywhere(parameters: Mapping[str, nn.Parameter], ranks: int) -> BucketLayout:
-    """Lay parameters out one after another, whatever rank's part they are in."""
+    """Lay parameters out one after another, without regard to the ranks' parts."""
     *firsts, blocks = accumulate(map(count_blocks, parameters.values()), initial=0)
     starts = {name: BLOCK * first for name, first in zip(parameters, firsts, strict=True)}
     return BucketLayout(starts, BLOCK * -(-blocks // ranks), {})
 
 
 def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_products: bool) -> BucketLayout:
-    """Deal whole parameters out to the ranks' parts, the largest first, each to the rank that has least.
+    """Assign whole parameters to the ranks' parts, the largest first, each to the rank that has least.
 
     Args:
-        parameters: by name.
-        ranks: that share them.
-        by_products: whether the work of a parameter is that of multiplying it by its transpose.
+        parameters: parameters by name.
+        ranks: ranks that share them.
+        by_products: whether a parameter's work is its multiplication by its transpose.
     """
     cost = _products if by_products else torch.Tensor.numel
     costs = {name: cost(parameter) for name, parameter in parameters.items()}
@@ -85,19 +88,19 @@ def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_product
 
 
 class Bucket:
-    """Some parameters of one group of the optimizer, in one flat buffer.
+    """Parameters of one optimizer group in one flat buffer.
 
     Attributes:
-        parameters: by name.
-        layout: of the buffer.
+        parameters: parameters by name.
+        layout: the buffer's layout.
         buffers: weights and gradients.
         trained: what the optimizer updates: this rank's part [n / ranks], or its parameters.
 
     Args:
-        parameters: by name.
-        layout: of them.
+        parameters: parameters by name.
+        layout: the parameters' layout.
         world: the ranks.
-        tree: of the step.
+        tree: the step's tree.
         sum_of_part: zeros [n / ranks], for the sum of this rank's part of the gradients.
         is_first: whether it is summed and gathered before the other buckets.
     """
@@ -131,10 +134,10 @@ class Bucket:
         self.trained = [*self._owned.values()] if layout.owners else [nn.Parameter(self.buffers.part)]
 
     def add_leaf(self) -> None:
-        """Add the parameters' gradients to the sum over this rank's leaves, and take them from the parameters.
+        """Move the parameters' gradients into the sum over this rank's leaves.
 
-        Autograd hands over the tensor that it has computed to a parameter without a gradient, and adds one to a
-        parameter that has one: a kernel for each.
+        Autograd hands its tensor over to a parameter without a gradient; to one with a gradient it adds, with one
+        kernel each.
         """
         parameters = self.parameters.values()
         self.buffers.sums.add(self._places, [parameter.grad for parameter in parameters])
@@ -151,7 +154,7 @@ class Bucket:
             self.trained[0].grad = total
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Iterator[ParameterShard]:
-        """Yield the parts of parameters that lie in this rank's part, with the optimizer's state of them."""
+        """Yield the parts of parameters in this rank's part, with their optimizer state."""
         for name, parameter in self._owned.items():
             tensors = {WEIGHTS: parameter.detach(), **moments_of(optimizer, parameter)}
             yield ParameterShard(name, (0,) * parameter.ndim, tensors)
@@ -168,14 +171,14 @@ class Bucket:
 
 
 class BackwardOrder:
-    """Completes every bucket in backward, as soon as all its gradients are there.
+    """Completes every bucket in backward as soon as all its gradients are computed.
 
-    Buckets are completed in one order, which all ranks share: in that of backward, so that their sums over the ranks
-    travel while it computes the gradients of earlier layers.
+    All ranks complete buckets in one order, that of backward, so that sums over the ranks are sent while backward
+    computes the gradients of earlier layers.
 
     Args:
-        module: whose parameters are in the buckets, in the order of forward, more or less.
-        buckets: of the module.
+        module: module whose parameters are in the buckets, roughly in the order of forward.
+        buckets: buckets of the module.
     """
 
     def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
@@ -193,13 +196,13 @@ class BackwardOrder:
         """Prepare for backward of a leaf.
 
         Args:
-            sums_over_ranks: whether it is this rank's last of the step, so that each bucket's sum is started.
+            sums_over_ranks: whether it is this rank's last leaf of the step, after which the buckets' sums start.
         """
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._completed, self._sums_over_ranks = 0, sums_over_ranks
 
     def end(self) -> None:
-        """Complete the buckets that are left after backward: parameters without a gradient are in them."""
+        """Complete the remaining buckets after backward: they have parameters without a gradient."""
         while self._completed < len(self._buckets):
             self._complete_next()
 
@@ -218,18 +221,18 @@ class BackwardOrder:
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters of one group of the optimizer that are in one bucket; in one of each stage if there are several.
+    """Parameters of one optimizer group that share one bucket, or one bucket per stage.
 
     Attributes:
-        group: of the optimizer.
-        parameters: by name, of all stages.
+        group: group of the optimizer.
+        parameters: parameters by name, of all stages.
     """
 
     group: dict[str, Any]
     parameters: dict[str, nn.Parameter]
 
     def layout(self, stage: Collection[str], ranks: int) -> BucketLayout:
-        """Return where those of a stage lie, given their names and the ranks that share it."""
+        """Return the layout of a stage's parameters, given their names and the ranks that share the stage."""
         parameters = {name: parameter for name, parameter in self.parameters.items() if name in stage}
         if self.group.get("whole_parameters"):
             return deal_whole(parameters, ranks, by_products="use_muon" in self.group)
@@ -237,7 +240,7 @@ class Shared:
 
 
 class Placed(NamedTuple):
-    """A bucket of a rank: which of those of the whole model, which of the rank's stages, and its layout."""
+    """A bucket on a rank: its index in the whole model, the rank's stage, and its layout."""
 
     number: int
     stage: int
@@ -247,13 +250,13 @@ class Placed(NamedTuple):
 def share_out(
     module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, part: ModelPart
 ) -> list[Shared]:
-    """Return which of the optimizer's parameters share a bucket, whatever the ranks and stages are.
+    """Return which of the optimizer's parameters share a bucket, independent of ranks and stages.
 
     Args:
-        module: whose parameters they are.
-        optimizer: over them.
-        device: of the rank.
-        part: what the module has of the model; divided parameters share no bucket with others.
+        module: module that owns the parameters.
+        optimizer: their optimizer.
+        device: the rank's device.
+        part: the module's part of the model; divided parameters share no bucket with others.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     fewest = FEWEST_ELEMENTS_ON_GPU if device.type == "cuda" else FEWEST_ELEMENTS
@@ -271,12 +274,12 @@ def share_out(
 
 
 def place(shared: Sequence[Shared], stages: Sequence[Collection[str]], ranks: int) -> list[Placed]:
-    """Return the buckets of a rank, in their order.
+    """Return the buckets of a rank, in order.
 
     Args:
-        shared: of the whole model.
+        shared: values of the whole model.
         stages: the names of the parameters of each of the rank's stages.
-        ranks: that share the stages.
+        ranks: number of ranks that share the stages.
     """
     every = [
         Placed(number, stage, one.layout(names, ranks))
@@ -289,16 +292,16 @@ def place(shared: Sequence[Shared], stages: Sequence[Collection[str]], ranks: in
 def make_buckets(
     shared: Sequence[Shared], placed: Sequence[Placed], world: World, tree: StepTree
 ) -> tuple[list[Bucket], torch.Tensor]:
-    """Move the optimizer's parameters into buckets, of which it updates this rank's parts; a collective.
+    """Move the optimizer's parameters into buckets, and let it update this rank's parts; a collective.
 
     Args:
-        shared: of the whole model.
-        placed: this rank's.
+        shared: values of the whole model.
+        placed: this rank's buckets.
         world: the ranks that share its stages.
-        tree: of the step.
+        tree: the step's tree.
 
     Returns:
-        The buckets, and the gradients of their parts, one after another in one tensor.
+        The buckets, and the gradients of their parts, concatenated in one tensor.
     """
     for one in shared:
         one.group["params"] = []
@@ -314,7 +317,10 @@ def make_buckets(
 
 
 def _cut(parameters: Mapping[str, nn.Parameter], fewest: int) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield consecutive parameters, each time as few as have so many elements; the last are what is left."""
+    """Yield groups of consecutive parameters, each as small as possible with at least this many elements.
+
+    The last group has the remaining parameters.
+    """
     members: dict[str, nn.Parameter] = {}
     elements = 0
     for name, parameter in parameters.items():
@@ -328,7 +334,7 @@ def _cut(parameters: Mapping[str, nn.Parameter], fewest: int) -> Iterator[dict[s
 
 
 def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
-    """Return a view of a flat tensor in a parameter's shape; for a convolution's weights in channels_last."""
+    """Return a view of a flat tensor in a parameter's shape; convolution weights are in channels_last."""
     place = flat.narrow(0, start, shape.numel())
     if len(shape) != CONVOLUTION_DIMENSIONS:
         return place.view(shape)
@@ -337,6 +343,9 @@ def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
 
 
 def _products(parameter: torch.Tensor) -> int:
-    """Return the multiplications of a matrix [n, m] by its transpose; of anything else, the number of elements."""
+    """Return the number of multiplications of a matrix [n, m] by its transpose.
+
+    For other tensors, the number of elements.
+    """
     rows = len(parameter) if parameter.ndim > 1 else 1
     return parameter.numel() * min(rows, parameter.numel() // rows)

@@ -1,4 +1,4 @@
-"""From the settings of a run to its engine: which ways share the work, how the state is distributed, what is built."""
+"""Builds the engine for a run's settings: the ways to share the work, and the distribution of the state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ ENGINES = (*(way.engine for way in WAYS if way.engine), TORCH)
 def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by: str = "") -> str:
     """Return the engine of a run, one of `ENGINES`.
 
-    'auto' is PyTorch's, which gives the same weights on any number of ranks, and another for what that does not do.
+    'auto' is PyTorch's engine, which gives the same weights on any number of ranks, or another one for settings that it
+    does not support.
 
     Args:
         config: the settings.
@@ -38,7 +39,7 @@ def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by
         needed_by: a setting, with its value, that needs PyTorch's engine; '' if there is none.
 
     Raises:
-        UserError: if an engine is asked for something that it does not do.
+        UserError: if an engine does not support a setting.
     """
     if config.engine not in ("auto", TORCH):
         return config.engine
@@ -57,7 +58,7 @@ def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by
 
 
 def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
-    """Raise a UserError for what FSDP2 cannot do."""
+    """Raise a UserError for settings that FSDP2 does not support."""
     if plan.offload == "optimizer" and plan.releases_weights:
         raise UserError(
             "--offload optimizer: at stage 3 --engine torch offloads weights, gradients and optimizer state together: "
@@ -72,10 +73,10 @@ def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
 
 
 def form_ranks(config: Any, world: World) -> World:
-    """Return the world with the mesh that the ways of a run need; as it is if they need none. A collective.
+    """Return the world with the mesh for a run's ways to share work, or unchanged if they need none; a collective.
 
     Raises:
-        UserError: on all ranks, if the ranks cannot be divided so.
+        UserError: on all ranks, if the ranks cannot be divided like this.
     """
     agreed(lambda: data_ranks(world.size, config.mesh), world)
     agreed(lambda: check_machine(config, world.local_size), world)
@@ -91,18 +92,18 @@ def parallel_plan(config: Any, world: World) -> ParallelPlan:
 def set_up_engine(
     config: Any, built: BuiltModel, precision: str, world: World, needed_by: str = "", *, compiles: bool
 ) -> tuple[EngineSetup, list[Way]]:
-    """Return what the engine is built from, with a new optimizer, and the ways of the run; a collective.
+    """Return the engine's setup, with a new optimizer, and the run's ways to share work; a collective.
 
     Args:
         config: the settings.
-        built: the model, in which this rank's part is left.
-        precision: as resolved.
+        built: the model, which is reduced to this rank's part.
+        precision: the resolved precision.
         world: the ranks.
-        needed_by: as of `resolve_engine`.
+        needed_by: see `resolve_engine`.
         compiles: see `EngineSetup`.
 
     Raises:
-        UserError: on all ranks, for what does not go together.
+        UserError: on all ranks, for contradicting settings.
     """
     plan, part = parallel_plan(config, world), WHOLE
     engine = agreed(lambda: resolve_engine(config, plan, built.module, needed_by), world)
@@ -132,7 +133,7 @@ def build_engine(setup: EngineSetup, ways: Sequence[Way] = ()) -> Engine:
 
     Args:
         setup: model, optimizer and how they are distributed.
-        ways: of the run.
+        ways: ways to share the work of the run.
     """
     data = setup.data
     if (

@@ -1,4 +1,4 @@
-"""Whether and how `torch.compile` compiles the model, and what happens if it cannot."""
+"""Decides whether to use `torch.compile`, compiles the model, and handles failures."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ COMPILERS = ("g++", "clang++", "c++")
 def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
     """Return whether to compile, the same on all ranks; a collective.
 
-    Compiled code computes other last bits. So 'auto' depends neither on the number of ranks nor on a clock.
+    Compiled code computes different last bits, so 'auto' depends neither on the number of ranks nor on a clock.
 
     Args:
-        config: with `compile` and the model.
-        pixels: of all images that the run trains on, each counted in every epoch.
+        config: settings with `compile` and the model.
+        pixels: number of pixels in all images that the run trains on, over all epochs.
         world: the ranks.
 
     Raises:
-        UserError: on all ranks, if a machine has no C++ compiler; under 'auto' a fresh run is not compiled there.
+        UserError: on all ranks, if a machine has no C++ compiler; under 'auto' a fresh run is then not compiled.
     """
     wanted = config.compile == "on"
     if config.compile == "auto":
@@ -60,12 +60,12 @@ def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
 def compile_network(network: nn.Module, setup: EngineSetup) -> None:
     """Compile a network in place and run it, forward and backward, on images of zeros; a collective.
 
-    If that fails, it is noted in the setup, and the network is left as it is. CUDA graphs are recorded of compiled code
-    as of any other (`engines.cuda_graphs`), not by the compiler, which would record in every new shape.
+    If that fails, the setup gets a note, and the network is unchanged. CUDA graphs of compiled code are recorded like
+    any others (`engines.cuda_graphs`), not by the compiler, which would record every new shape.
 
     Args:
-        network: on the setup's device, with the weights where they stay.
-        setup: with `image_shape`, without which nothing is run.
+        network: network on the setup's device, with weights at their final addresses.
+        setup: setup; without its `image_shape` nothing is run.
 
     Raises:
         AgreedError: on all ranks, if the network cannot be compiled and must be.
@@ -84,9 +84,9 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
 
 @contextlib.contextmanager
 def _marked_folder(world: World) -> Iterator[None]:
-    """Mark PyTorch's folder of compiled code inside the block; one that a process left marked is emptied before.
+    """Mark PyTorch's folder of compiled code inside the block; a folder that is still marked is emptied first.
 
-    A collective. A compiler that was killed leaves half a library, with which a process may end by SIGBUS.
+    This is a collective. A killed compiler leaves half a library, which can end a process with SIGBUS.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -106,7 +106,7 @@ def _marked_folder(world: World) -> Iterator[None]:
 
 
 def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
-    """Run a network that has just been compiled; return why that fails, None if it does not."""
+    """Run a newly compiled network; return why that fails, or None."""
     if setup.image_shape is None:
         return None
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]

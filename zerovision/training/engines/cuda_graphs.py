@@ -1,9 +1,9 @@
-"""Forward and backward of a network as two CUDA graphs, in place of hundreds of kernels that the host starts singly.
+"""Runs a network's forward and backward as two CUDA graphs, instead of hundreds of kernel launches.
 
-The kernels of a graph are those that are started otherwise, PyTorch's own or those of `torch.compile`, with the same
-numbers in the same order: no bit should differ, which `record` looks at. What is gained is the host's time, most of a
-step of a small network on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs); what it costs
-is memory, for a graph keeps all that its kernels use.
+A graph has the same kernels as without it, PyTorch's own or those of `torch.compile`, with the same numbers in the same
+order, so no bit should differ; `record` checks this. Graphs save the host's time, which is most of a small network's
+step on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). They cost memory, because a graph
+keeps all memory that its kernels use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGEST_ERROR = 1e-2
 
 
 class _Recording(nn.Module):
-    """A network that keeps what it has returned last, in memory of its own."""
+    """A network that keeps its last output in separate memory."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -44,16 +44,16 @@ class _Recording(nn.Module):
 
 
 class Recorded:
-    """A network that is replayed wherever it is called as it was recorded.
+    """A network that replays its recording when it is called in the same way.
 
-    In evaluation, without gradients, and for images of another shape it is called as it is. Its parameters and buffers
-    must stay at their addresses, and what it computes must not depend on anything but images, weights, buffers and the
-    GPU's random numbers.
+    In evaluation, without gradients, and for images of another shape the original network runs. Its parameters and
+    buffers must stay at their addresses, and its results must depend only on images, weights, buffers and the GPU's
+    random numbers.
 
     Args:
         network: float32 images [B, C, H, W] -> logits.
-        setup: with the module that is in training mode or not, in the network.
-        images: such as it will be given; their memory is kept.
+        setup: setup whose module, in the network, is in training mode or not.
+        images: sample input; its memory is kept.
     """
 
     def __init__(self, network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> None:
@@ -62,13 +62,13 @@ class Recorded:
         self._replay = _replay_members(network, setup, images) if is_ensemble else _replay(network, images)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return what the network returns, in memory of its own."""
+        """Return the network's output in separate memory."""
         is_as_recorded = self._module.training and torch.is_grad_enabled() and images.shape == self._shape
         return self._replay(images) if is_as_recorded else self._network(images)
 
 
 def _replay(network: nn.Module, images: torch.Tensor) -> Call:
-    """Record a network, and return what replays it."""
+    """Record a network, and return a function that replays it."""
     recording = _Recording(network)
     replay = cast(Call, torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True))
     # Its autograd graph would keep the nodes that hand gradients to parameters, on the stream of the recording.
@@ -77,7 +77,7 @@ def _replay(network: nn.Module, images: torch.Tensor) -> Call:
 
 
 def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> Call:
-    """Record each member of an ensemble, which seeds the GPU's random numbers between them."""
+    """Record an ensemble's members separately, because it seeds the GPU's random numbers between them."""
     members = [*cast(Ensemble, setup.module).members]
     replays = [_replay(under_autocast(member, setup.precision, images.device), images) for member in members]
 
@@ -94,10 +94,10 @@ def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor
 
 
 def records(setup: EngineSetup) -> bool:
-    """Return whether a network's forward and backward are recorded where its weights stay in place.
+    """Return whether to record a network's forward and backward, if its weights stay in place.
 
-    Not with several ranks whose exchange of gradients takes longer than the host's launches, nor a compiled ensemble:
-    the members of one are recorded singly.
+    They are not recorded if several ranks exchange gradients for longer than the host's launches take, nor for a
+    compiled ensemble, whose members are recorded separately.
     """
     if not setup.records_graphs or setup.image_shape is None or setup.data.device.type != "cuda":
         return False
@@ -108,11 +108,13 @@ def records(setup: EngineSetup) -> bool:
 
 
 def record(network: nn.Module, setup: EngineSetup) -> Call:
-    """Return a network with recorded graphs; itself, with a note in the setup, if they cannot be had or are not right.
+    """Return a network with recorded graphs.
+
+    Itself, with a note in the setup, if recording fails or gives wrong results.
 
     Args:
-        network: on the setup's device, with the weights where they stay.
-        setup: with `image_shape`.
+        network: network on the setup's device, with the weights where they stay.
+        setup: setup with an `image_shape`.
     """
     assert setup.image_shape is not None
     device, recorded = setup.data.device, None
@@ -138,9 +140,9 @@ def record(network: nn.Module, setup: EngineSetup) -> Call:
 
 
 def _difference(network: nn.Module, recorded: Call, setup: EngineSetup, images: torch.Tensor) -> str | None:
-    """Return in what logits and gradients differ from those without graphs, None if in nothing.
+    """Return how logits and gradients differ from those without graphs, or None.
 
-    Numbers that a network draws on the host would be those of the recording for ever: hence two seeds.
+    Random numbers drawn on the host would stay those of the recording forever; two seeds detect this.
     """
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
 
@@ -167,7 +169,7 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def _shortage(network: nn.Module, device: torch.device) -> str | None:
-    """Return what the graphs leave of the GPU's memory, None if it is enough."""
+    """Return a note if the graphs leave too little GPU memory, else None."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     weights = sum(parameter.nbytes for parameter in network.parameters())

@@ -1,4 +1,4 @@
-"""The interfaces of engines and steps, and what an engine is built from.
+"""The interfaces of engines and steps, and an engine's setup.
 
 An engine is a model with its optimizer, distributed over the ranks. Only the engines' own modules know which one it is.
 """
@@ -25,7 +25,7 @@ from zerovision.training.world.world import World
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did.
+    """The result of an optimizer step.
 
     Attributes:
         applied: whether the weights were updated; they are not if the gradient is not finite. A bool, or a bool
@@ -38,19 +38,19 @@ class StepResult:
 
 
 class Updates:
-    """The updates of an engine: whether each is applied, how many were, and what the gradients are scaled by.
+    """The updates of an engine: whether each is applied, their number, and the scale of the gradients.
 
     Args:
-        optimizer: whose attribute `found_inf` the fused rules read on the device.
+        optimizer: optimizer whose fused rules read its attribute `found_inf` on the device.
         precision: 'bf16', 'fp16' or 'fp32'.
         clipping: largest global L2 norm of the gradient; 0 for none.
-        device: of the weights that the optimizer updates.
+        device: device of the weights that the optimizer updates.
 
     Attributes:
-        loss_scale: of fp16, else None.
+        loss_scale: loss scale of fp16, else None.
         applied: updates applied so far, an int or an int tensor [] on the device.
         defers_verdict: whether the optimizer's rule itself skips an update, so that nothing waits for the device;
-            fp16's loss scale needs the verdict at once.
+            fp16's loss scale needs the decision at once.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clipping: float, device: torch.device) -> None:
@@ -62,11 +62,11 @@ class Updates:
 
     @property
     def scale(self) -> float:
-        """The factor on losses, and so on gradients before `factor`."""
+        """The factor on losses, and thus on gradients before `factor`."""
         return self.loss_scale.value if self.loss_scale is not None else 1.0
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """Return what the gradients are multiplied by, float64 []: it undoes the loss scale and clips; None for 1.
+        """Return the factor for the gradients, float64 [], which undoes the loss scale and clips; None for 1.
 
         Args:
             norm: float64 [], the global L2 norm of the gradient without the loss scale.
@@ -80,10 +80,10 @@ class Updates:
     def apply(self, norm: torch.Tensor, update: Callable[[], None]) -> StepResult:
         """Count an update and adapt the loss scale, after `update` if the gradient is finite.
 
-        If the verdict is deferred, `update` is called all the same, and the optimizer's rule skips it.
+        If the decision is deferred, `update` is always called, and the optimizer's rule skips it.
 
         Args:
-            norm: as of `factor`.
+            norm: see `factor`.
             update: updates the weights.
         """
         is_finite = norm.isfinite()
@@ -102,25 +102,26 @@ class Updates:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What every engine is built from.
+    """The setup that every engine is built from.
 
     Attributes:
         module: the model in fp32 on the CPU, float32 images [B, C, H, W] -> logits [B, classes].
-        optimizer: the optimizer over the module's parameters; the engine may replace them by its own.
+        optimizer: the optimizer over the module's parameters, which the engine may replace.
         plan: how the state is distributed.
         precision: 'bf16', 'fp16' or 'fp32'.
-        world: the ranks, of which `data` are those that read different images.
+        world: the ranks; its `data` are those that read different images.
         batch_size: images of a micro-batch.
-        accumulation_steps: micro-batches of each rank in one optimizer step.
+        accumulation_steps: micro-batches per rank in one optimizer step.
         gradient_clipping: largest global L2 norm of the gradient; 0 for none.
         compiles: whether the model runs through `torch.compile`.
-        must_compile: whether it is an error if that fails.
-        records_graphs: whether forward and backward may become CUDA graphs: what they do is the same in the whole run.
-        image_shape: [C, H, W] of the images that either is tried with; None for no trial, and no graphs.
+        must_compile: whether a failure of that is an error.
+        records_graphs: whether forward and backward may become CUDA graphs, because they stay the same in the whole
+            run.
+        image_shape: [C, H, W] of images to try these with; None for no trial and no graphs.
         notes: lines for the log, to which the engine adds.
         events: for metrics.jsonl, kind -> values, to which the engine adds.
-        part: what the module has of the model.
-        groups: equal ones of ranks, of which each trains by itself.
+        part: the module's part of the model.
+        groups: number of equal groups of ranks, each of which trains by itself.
     """
 
     module: nn.Module
@@ -156,9 +157,9 @@ class Engine(Protocol):
 
     Attributes:
         module: the model; at ZeRO 3 its parameters may be empty or sharded outside forward and backward.
-        optimizer: its groups' 'lr' is set before each step.
-        buffers: the module's, in as many versions as this rank has.
-        loss_scale: of fp16, else None.
+        optimizer: the optimizer, whose groups' 'lr' is set before each step.
+        buffers: the module's buffers, in as many versions as this rank has.
+        loss_scale: loss scale of fp16, else None.
     """
 
     module: nn.Module
@@ -167,10 +168,13 @@ class Engine(Protocol):
     loss_scale: DynamicLossScale | None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return what the module returns for images [B, C, H, W], in float32; a collective at ZeRO 3."""
+        """Return the module's output for images [B, C, H, W], in float32; a collective at ZeRO 3."""
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield each batch with what `forward` returns for its images, in evaluation; a collective as that is."""
+        """Yield each batch with the output of `forward` for its images, in evaluation.
+
+        A collective if `forward` is one.
+        """
         for batch in batches:
             yield batch, self.forward(batch.images)
 
@@ -181,24 +185,27 @@ class Engine(Protocol):
         """Count a micro-step, and update the weights after the last one of an accumulation; a collective.
 
         Returns:
-            None between the updates. An update is skipped on all ranks when the gradient's norm is not finite.
+            None between updates. An update is skipped on all ranks if the gradient's norm is not finite.
         """
 
     def restart_optimizer(self) -> None:
-        """Let the optimizer begin anew, with the moments and counts before its first step; averages stay."""
+        """Reset the optimizer's moments and counts; averages stay."""
 
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
-        """Let `change` write this rank's part of the trained weights, and the model compute with them; a collective.
+        """Let `change` write this rank's part of the trained weights, and the model use them; a collective.
 
         Args:
-            change: called with each tensor that the optimizer updates and its state, by kind.
+            change: called with each tensor that the optimizer updates, and its state by kind.
         """
 
     def state(self) -> EngineState:
-        """Return this rank's part of the training state as live tensors; no collective, but it may wait for a GPU."""
+        """Return this rank's part of the training state as live tensors.
+
+        Not a collective, but it may wait for a GPU.
+        """
 
     def wait_before_change(self, copied: torch.cuda.Event) -> None:
-        """Let the GPU wait for copies of the state's shards before it changes them; the host does not wait."""
+        """Let the GPU, not the host, wait for copies of the state's shards before it changes them."""
         copied.wait()
 
     def load_state(
@@ -207,9 +214,9 @@ class Engine(Protocol):
         """Load the state of any engine under any strategy; a collective.
 
         Args:
-            tensors: kind -> what returns a box of a whole parameter's tensor, of which a rank takes what it needs;
-                kinds as in `ParameterShard`. Those that are missing keep their values.
-            buffers: name -> this rank's buffers [n, ...], as in `EngineState`.
+            tensors: kind -> function that returns a box of a whole parameter's tensor; a rank takes what it needs. For
+                kinds, see `ParameterShard`. Missing tensors keep their values.
+            buffers: name -> this rank's buffers [n, ...], see `EngineState`.
             applied_steps: updates applied so far.
         """
 
@@ -218,7 +225,7 @@ class Engine(Protocol):
 
 
 class TimedEngine:
-    """The three calls of a step on an engine, each a span of the clock; a step of other calls has both."""
+    """An engine that measures its forward, backward and optimizer step with a clock."""
 
     def __init__(self, engine: Engine, clock: SpanClock) -> None:
         self.engine, self.clock = engine, clock
@@ -253,7 +260,7 @@ class StepInput(NamedTuple):
 
     Attributes:
         batches: its micro-batches, on its device.
-        seed_leaf: seeds dropout for the micro-batch of a number, from 0.
+        seed_leaf: seeds dropout for a micro-batch by its number, from 0.
         loss_scale: a factor on losses, see `BatchPlan.loss_scale_for`.
         note: called with each micro-batch.
     """
@@ -270,20 +277,21 @@ Step = Callable[[TimedEngine, StepInput], StepResult | None]
 
 
 class Averages(Protocol):
-    """Weights of an engine that are evaluated, and are others than those that are trained."""
+    """Weights that are evaluated instead of the trained weights."""
 
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
-        """Update them; a collective.
+        """Update the averages; a collective.
 
         Args:
-            applied: whether the step changed the weights, also as a bool tensor [] on their device.
-            step: of the run, from 1; skipped ones count.
+            applied: whether the step changed the weights; may be a bool tensor [] on their device.
+            step: the run's step, from 1; skipped ones count.
         """
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Let the model compute with them inside the block; a collective at both ends.
+        """Let the model use the averages inside the block; a collective at both ends.
 
-        Afterwards every bit is as before. After an error the weights are not put back: other ranks may not know of it.
+        Afterwards every bit is as before. After an error the weights are not restored, because other ranks may not know
+        about it.
         """
 
     def describe(self) -> list[str]:

@@ -1,9 +1,9 @@
-"""Flat buffers of all ranks: sums of gradients, and weights of which each rank updates one part.
+"""Flat buffers across ranks: sums of gradients, and weights, of which each rank updates one part.
 
-A bucket of parameters has one. It is cut into one equal part per rank. CPU ranks of one machine share memory: a rank
-reads the others' gradients in place, and there is one copy of the weights. Otherwise collectives transfer them, the
-gradients while backward computes those of other buckets. Both add along one tree over the leaves of the step, see
-`zerovision.training.engines.summation_tree`, so the results are equal to the bit on any number of ranks.
+Each bucket of parameters has one, cut into one equal part per rank. CPU ranks on one machine share memory: a rank reads
+the others' gradients in place, and there is one copy of the weights. Otherwise collectives transfer both, gradients
+while backward computes those of other buckets. Both kinds add along one tree over the leaves of the step, see
+`zerovision.training.engines.summation_tree`, so the results are bit-identical on any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class FlatBuffers(Protocol):
     """Weights and gradients of one bucket on all ranks: fp32, cut into one equal part per rank.
 
     Attributes:
-        are_shared: whether the ranks have one copy of the weights.
-        weights: [n], of which the parameters are views.
+        are_shared: whether the ranks share one copy of the weights.
+        weights: [n]; the parameters are views of it.
         gradients: [n], the running sum of `sums`.
-        sums: of the gradients over this rank's leaves.
+        sums: sums of the gradients over this rank's leaves.
         part: this rank's part of the weights, [n / ranks].
     """
 
@@ -45,17 +45,20 @@ class FlatBuffers(Protocol):
     part: torch.Tensor
 
     def start_sum(self) -> None:
-        """Start what `sum_own_part` waits for; a collective. The gradients of this rank's leaves are final."""
+        """Start the sum that `sum_own_part` waits for, once the gradients of this rank's leaves are final.
+
+        This is a collective.
+        """
 
     def sum_own_part(self) -> torch.Tensor:
         """Return this rank's part of the gradients summed over all leaves, [n / ranks]; a collective.
 
-        It is in the memory that was given for it. No rank may write gradients again before all have returned from this
-        call.
+        The sum is in the memory that was given for it. No rank may write gradients again before all have returned from
+        this call.
         """
 
     def start_from_main(self) -> None:
-        """Copy the weights that rank 0 has written to all ranks; a collective."""
+        """Copy the weights that rank 0 wrote to all ranks; a collective."""
 
     def start_gather(self) -> None:
         """Start to fill `weights` with every rank's part; a collective."""
@@ -65,16 +68,16 @@ class FlatBuffers(Protocol):
 
 
 class SharedMemoryBuffers(FlatBuffers):
-    """Buffers in memory that all ranks map: of CPU ranks on one machine, or of a single rank on any device.
+    """Buffers in memory that all ranks map: for CPU ranks on one machine, or a single rank on any device.
 
     Args:
         weights: [n], zeros; n is a multiple of the number of ranks.
-        shared_rows: [ranks, rows, n], zeros: a rank has as many rows of gradients as the tree says that it sends.
-        out: [n / ranks], for the sum of this rank's part; a single rank's row.
+        shared_rows: [ranks, rows, n], zeros; a rank has as many rows of gradients as it sends in the tree.
+        out: [n / ranks], for the sum of this rank's part; for a single rank, its row.
         world: the ranks.
-        tree: of the step.
-        synchronizes: whether summing and gathering wait for the other ranks. All buckets are summed, and gathered, one
-            right after the other, so the first one's wait is enough for all.
+        tree: the step's tree.
+        synchronizes: whether summing and gathering wait for the other ranks. All buckets are summed, and gathered, in
+            direct succession, so it is enough that the first one waits.
     """
 
     are_shared = True
@@ -119,7 +122,7 @@ class CollectiveBuffers(FlatBuffers):
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
-        tree: of the step.
+        tree: the step's tree.
         out: [n / ranks], for the sum of this rank's part.
     """
 
@@ -174,14 +177,14 @@ class CollectiveBuffers(FlatBuffers):
 
 
 def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor, *, is_first: bool) -> FlatBuffers:
-    """Create the buffers of one bucket, of the kind that suits the ranks; a collective.
+    """Create the buffers of one bucket in the right kind for the ranks; a collective.
 
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
-        tree: of the step.
+        tree: the step's tree.
         out: zeros [n / ranks], for the sum of this rank's part of the gradients.
-        is_first: whether the bucket is summed and gathered before the others, which follow at once.
+        is_first: whether the bucket is summed and gathered first, directly before the others.
     """
     if world.size == 1:
         return SharedMemoryBuffers(torch.zeros_like(out), out.view(1, 1, -1), out, world, tree, synchronizes=False)
@@ -194,14 +197,17 @@ def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor, *, 
 
 
 def _leaf_sums(rows: list[torch.Tensor], world: World, tree: StepTree) -> tuple[LeafSums, torch.Tensor]:
-    """Return a rank's sums, in the rows [n] that it sends and as many more as it needs, and the running one."""
+    """Return a rank's sums, in the rows [n] that it sends and additional rows, and the running sum."""
     segment = tree.segments[world.rank]
     rows = rows + [torch.zeros_like(rows[0]) for _ in range(segment.most_parked + 1 - len(rows))]
     return LeafSums(rows, segment.additions), rows[0]
 
 
 def _sum_rows(rows: torch.Tensor, tree: StepTree, out: torch.Tensor) -> torch.Tensor:
-    """Add the ranks' rows [ranks, rows, k] along the tree into `out` [k]; they are overwritten. One rank's is `out`."""
+    """Add the ranks' rows [ranks, rows, k] along the tree into `out` [k], overwriting the rows.
+
+    A single rank's row is `out`.
+    """
     if len(rows) == 1:
         return out
     add_ranks(rows, tree.segments, tree.leaves, out)
@@ -216,7 +222,7 @@ def _part(size: int, world: World) -> slice:
 def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
     """Map zeroed memory, float32 [numel], that all ranks share; None if there is not enough. A collective.
 
-    The file is unlinked before this returns: however the ranks end, the memory is freed.
+    The file is unlinked before this returns, so the memory is freed however the ranks end.
     """
     path = SHARED_MEMORY / f"zerovision-{broadcast_object(secrets.token_hex(8), world)}"
 

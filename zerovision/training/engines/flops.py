@@ -1,4 +1,4 @@
-"""Floating-point operations: of a model, counted once, and the peak of GPUs, from the vendors' data sheets."""
+"""Floating-point operations of a model, counted once, and the peaks of GPUs from the vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PEAK_TFLOPS = {
 
 
 class TrainingFlops:
-    """Counts the operations of training on one image when first asked, in some 0.1 s; see `training_flops`."""
+    """Counts the operations of training on one image on first use, in about 0.1 s; see `training_flops`."""
 
     def __init__(self, module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> None:
         """Copy the shapes of a module, see `without_data`, for images of `image_size` pixels."""
@@ -51,7 +51,7 @@ class TrainingFlops:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the 16-bit peak in 10**12 operations per second of a device as PyTorch names it; None if unknown."""
+    """Return the 16-bit peak of a device with this PyTorch name, in 10**12 operations per second; None if unknown."""
     words = device_name.replace("-", " ").split()
     if "MIG" in words or "Laptop" in words:  # a slice of the device; another chip of the same name
         return None

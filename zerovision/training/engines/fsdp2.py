@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) with gradients that are added in one order: rows of every parameter on each rank.
+"""FSDP2 (`fully_shard`), with gradients added in a fixed order; each rank has rows of every parameter.
 
 FSDP2 (Zhao et al. 2023, https://arxiv.org/abs/2304.11277) gathers the weights of one repeated block of the network at a
 time. At stage 3 they are released after the block's forward, at stage 2 after its backward. Its reduce-scatter, whose
@@ -40,9 +40,9 @@ MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial over the numbers of the b
 
 
 class Fsdp2:
-    """Rows of every parameter on each rank of a replica; on a single rank, plain parameters. Methods as of `Zero1`.
+    """Rows of every parameter on each rank of a replica; on a single rank, whole parameters. For methods see `Zero1`.
 
-    The optimizer sees plain vectors: an operation on a DTensor costs many times its dispatch.
+    The optimizer sees plain vectors, because dispatching an operation on a DTensor is many times slower.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -118,7 +118,7 @@ class Fsdp2:
             self._blocks_run = (self._blocks_run * MULTIPLIER + number) % MODULUS
 
     def _own_pieces(self, trained: set[str], part: ModelPart) -> torch.Tensor:
-        """Return the place of every piece that counts among this rank's, int64 [pieces]; -1 for other ranks'."""
+        """Return each counted piece's index among this rank's, int64 [pieces]; -1 for other ranks' pieces."""
         places, own = [torch.arange(0)], 0
         for name, parameter in self._parameters.items():
             if name not in trained:
@@ -202,11 +202,11 @@ class Fsdp2:
 
 
 class _Part:
-    """This rank's rows of a parameter, and the vector that the optimizer has of them.
+    """This rank's rows of a parameter, and the optimizer's vector of them.
 
     Attributes:
-        parameter: the module's.
-        trained: [n], or on a CPU more elements: a whole number of vectors.
+        parameter: the module's parameter.
+        trained: [n], or more elements on a CPU, for a whole number of SIMD vectors.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -221,7 +221,7 @@ class _Part:
         self._piece = row // pieces_per_row(row)  # elements
 
     def take_weights(self) -> None:
-        """Give the vector the values of the module's parameter, which FSDP2 may have moved."""
+        """Copy the module's parameter, which FSDP2 may have moved, into the vector."""
         flat = _local(self.parameter).detach().view(-1)
         if self._gradient is None:
             self.trained.data = flat
@@ -229,7 +229,7 @@ class _Part:
             self.trained.data[: self._elements].copy_(flat)
 
     def give_weights(self) -> None:
-        """Give the module's parameter the values of the vector."""
+        """Copy the vector into the module's parameter."""
         if self._gradient is not None:
             _local(self.parameter).detach().view(-1).copy_(self.trained.data[: self._elements])
 
@@ -262,7 +262,7 @@ class _OwnSums:
             self._places = [flat.view_as(parameter) for flat, parameter in zip(flats, self._parameters, strict=True)]
 
     def add_leaf(self) -> None:
-        """Add the parameters' gradients; after the step's last leaf they are the sums."""
+        """Add the parameters' gradients; after the step's last leaf the result is the sum."""
         if not self._last:
             return
         self._sums.add(self._places, [parameter.grad for parameter in self._parameters])
@@ -277,8 +277,8 @@ class _OwnSums:
 def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return the policy that gathers weights in the dtype to which autocast casts them, and all others in fp32.
 
-    The results are autocast's to the bit. Half as much is sent, and no whole copies are kept until backward, as
-    autocast keeps those that it makes.
+    The results are bit-identical to autocast's. Half as much is sent, and, unlike with autocast, no whole copies are
+    kept until backward.
     """
     layers = (layer for layer in module.modules() if type(layer) in CAST_LAYERS)
     cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
@@ -290,10 +290,10 @@ def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecision
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, any other tensor itself."""
+    """Return this rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _first_row(rows: int, shard: int, shards: int) -> int:
-    """Return the first row of a shard, as `torch.chunk` cuts them."""
+    """Return the first row of a shard, divided as in `torch.chunk`."""
     return min(shard * -(-rows // shards), rows)

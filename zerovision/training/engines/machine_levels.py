@@ -1,8 +1,8 @@
-"""Gradients of ranks on several machines, added in two levels: first inside each machine, then among them.
+"""Adds gradients of ranks on several machines in two levels: first inside each machine, then among machines.
 
-If every rank sent each other rank its own gradients of that one's part, a machine of L ranks would send L times the
-model's gradients to the others. Ranks of a machine have neighbouring leaves: what they add first is one node of the
-step's tree, and a machine sends it once.
+If every rank sent its own gradients to every other rank, a machine with L ranks would send L times the model's
+gradients to the others. The ranks of a machine have neighbouring leaves, so their sum is one node of the step's tree,
+and a machine sends it once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zerovision.training.world.world import World
 
 
 class MachineLevels:
-    """The ranks of this machine, and those that have the same place on the others.
+    """The ranks of this machine, and the ranks at the same position on the others.
 
     Args:
-        world: all ranks, as many on each machine.
+        world: all ranks, equally many on each machine.
     """
 
     def __init__(self, world: World) -> None:
@@ -34,9 +34,11 @@ class MachineLevels:
         self._here, self._elsewhere = along(1, numbers, world), along(0, numbers, world)
 
     def start(self, row: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Send each rank here its parts of this rank's gradients [n]; return what comes, and what is under way.
+        """Send each rank on this machine its parts of this rank's gradients [n].
 
-        A rank's parts are its own and those of the ranks at its place elsewhere.
+        Return the received tensors and the pending work.
+
+        A rank's parts are its own and those of the ranks at its position on other machines.
         """
         ranks, machines = self._here.size, self._elsewhere.size
         by_rank = row.view(machines, ranks, -1).transpose(0, 1).contiguous()
@@ -50,13 +52,13 @@ class MachineLevels:
         """Add this rank's part over all ranks; a collective.
 
         Args:
-            received: of `start`, when it is complete; overwritten.
+            received: the tensors from `start`, when complete; overwritten.
             node_of: the leaves of a rank's gradients.
-            leaves: of the tree.
+            leaves: the tree's leaves.
             out: [n / ranks], for the root of the tree.
 
         Returns:
-            The sums, as of `add_nodes`.
+            The sums, see `add_nodes`.
         """
         ranks, machines = self._here.size, self._elsewhere.size
         first = self._elsewhere.rank * ranks
@@ -71,12 +73,12 @@ class MachineLevels:
 
 
 def machine_levels(world: World, leaves: Leaves, notes: list[str]) -> MachineLevels | None:
-    """Return the levels of ranks on several machines, None for one, or if they do not fit the tree; a collective.
+    """Return the levels for several machines, None for one, or if they do not fit the tree; a collective.
 
     Args:
         world: the ranks.
-        leaves: of a step.
-        notes: for the log, to which a reason is added.
+        leaves: the step's leaves.
+        notes: notes for the log, to which a reason is added.
     """
     if world.size == world.local_size or world.group is not None:
         return None

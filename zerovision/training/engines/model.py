@@ -26,10 +26,10 @@ def build_training_model(
     """Build the configured model, the same on every rank; a collective.
 
     Args:
-        config: with the model and its initial weights.
-        data: with the number of classes, size and channels of the images.
+        config: settings with the model and its initial weights.
+        data: data with the number of classes, size and channels of the images.
         world: the ranks.
-        loads_weights: whether the model begins with the configured weights; else all are to be restored.
+        loads_weights: whether the model begins with the configured weights; otherwise all weights are restored later.
 
     Returns:
         The model in fp32 on the CPU, and on rank 0 the counter of its FLOPs.

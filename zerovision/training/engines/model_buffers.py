@@ -1,8 +1,7 @@
-"""A model's buffers over leaves and ranks: BatchNorm's running statistics, for the most part.
+"""A model's buffers, mostly BatchNorm's running statistics, across leaves and ranks.
 
-They follow a leaf's samples under PyTorch's engine, which has one version of them per leaf, and a
-rank's under another, which neither broadcasts nor averages buffers. They are averaged before every evaluation, so
-that the reported accuracy is that of the saved file.
+PyTorch's engine has one version of them per leaf; other engines have one per rank, and neither broadcast nor average
+them. They are averaged before every evaluation, so that the reported accuracy is that of the saved file.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ AVERAGE = "average/"  # prefix of a running average's name
 
 
 def buffers_elsewhere(module: nn.Module) -> list[str]:
-    """Return the names of the buffers of parts of the model that other ranks have: they are here without data."""
+    """Return the names of buffers in other ranks' parts of the model, which have no data here."""
     return [name for name, buffer in module.named_buffers() if buffer.is_meta]
 
 
 @contextmanager
 def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore a module's buffers and mode, and the generators, when the block ends, however it does."""
+    """Restore a module's buffers and mode, and the random generators, however the block ends."""
     kept, was_training = [buffer.clone() for buffer in module.buffers()], module.training
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -41,7 +40,7 @@ def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class ModelBuffers:
-    """All buffers of a model (BatchNorm's statistics), in one version or several.
+    """All buffers of a model (BatchNorm's statistics), in one or several versions.
 
     The module computes with the selected version. Its buffers become views of one flat tensor per dtype: copying
     mobilenet's 138 buffers one by one takes as long as the optimizer. They keep their names, and the modules still
@@ -49,9 +48,9 @@ class ModelBuffers:
 
     Args:
         module: the model.
-        leaves: of a step, of which each has a version on the rank that computes it, all equal at first; of one leaf of
-            each rank if there is one version on each.
-        device: to which they come, whatever the parameters are on; None for the CPU.
+        leaves: the step's leaves, each with a version on the rank that computes it, all equal at first; one leaf per
+            rank if each rank has one version.
+        device: device for the buffers, independent of the parameters'; None for the CPU.
     """
 
     ALIGNMENT = 32  # elements: that of a tensor of its own
@@ -82,7 +81,7 @@ class ModelBuffers:
         self._by_name = self._views(self._rows)
 
     def select(self, version: int) -> None:
-        """Let the module compute with this version."""
+        """Let the module use this version."""
         if version != self._selected:
             self._store()
             self._selected = version
@@ -109,20 +108,20 @@ class ModelBuffers:
         return [rows.clone() for rows in self._rows]
 
     def restore(self, copies: list[torch.Tensor], unless: torch.Tensor | None = None) -> None:
-        """Set all versions to what `copy` returned, unless a bool tensor [] is true, which is not synchronized."""
+        """Set all versions to the result of `copy`, unless a bool tensor [] is true, which is not synchronized."""
         self._store()
         for rows, kept in zip(self._rows, copies, strict=True):
             rows.copy_(kept if unless is None else torch.where(unless, rows, kept))
         self._load()
 
     def keep_averages(self) -> None:
-        """Begin running averages, with the buffers as they are."""
+        """Begin running averages from the current buffers."""
         self._averages = self.copy()
         self._by_name |= {AVERAGE + name: view for name, view in self._views(self._averages).items()}
 
     @torch.no_grad()
     def update_averages(self, weight: float | torch.Tensor) -> None:
-        """Move the averages by this share of the way to the buffers; integers, which are counts, are copied."""
+        """Move the averages toward the buffers by this share; integers, which are counts, are copied."""
         self._store()
         for average, rows in zip(self._averages, self._rows, strict=True):
             if rows.is_floating_point():
@@ -132,7 +131,7 @@ class ModelBuffers:
 
     @contextmanager
     def averages_in_use(self) -> Iterator[None]:
-        """Let the module compute with the averages inside the block."""
+        """Let the module use the averages inside the block."""
         self._store()
         kept = [live.clone() for live in self._live]
         for live, average in zip(self._live, self._averages, strict=True):
@@ -143,13 +142,14 @@ class ModelBuffers:
 
     @torch.no_grad()
     def average(self, world: World) -> int:
-        """Replace every floating-point buffer, and running average, by its mean over all leaves; a collective.
+        """Replace every floating-point buffer and running average with its mean over all leaves; a collective.
 
-        They are added in the order of the leaves, so that the number of ranks changes no digit. What is the same in all
-        versions stays as it is, as the statistics of frozen layers: a third of three times a number may be another one.
+        They are added in the order of the leaves, so that the number of ranks changes no digit. Values that are equal
+        in all versions, such as the statistics of frozen layers, are not changed, because a third of three times a
+        number may be a different number.
 
         Returns:
-            The bytes that this rank sends.
+            The number of bytes that this rank sends.
         """
         self._store()
         sent_bytes = 0
@@ -167,7 +167,7 @@ class ModelBuffers:
         return sent_bytes
 
     def _views(self, every: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the buffers [versions, ...] by name in tensors laid out as the rows."""
+        """Return the buffers [versions, ...] by name in tensors laid out like the rows."""
         return {
             name: rows[:, start : start + shape.numel()].view(len(rows), *shape)
             for rows, places in zip(every, self._places, strict=True)
@@ -175,13 +175,13 @@ class ModelBuffers:
         }
 
     def _store(self) -> None:
-        """Copy what the module computes with into the selected version; they are one if there is only one."""
+        """Copy the module's current values into the selected version; a single version is used directly."""
         for live, rows in zip(self._live, self._rows, strict=True):
             if len(rows) > 1:
                 rows[self._selected].copy_(live)
 
     def _load(self) -> None:
-        """Let the module compute with the selected version as it is now."""
+        """Let the module use the current values of the selected version."""
         for live, rows in zip(self._live, self._rows, strict=True):
             if len(rows) > 1:
                 live.copy_(rows[self._selected])

@@ -1,7 +1,7 @@
-"""Sums of squares that are the same to the bit on any number of ranks.
+"""Sums of squares that are bit-identical on any number of ranks.
 
-Gradients are cut into pieces that no rank shares with another: blocks of a parameter, or its rows. Every rank gets the
-sums of all pieces, and adds them in an order that does not depend on how many ranks there are.
+Gradients are cut into pieces that belong to one rank each: blocks of a parameter, or its rows. Every rank gets the sums
+of all pieces, and adds them in an order that does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ BLOCK = 1024  # elements
 def squares_of_rows(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each row of float32 [rows, up to `BLOCK`], as float64 [rows].
 
-    Only so few values are added in float32, in which a CPU's single sum loses digits: the norm of 5 million values was
-    off by 1e-4, that of 138 million by 1e-2. All in float64 takes 100 times as long.
+    Few values are added in float32, because a CPU's single sum loses digits: the norm of 5 million values was off by
+    1e-4, that of 138 million by 1e-2. Using float64 for everything takes 100 times as long.
     """
     return torch.linalg.vector_norm(values, dim=1).double().square()
 
 
 def pieces_per_row(row_elements: int) -> int:
-    """Return into how many equal pieces of at most `BLOCK` elements a row of a parameter is cut."""
+    """Return the number of equal pieces, of at most `BLOCK` elements, in a row of a parameter."""
     return next(pieces for pieces in range(-(-row_elements // BLOCK), row_elements + 1) if row_elements % pieces == 0)
 
 
 class SumOfSquares:
-    """The sum over all pieces, in the order of their numbers.
+    """The sum over all pieces, in order.
 
     Args:
-        places: int64 [pieces], of every piece its place among this rank's; -1 if it is another rank's.
+        places: int64 [pieces], each piece's index among this rank's pieces; -1 if it is another rank's.
         world: the ranks that share this rank's part of the model.
         holders: see `ModelPart.holders`.
     """
@@ -41,11 +41,11 @@ class SumOfSquares:
         self._places, self._groups = places.to(world.device), [world, *([holders] if holders else [])]
 
     def __call__(self, own: torch.Tensor, mark: int = 0) -> torch.Tensor:
-        """Return the sum, float64 [], of all ranks' pieces; a collective.
+        """Return the sum, float64 [], over all ranks' pieces; a collective.
 
         Args:
-            own: the squares of this rank's, float64 [n].
-            mark: below 2**53; if ranks have different ones, the sum is NaN.
+            own: the sums of squares of this rank's pieces, float64 [n].
+            mark: a number below 2**53; if ranks have different marks, the sum is NaN.
         """
         world = self._groups[0]
         squares = torch.nn.functional.pad(own.to(world.device), (0, 1))[self._places]  # the last place, -1, is 0

@@ -1,7 +1,7 @@
 """A rank's part of the training state, described by parameter: name, offsets and sizes in the parameter's dimensions.
 
-This is how PyTorch's DTensor and distributed checkpoints describe a shard, so every kind of sharding fits in: whole
-parameters, rows of them, and pieces of flat buffers.
+PyTorch's DTensor and distributed checkpoints describe shards the same way. It covers every kind of sharding: whole
+parameters, rows, and pieces of flat buffers.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ParameterShard:
     """One rank's part of one parameter: live tensors, not copies.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         offsets: the first index of the part in each dimension of the parameter.
-        tensors: kind -> fp32 tensor, all of the part's sizes, with any strides: 'weights', and the optimizer's moments
-            and averages of the weights by their names. A frozen parameter has neither.
+        tensors: kind -> fp32 tensor with the part's sizes and any strides: 'weights', and the optimizer's moments and
+            averages of the weights by name. A frozen parameter has only weights.
     """
 
     name: str
@@ -59,40 +59,40 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What this rank has of a model: all of it, unless a way to divide models has a class of its own.
+    """This rank's part of a model: the whole model, except in subclasses of ways that divide models.
 
     Attributes:
-        stages: names of this rank's parameters, those of each backward that computes their gradients; None for all.
-        holders: the ranks that have all parameters among them; None if each has.
+        stages: names of this rank's parameters, grouped by the backward that computes their gradients; None for all.
+        holders: the ranks that together have all parameters; None if each rank has all.
     """
 
     stages: Sequence[Collection[str]] | None = None
     holders: World | None = None
 
     def is_divided(self, name: str) -> bool:
-        """Return whether this rank has only some values of a parameter."""
+        """Return whether this rank has only a part of a parameter."""
         return False
 
     def counts(self, name: str) -> bool:
-        """Return whether this rank's values of a parameter count: of what several ranks have, those of the first.
+        """Return whether this rank's values of a parameter count; if several ranks have them, only the first's do.
 
-        Buffers, whatever their name, are not divided.
+        Buffers are never divided.
         """
         return True
 
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Make the gradients of parameters that are not divided the same on the ranks that have them; a collective."""
+        """Make the gradients of undivided parameters equal on all ranks that have them; a collective."""
 
     def sum(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sum of [] over the ranks that divide parameters, the same on all; a collective."""
+        """Return the sum of a scalar [] over the ranks that divide parameters, equal on all; a collective."""
         return squares
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the whole parameters for those of a rank's."""
+        """Convert the shapes of a rank's parameters to those of whole parameters."""
         return {**shapes}
 
     def of_whole(self, shards: Iterable[ParameterShard]) -> list[ParameterShard]:
-        """Return shards of this rank's parameters as shards of the whole ones."""
+        """Convert shards of this rank's parameters to shards of whole parameters."""
         return [*shards]
 
 
@@ -101,16 +101,16 @@ WHOLE = ModelPart()
 
 @dataclass(frozen=True)
 class EngineState:
-    """One rank's part of the state that an engine trains.
+    """One rank's part of an engine's training state.
 
     Attributes:
         shapes: the whole shape of every parameter, in the same order on all ranks.
         moment_kinds: names of the optimizer's moments, and of averages of the weights.
         shards: the parts of this rank. Every element of every parameter is in one shard of one rank.
         buffers: name -> [n, ...]: the module's buffers, in as many versions as this rank has.
-        leaves: of a step, whose versions these are.
+        leaves: the step's leaves, to which the versions belong.
         applied_steps: updates applied so far, for Adam's bias correction.
-        saves_buffers: whether they are in checkpoints: of ranks with the same, those of the first.
+        saves_buffers: whether the buffers go into checkpoints; of ranks with equal buffers, only the first saves them.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -130,15 +130,15 @@ def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 def flat_shards(
     name: str, shape: Sequence[int], low: int, high: int, flats: Mapping[str, torch.Tensor], start: int
 ) -> Iterator[ParameterShard]:
-    """Yield the shards that elements `low` to `high` of a flattened parameter are.
+    """Yield elements `low` to `high` of a flattened parameter as shards.
 
     Args:
-        name: of the parameter.
-        shape: of the whole parameter.
+        name: name of the parameter.
+        shape: shape of the whole parameter.
         low: first element.
-        high: end.
+        high: end, exclusive.
         flats: kind -> flat tensor [n].
-        start: where element `low` is in them.
+        start: index of element `low` in the flat tensors.
     """
     for offsets, sizes in boxes(shape, low, high):
         length = math.prod(sizes)
@@ -148,16 +148,17 @@ def flat_shards(
 
 
 def from_channels_last(shard: ParameterShard) -> ParameterShard:
-    """Return a shard of a convolution's weights in the usual order of dimensions, given one in `CHANNELS_LAST`."""
+    """Convert a shard of convolution weights from `CHANNELS_LAST` to the usual order of dimensions."""
     tensors = {kind: tensor.permute(USUAL_FROM_CHANNELS_LAST) for kind, tensor in shard.tensors.items()}
     offsets = tuple(shard.offsets[dimension] for dimension in USUAL_FROM_CHANNELS_LAST)
     return ParameterShard(shard.name, offsets, tensors)
 
 
 def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of the boxes that elements `low` to `high` of a contiguous tensor are, in their order.
+    """Yield offsets and sizes of the boxes that make up elements `low` to `high` of a contiguous tensor, in order.
 
-    There are at most 2 D - 1 of them in D dimensions: whole rows in the middle, and the same of a row at each end.
+    There are at most 2 D - 1 boxes in D dimensions: whole rows in the middle, and, recursively, a partial row at each
+    end.
     """
     if low >= high:
         return
@@ -188,17 +189,17 @@ def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every parameter; ZeRO 3's are empty, and keep theirs as `ds_shape`."""
+    """Return the whole shape of every parameter; ZeRO 3 parameters are empty, with their shape in `ds_shape`."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the parameters that the optimizer does not update; a checkpoint contains them."""
+    """Return, by name, the parameters that the optimizer does not update; checkpoints contain them."""
     return {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 def frozen_shards(module: nn.Module, world: World) -> list[ParameterShard]:
-    """Return the frozen parameters as shards of rank 0: they are whole, and the same, on all ranks."""
+    """Return the frozen parameters as shards of rank 0; they are whole and equal on all ranks."""
     if not world.is_main:
         return []
     return [
@@ -209,7 +210,7 @@ def frozen_shards(module: nn.Module, world: World) -> list[ParameterShard]:
 
 
 def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, TakeBox]) -> None:
-    """Copy shards from whole tensors, one kind after the other; arguments as of `Engine.load_state`."""
+    """Copy shards from whole tensors, one kind after the other; for the arguments, see `Engine.load_state`."""
     for kind, take in tensors.items():
         for shard in shards:
             if kind in shard.tensors:
@@ -217,9 +218,9 @@ def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, TakeBox]
 
 
 def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
-    """Return the fp32 weights and buffers of the state dict in CPU memory on rank 0, {} on the others; a collective.
+    """Return the fp32 weights and buffers of the state dict, in CPU memory, on rank 0; {} on other ranks; a collective.
 
-    Nothing is sent of a parameter that every rank has whole.
+    Parameters that every rank has whole are not sent.
     """
     state, weights = engine.state(), {}
     parameters = dict(engine.module.named_parameters())
@@ -249,12 +250,12 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
 
 
 def _is_sharded(parameter: nn.Parameter, shape: tuple[int, ...]) -> bool:
-    """Return whether ranks have parts of a parameter."""
+    """Return whether a parameter is sharded over ranks."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_shape") or parameter.shape != shape
 
 
 def _gather_buffers(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Return the buffers of the first rank that has each, in CPU memory on rank 0; a collective."""
+    """Return each buffer from the first rank that has it, in CPU memory on rank 0; a collective."""
     buffers = dict(module.named_buffers())
     if world.replica.size == 1 or not buffers:
         return {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}

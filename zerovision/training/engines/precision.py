@@ -1,9 +1,9 @@
 """Precision: the choice of a dtype, autocast around the model, and the dynamic loss scale of fp16.
 
-Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 under every precision;
-autocast uses bf16 or fp16 for the operations that gain from it. An engine's own modes would cast the weights but not
-BatchNorm's buffers, or check each shard for overflow on its own; so each engine gets an fp32 model inside a module that
-runs it under `torch.autocast`.
+Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 under every precision; autocast
+uses bf16 or fp16 for the operations that gain from it. An engine's own modes would cast the weights but not BatchNorm's
+buffers, or check each shard for overflow separately. So each engine gets an fp32 model inside a module that runs it
+under `torch.autocast`.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def note_slow_bf16(precision: str, device: torch.device) -> list[str]:
-    """Return a note for bf16 on a CPU with AVX2 alone, where `airbench_small` needs 12 times fp32's time."""
+    """Return a note for bf16 on a CPU with only AVX2, where `airbench_small` takes 12 times as long as in fp32."""
     is_slow = precision == "bf16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
     slow = "--precision bf16: without AVX-512 a CPU can take ten times as long as with --precision fp32"
     return [slow] if is_slow else []
 
 
 def under_autocast(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
-    """Return a module that runs `module` in a precision and returns fp32: itself for fp32, else a wrapper."""
+    """Return a module that runs `module` in a precision and returns fp32: itself for fp32, otherwise a wrapper."""
     return module if precision == "fp32" else UnderAutocast(module, DTYPES[precision], device)
 
 
 class UnderAutocast(nn.Module):
     """Runs a model under autocast and returns fp32; the model itself and its parameters' names do not change.
 
-    Not a context around the engine's call: an engine may disable an enclosing autocast on GPUs.
+    It is not a context around the engine's call, because an engine may disable an enclosing autocast on GPUs.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -73,8 +73,8 @@ class UnderAutocast(nn.Module):
 class DynamicLossScale:
     """The loss scale of fp16: halved after an overflow, doubled after many finite steps.
 
-    The rule and its defaults are those of `torch.amp.GradScaler`. All ranks decide the same, because they agree on
-    whether a step was applied.
+    The rule and its defaults are those of `torch.amp.GradScaler`. All ranks make the same decision, because they agree
+    on whether a step was applied.
     """
 
     GROWTH_INTERVAL_STEPS = 2000
@@ -86,7 +86,7 @@ class DynamicLossScale:
         self.good_steps = 0
 
     def update(self, step_applied: bool) -> None:
-        """Adapt to whether the last optimizer step was applied (finite gradients) or skipped."""
+        """Update the scale after an optimizer step that was applied (finite gradients) or skipped."""
         if not step_applied:
             self.value = max(self.value / 2, self.MINIMUM)
             self.good_steps = 0
@@ -96,9 +96,9 @@ class DynamicLossScale:
             self.value = min(self.value * 2, self.MAXIMUM)
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint stores."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Load what `state` returned."""
+        """Load the result of `state`."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

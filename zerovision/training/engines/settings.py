@@ -60,34 +60,34 @@ class EngineSettings(DeepSpeedSettings, PipelineSettings, IslandSettings, Tensor
 
     @property
     def mesh(self) -> dict[str, int]:
-        """How many ranks share one copy of the model in which way, by its flag: the dimensions of a mesh of ranks."""
+        """The dimensions of the mesh: by flag, how many ranks share one copy of the model in this way."""
         return {way.flag: ranks for way in WAYS if (ranks := way(self).ranks()) > 1}
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that share one copy of the model, and so the same images."""
+        """The number of ranks that share one copy of the model, and thus the same images."""
         return math.prod(self.mesh.values())
 
     @property
     def ranks_per_layer(self) -> int:
-        """Of these, those that have a part of every layer each."""
+        """The number of these that each have a part of every layer."""
         return math.prod(way(self).ranks() for way in WAYS if way.divides_layers)
 
 
 def ways_of(config: Any, engine: str) -> list[Way]:
-    """Return the ways that a run uses: that of this engine, and PyTorch's that its settings ask for."""
+    """Return a run's ways to share work: its engine's, and those of PyTorch's engine that its settings turn on."""
     ways = (way(config) for way in WAYS)
     return [way for way in ways if (way.engine == engine if way.engine else way.is_asked())]
 
 
 def check_files(config: Any) -> None:
-    """Raise a UserError for a file that settings name and that cannot be used, and for a library that is missing."""
+    """Raise a UserError for an unusable file in the settings, and for a missing library."""
     check_installed("rich", "jinja2", "scipy", *["tensorboard"] * ("tensorboard" in config.destinations))
     for way in WAYS:
         way(config).check_files()
 
 
 def check_machine(config: Any, ranks: int) -> None:
-    """Raise a UserError if the ranks that share a copy of the model cannot be placed on machines of so many."""
+    """Raise a UserError if ranks that share a copy of the model do not fit on machines with this many ranks."""
     for way in WAYS:
         way(config).check_machine(ranks)

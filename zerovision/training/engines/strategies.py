@@ -1,7 +1,6 @@
-"""The table of strategies, each as a plan in numbers: what is sharded, over how many ranks, in how many copies.
+"""The table of strategies, each as a plan: what is sharded, over how many ranks, in how many copies.
 
-Engines are built from a plan; the sampler's order, the planner and the checks read it, too. This module does not
-import torch.
+Engines are built from a plan; the sampler, the planner and the checks read it too. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How the state of a training is distributed over replicas x shards ranks, those that read different images.
+    """The distribution of the training state over replicas x shards ranks, which read different images.
 
     Attributes:
-        zero_stage: what the shards divide: 1 the optimizer's state, 2 the gradients too, 3 the weights too.
-        shards: ranks over which one copy of that state is divided.
-        replicas: copies of it.
-        offload: what is kept in CPU memory: 'none', 'optimizer' (its state) or 'all' (the weights too).
-        bucket_elements: most gradient elements of one message.
+        zero_stage: what is sharded: 1 the optimizer state, 2 also the gradients, 3 also the weights.
+        shards: number of ranks over which one copy of that state is divided.
+        replicas: number of copies.
+        offload: what is kept in CPU memory: 'none', 'optimizer' (its state) or 'all' (also the weights).
+        bucket_elements: most gradient elements in one message.
     """
 
     zero_stage: int
@@ -30,14 +29,14 @@ class ParallelPlan:
 
     @property
     def releases_weights(self) -> bool:
-        """Whether a rank frees the other shards' weights when it does not compute with them."""
+        """Whether a rank frees other shards' weights while it does not use them."""
         return self.zero_stage == 3
 
     @property
     def neighbours(self) -> int:
-        """Ranks among which gradients are divided: 1 at stage 1, where each rank keeps whole ones.
+        """The number of ranks among which gradients are divided: 1 at stage 1, where each rank keeps whole gradients.
 
-        With one rank per copy nothing would be divided: FSDP2 then divides over the replicas.
+        With one rank per copy, nothing would be divided, so FSDP2 then divides over the replicas.
         """
         if self.zero_stage == 1:
             return 1
@@ -45,7 +44,7 @@ class ParallelPlan:
 
     @property
     def offloadable(self) -> tuple[str, ...]:
-        """The values that `offload` may have: only what is sharded leaves the GPU."""
+        """The allowed values of `offload`: only sharded state can leave the GPU."""
         return ("none", "optimizer", "all")[: self.zero_stage]
 
 
@@ -61,9 +60,9 @@ def plan_of(strategy: str, ranks: int, offload: str = "none", shards: int = 0) -
 
     Args:
         strategy: its name.
-        ranks: on all machines, those that read different images.
-        offload: as in `ParallelPlan`.
-        shards: ranks over which one copy of the training state is divided, a divisor of `ranks`; 0 for all of them.
+        ranks: number of ranks on all machines that read different images.
+        offload: see `ParallelPlan`.
+        shards: number of ranks over which one copy of the training state is divided, a divisor of `ranks`; 0 for all.
     """
     shards = shards or ranks
     return dataclasses.replace(STRATEGIES[strategy], shards=shards, replicas=ranks // shards, offload=offload)

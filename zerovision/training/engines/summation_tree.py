@@ -1,8 +1,8 @@
-"""One fixed binary tree over the leaves of a step, along which its gradients are added on any number of ranks.
+"""A fixed binary tree over the leaves of a step, along which gradients are added on any number of ranks.
 
 A leaf is a micro-batch; a step has L of them, numbered from 0, and each rank computes a contiguous segment. The tree
 pairs neighbours from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node passes up
-unchanged. Floating-point addition is commutative but not associative: all that add along this tree get the same bits.
+unchanged. Floating-point addition is commutative but not associative, so all sums along this tree have the same bits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class TreeNode(NamedTuple):
 
 
 class LeafAdditions(NamedTuple):
-    """What a rank does with its buffers at one of its leaves.
+    """A rank's operations on its buffers at one leaf.
 
     Attributes:
-        parks: whether the running sum is set aside first: this leaf begins another.
-        joins: parked sums, the latest first, that are added to the running sum after backward.
+        parks: whether the running sum is set aside first, because this leaf begins another.
+        joins: number of parked sums, latest first, to add to the running sum after backward.
     """
 
     parks: bool
@@ -36,12 +36,12 @@ class LeafAdditions(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The additions of a rank, in the order of its leaves, and what is left at the end.
+    """A rank's additions in the order of its leaves, and the sums left at the end.
 
     Attributes:
         additions: one entry per leaf.
-        nodes: the sums that are left, in the order of the leaves; the last is the running one, the others are parked.
-        most_parked: parked sums at any one time.
+        nodes: the remaining sums, in the order of the leaves; the last is the running sum, the others are parked.
+        most_parked: largest number of parked sums at any time.
     """
 
     additions: list[LeafAdditions]
@@ -53,14 +53,14 @@ class StepTree:
     """The tree of a step, and each rank's segment of it.
 
     Attributes:
-        leaves: of the tree.
-        segments: by rank.
-        rows_sent: most sums that a rank is left with: 1 if its leaves are a power of two or all.
+        leaves: the tree's leaves.
+        segments: the segments by rank.
+        rows_sent: largest number of remaining sums on a rank: 1 if its leaves are a power of two, or all leaves.
 
     Args:
-        ranks: of the run.
+        ranks: the run's ranks.
         leaves_per_rank: accumulation steps.
-        levels: that ranks on several machines add their sums in; None to send them from each rank to each.
+        levels: levels in which ranks on several machines add their sums; None to send them from each rank to each.
     """
 
     def __init__(self, ranks: int, leaves_per_rank: int, levels: MachineLevels | None = None) -> None:
@@ -71,11 +71,11 @@ class StepTree:
 
 
 class LeafSums:
-    """A rank's memory for sums over its leaves: the running one, to which leaves are added, and a stack of parked ones.
+    """A rank's memory for sums over its leaves: the running sum, to which leaves are added, and a stack of parked sums.
 
     Args:
-        rows: memory [n] of each; the running sum is in the first, the others are parked in their order.
-        additions: of this rank's segment.
+        rows: memory [n] for each sum; the running sum is in the first row, parked sums follow in order.
+        additions: the additions of this rank's segment.
     """
 
     def __init__(self, rows: list[torch.Tensor], additions: list[LeafAdditions]) -> None:
@@ -83,11 +83,11 @@ class LeafSums:
         self._leaf = self._parked = 0
 
     def add(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add the next leaf, and the parked sums that the running one then completes.
+        """Add the next leaf, and the parked sums that it completes.
 
         Args:
             places: views of the running sum, one per parameter.
-            gradients: in the shapes of the places; None for zeros.
+            gradients: gradients in the shapes of the places; None for zeros.
         """
         parks, joins = self._additions[self._leaf]
         if parks:
@@ -114,7 +114,7 @@ class LeafSums:
 
 
 def rows_of(segment: Segment) -> list[tuple[TreeNode, int]]:
-    """Return the sums that a rank is left with, in the order of their leaves, and the row of `LeafSums` of each."""
+    """Return a rank's remaining sums, in the order of their leaves, and the row of `LeafSums` of each."""
     *parked, running = segment.nodes
     return [*zip(parked, range(1, len(parked) + 1), strict=True), (running, 0)]
 
@@ -122,23 +122,23 @@ def rows_of(segment: Segment) -> list[tuple[TreeNode, int]]:
 def add_ranks(
     rows: torch.Tensor, segments: Sequence[Segment], leaves: int, out: torch.Tensor
 ) -> list[tuple[TreeNode, torch.Tensor]]:
-    """Add the sums that ranks with neighbouring segments are left with, as `add_nodes` does.
+    """Add the remaining sums of ranks with neighbouring segments, as `add_nodes` does.
 
     Args:
-        rows: [ranks, rows, n] of the ranks' `LeafSums`; they are overwritten.
-        segments: of these ranks, in their order.
-        leaves: of the tree.
-        out: as of `add_nodes`.
+        rows: [ranks, rows, n], the rows of the ranks' `LeafSums`; overwritten.
+        segments: the segments of these ranks, in order.
+        leaves: the tree's leaves.
+        out: see `add_nodes`.
     """
     sums = [(node, rows[rank, row]) for rank, segment in enumerate(segments) for node, row in rows_of(segment)]
     return add_nodes(sums, leaves, out)
 
 
 def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
-    """Return the node whose two halves these neighbours are, None if there is none.
+    """Return the node of which these neighbours are the two halves, or None.
 
-    A left half always has a power of two of leaves, 2**k, and begins at a multiple of twice that. The right half has as
-    many, or what is left at the end of the tree.
+    A left half always has a power of two of leaves, 2**k, and begins at a multiple of 2**(k+1). The right half has as
+    many, or the rest at the end of the tree.
     """
     size = left.end - left.first
     is_node = left.first % (2 * size) == 0 and right.end == min(left.first + 2 * size, leaves)
@@ -146,10 +146,10 @@ def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
 
 
 def plan_segment(first: int, end: int, leaves: int) -> Segment:
-    """Plan how a rank adds the leaves `first` to `end` - 1 of a tree over so many leaves.
+    """Plan how a rank adds the leaves `first` to `end` - 1 of a tree over this many leaves.
 
-    A leaf that is added to the running sum gives a sum of the tree if it is the right half of a node of which the
-    running sum is the left one.
+    Adding a leaf to the running sum gives a sum of the tree if the leaf is the right half of a node whose left half is
+    the running sum.
     """
     parked: list[TreeNode] = []
     running = TreeNode(first, first + 1)
@@ -171,15 +171,15 @@ def plan_segment(first: int, end: int, leaves: int) -> Segment:
 def add_nodes(
     sums: Iterable[tuple[TreeNode, torch.Tensor]], leaves: int, out: torch.Tensor
 ) -> list[tuple[TreeNode, torch.Tensor]]:
-    """Add the sums of neighbouring nodes as far up the tree as they reach; the sums [n] are overwritten.
+    """Add the sums of neighbouring nodes as far up the tree as possible; the sums [n] are overwritten.
 
     Args:
-        sums: of nodes, in the order of their leaves.
-        leaves: of the tree.
-        out: memory [n] of its own for the root, to which at least two nodes are added.
+        sums: sums of nodes, in the order of their leaves.
+        leaves: the tree's leaves.
+        out: separate memory [n] for the root, the sum of at least two nodes.
 
     Returns:
-        The sums that are left, the root alone if the nodes together are all leaves.
+        The remaining sums; only the root if the nodes cover all leaves.
     """
     stack: list[tuple[TreeNode, torch.Tensor]] = []
     for node, total in sums:

@@ -1,8 +1,7 @@
-"""ZeRO in plain PyTorch: the same weights on any number of ranks, to the bit.
+"""ZeRO in plain PyTorch, with bit-identical weights on any number of ranks.
 
-Gradients are added along one tree over the leaves of a step, whoever computes them
-(`engines.summation_tree`), every leaf has its own BatchNorm statistics, and norms are added in an order that
-does not depend on the ranks.
+Gradients are added along one tree over the leaves of a step, whichever rank computes them (`engines.summation_tree`).
+Every leaf has its own BatchNorm statistics, and norms are added in an order that does not depend on the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from zerovision.training.world.collectives import copy_from_main
 
 
 class TorchEngine(Engine):
-    """A model whose training state is sharded: at stage 1 by `Zero1`, at stages 2 and 3 by `Fsdp2`."""
+    """A model whose training state is sharded by `Zero1` (stage 1) or `Fsdp2` (stages 2 and 3)."""
 
     def __init__(self, setup: EngineSetup) -> None:
         """Distribute the model; a collective."""
@@ -45,7 +44,7 @@ class TorchEngine(Engine):
 
     @property
     def _factor(self) -> float:
-        """On the loss of a leaf: that of fp16, and the mean over the leaves."""
+        """The factor on a leaf's loss: fp16's loss scale, and the mean over the leaves."""
         return self.updates.scale / (self._world.size * self._accumulation_steps)
 
     @property
@@ -66,13 +65,16 @@ class TorchEngine(Engine):
         self._distribution.end_backward()
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what `backward` would add to the sums, by parameter, without adding it; no collective under `ddp`."""
+        """Return the gradients that `backward` would add to the sums, by parameter, without adding them.
+
+        Not a collective under `ddp`.
+        """
         trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         found = torch.autograd.grad(loss * self._factor, [*trained.values()], allow_unused=True)
         return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
 
     def drop_leaf(self) -> None:
-        """Forget the first leaf of a step, between its backward and `step`; a collective."""
+        """Discard the first leaf of a step, between its backward and `step`; a collective."""
         assert isinstance(self._distribution, Zero1)
         self._distribution.drop_leaf()
 

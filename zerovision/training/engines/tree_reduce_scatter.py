@@ -19,20 +19,20 @@ from zerovision.training.world.world import World
 
 
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Adds the gradients of one FSDP2 module along the step's tree, each rank those of its part.
+    """Adds the gradients of one FSDP2 module along the step's tree; each rank adds its part.
 
-    After every micro-step a rank has its part of the neighbouring leaves that the ranks of its replica have just
-    computed. It adds them to one node of the tree if the ranks are a power of two, to a few otherwise, and keeps at
-    most log2(A) + 1 nodes of A micro-steps.
+    After every micro-step a rank has its part of the neighbouring leaves that the ranks of its replica computed. It
+    adds them to one node of the tree if the number of ranks is a power of two, or else to a few, and keeps at most
+    log2(A) + 1 nodes for A micro-steps.
 
     Attributes:
-        leaf: number of the micro-step whose gradients come next.
+        leaf: index of the micro-step whose gradients come next.
 
     Args:
-        leaves: of the step, dealt in turn to the ranks of a replica.
-        mesh: of the shards, or of replicas and shards.
+        leaves: the step's leaves, assigned in turn to the ranks of a replica.
+        mesh: mesh of the shards, or of replicas and shards.
         world: the ranks; those of a replica are neighbours.
-        levels: of ranks on several machines; None to send gradients from each rank to each.
+        levels: the levels for several machines; None to send gradients from each rank to each.
     """
 
     def __init__(self, leaves: Leaves, mesh: DeviceMesh, world: World, levels: MachineLevels | None) -> None:
@@ -52,7 +52,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         """Set `output_tensor` [n / ranks] to its part of the sum of all `input_tensor` [n] of a step; a collective.
 
-        Before the last micro-step it is left as it is.
+        Before the last micro-step it is not changed.
         """
         added = self._add_ranks(input_tensor, output_tensor, group)
         before = self._sums if self.leaf else []
@@ -66,14 +66,14 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         self._sums = []
 
     def _node_of(self, rank: int) -> TreeNode:
-        """Return the leaf that a rank has computed in this micro-step."""
+        """Return the leaf that a rank computed in this micro-step."""
         leaf = self._leaves.number(rank, self.leaf)
         return TreeNode(leaf, leaf + 1)
 
     def _add_ranks(
         self, gradients: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup
     ) -> list[tuple[TreeNode, torch.Tensor]]:
-        """Add the gradients [n] that the ranks of a replica have computed in this micro-step, as `add_nodes` does."""
+        """Add the gradients [n] that the ranks of a replica computed in this micro-step, as `add_nodes` does."""
         if self._levels is not None:
             received, work = self._levels.start(gradients)
             with communication():
@@ -86,9 +86,9 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         return add_nodes(zip(nodes, received, strict=True), self._total, out)
 
     def _add_replicas(self, out: torch.Tensor) -> None:
-        """Add the sums of all replicas, each of which has those of its own leaves, into `out` [n]; a collective.
+        """Add the sums of all replicas, each over its own leaves, into `out` [n]; a collective.
 
-        Each adds a piece of `out`, so that a rank sends at most twice `out` however many replicas there are.
+        Each replica adds a piece of `out`, so a rank sends at most twice the size of `out` for any number of replicas.
         """
         length = self._total // self._replicas
         nodes = [plan_segment(first, first + length, self._total).nodes for first in range(0, self._total, length)]

@@ -1,4 +1,4 @@
-"""What a way to share the work of a training among ranks may do; each way has a folder of its own here.
+"""The interface of a way to share a training's work among ranks; each way has its own folder here.
 
 `settings.WAYS` is the table of ways; a new one is a folder and a line there.
 """
@@ -23,13 +23,12 @@ OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto"), ("off", "auto"), ("cro
 
 
 class Way(Mode):
-    """A way to share the work of a training among ranks.
+    """A way to share a training's work among ranks.
 
     Attributes:
-        division: in words, how as many ranks as `flag` says have one copy of the model together; '' if they do
-            not.
-        divides_layers: whether each of its ranks has a part of every layer.
-        engine: the value of `--engine` that asks for it; '' for a way of PyTorch's engine.
+        division: how a group of `flag` ranks shares one copy of the model, for messages; '' if it does not.
+        divides_layers: whether each rank has a part of every layer.
+        engine: the value of `--engine` that selects it; '' for a way of PyTorch's engine.
     """
 
     division: ClassVar[str] = ""
@@ -39,74 +38,74 @@ class Way(Mode):
     # Of settings.
 
     def check_files(self) -> None:
-        """Raise a UserError for a file that its settings name and that it cannot use."""
+        """Raise a UserError for an unusable file in its settings."""
 
     def ranks(self) -> int:
-        """Return how many ranks share one copy of the model by it."""
+        """Return the number of ranks that share one copy of the model in this way."""
         return getattr(self.config, self.flag) if self.division else 1
 
     def check_machine(self, ranks: int) -> None:
-        """Raise a UserError if its ranks cannot be placed on machines of so many."""
+        """Raise a UserError if its ranks do not fit on machines with this many ranks."""
 
     def waits(self) -> float:
         """Return the share of a step in which a rank waits for others."""
         return 0.0
 
     def kept_values(self) -> int:
-        """Return how many values it keeps for each trained weight."""
+        """Return the number of values it keeps per trained weight."""
         return 0
 
     def alone_knows(self) -> list[str]:
-        """Return the names of what its engine alone follows in the settings."""
+        """Return the names of settings that only its engine supports."""
         return []
 
     def reasons(self, plan: ParallelPlan, module: nn.Module) -> list[str]:
-        """Return the reasons for which `--engine auto` chooses this way's engine; empty if it does not."""
+        """Return the reasons why `--engine auto` chooses this way's engine; empty if it does not."""
         return []
 
     # Of a run.
 
     def divide_ranks(self, names: Iterable[str] | None, world: World) -> tuple[dict[str, Any], int, list[str]]:
-        """Return into how many groups that train by themselves the ranks are divided; a collective.
+        """Return the number of independent groups of ranks; a collective.
 
         Args:
-            names: of the parameters of the checkpoint that the run goes on from; None for a fresh start.
+            names: parameter names in the checkpoint to resume from; None for a fresh start.
             world: the ranks.
 
         Returns:
-            What a resumed run keeps of it, as settings, how many groups there are now, and notes for the log.
+            The settings that a resumed run keeps, the current number of groups, and notes for the log.
 
         Raises:
-            UserError: on all ranks, if they cannot be divided so.
+            UserError: on all ranks, if they cannot be divided like this.
         """
         return {}, 1, []
 
     def prepare(self, module: nn.Module, world: World) -> ModelPart | None:
-        """Leave this rank's part in a model, of which there is no optimizer yet; a collective.
+        """Reduce a model, which has no optimizer yet, to this rank's part; a collective.
 
         Returns:
-            What that is; None if it is the whole model as yet.
+            The part; None if it is still the whole model.
 
         Raises:
-            UserError: on all ranks, if the model cannot be trained so.
+            UserError: on all ranks, if the model cannot be trained in this way.
         """
         return None
 
     def take_largest_part(self, module: nn.Module) -> None:
-        """Leave in a model without data what `prepare` leaves on the rank that has most."""
+        """Reduce a model without data to the largest part that `prepare` leaves on a rank."""
 
     def files(self, setup: EngineSetup) -> dict[str, dict[str, Any]]:
-        """Return what its engine is given, as JSON files for the folder of the run."""
+        """Return its engine's configuration, as JSON files for the run's folder."""
         return {}
 
     def build_engine(self, setup: EngineSetup) -> Engine | None:
-        """Return the engine if it needs one of its own; a collective."""
+        """Return the engine if it needs its own; a collective."""
         return None
 
     def step(self, loss: Loss) -> Step | None:
-        """Return how a step trains on the losses of images, if not by adding up the gradients of micro-batches."""
+        """Return its function to train a step on image losses, if it is not plain gradient accumulation."""
         return None
 
     def averages(self, engine: Engine, total_steps: int, loggers: Loggers) -> Averages | None:
-        """Return what keeps the weights that are evaluated, if they are others than those that are trained."""
+        """Return the object that keeps evaluated weights, if these differ from the trained ones."""
         return None

@@ -1,11 +1,11 @@
-"""ZeRO-1 over flat buffers: all weights on every rank, of which each rank updates a part.
+"""ZeRO-1 over flat buffers: every rank has all weights, and updates a part of them.
 
-Parameters are views of a few flat fp32 buffers, a bucket each (Rajbhandari et al. 2020,
-https://arxiv.org/abs/1910.02054). Every rank receives the sum of its part's gradients, while backward still computes
-those of other buckets, keeps the optimizer's state of it and updates it; then the parts are gathered again.
+Parameters are views of a few flat fp32 buffers, one per bucket (Rajbhandari et al. 2020,
+https://arxiv.org/abs/1910.02054). Every rank receives the sum of its part's gradients while backward still computes
+those of other buckets. It keeps the optimizer state of its part and updates it; then the parts are gathered again.
 
-Images are channels_last, and so are the weights of convolutions, their gradients and moments in the flat buffers:
-kernels would otherwise convert them in every step. Everything else sees the usual order of dimensions.
+Images are channels_last, and so are convolution weights, gradients and moments in the flat buffers; otherwise kernels
+would convert them in every step. Everything else sees the usual order of dimensions.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from zerovision.training.world.collectives import barrier
 
 
 class Zero1:
-    """A model in flat buffers, whose gradients and optimizer state are cut into one part per rank.
+    """A model in flat buffers, with gradients and optimizer state cut into one part per rank.
 
-    The optimizer's groups get this rank's parts of them as their parameters, under this class as under `Fsdp2`.
+    As with `Fsdp2`, this rank's parts become the parameters in the optimizer's groups.
 
     Attributes:
-        reports: whether this rank's parts are in checkpoints; among ranks with the same parts, one's are.
+        reports: whether this rank's parts go into checkpoints; among ranks with the same parts, only one's do.
     """
 
     reports = True
@@ -86,7 +86,7 @@ class Zero1:
             self._await_by_block(repeated_blocks(self._module))
 
     def _await_by_block(self, blocks: list[nn.Module]) -> None:
-        """Let each block's forward wait for the weights in it, the module's for those in no block: they come first."""
+        """Let each block's forward wait for its weights, and the module's forward for those outside all blocks."""
         block_of = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
         needed = {
             id(bucket): {block_of.get(id(parameter), -1) for parameter in bucket.parameters.values()}
@@ -102,7 +102,7 @@ class Zero1:
         return self._compute(images)
 
     def begin_backward(self, leaf: int, stage: int = 0) -> None:
-        """Prepare for backward of this rank's leaf of the step, the first of which is 0."""
+        """Prepare for backward of one of this rank's leaves, counted from 0 in each step."""
         _wait_for_weights(self._buckets)  # of blocks that were skipped
         self._orders[stage].begin(sums_over_ranks=leaf == self._accumulation_steps - 1)
 
@@ -111,7 +111,7 @@ class Zero1:
         self._orders[stage].end()
 
     def drop_leaf(self) -> None:
-        """Forget the first leaf of a step; a collective."""
+        """Discard the first leaf of a step; a collective."""
         if self._accumulation_steps == 1:
             self.sum_gradients()  # which is under way
         for bucket in self._buckets:
@@ -121,7 +121,7 @@ class Zero1:
         """Give the optimizer's parameters the sum of the gradients over all ranks' leaves; a collective.
 
         Returns:
-            The sum of its squares, float64 []; of what several ranks have whole, on the first alone.
+            The sum of its squares, float64 []; parameters that several ranks have whole count only on the first.
         """
         for bucket in self._buckets:
             bucket.sum_gradients()
@@ -134,38 +134,38 @@ class Zero1:
         self._gradients.mul_(factor)
 
     def share_weights(self) -> None:
-        """Let every rank compute with what the optimizers' parameters are now; a collective."""
+        """Let every rank use the current values of the optimizers' parameters; a collective."""
         for bucket in self._buckets:
             bucket.buffers.start_gather()
         if not self._waits_in_forward:
             _wait_for_weights(self._buckets)
 
     def settle(self) -> None:
-        """Let the optimizer's parameters be what the model computes with; no collective."""
+        """Set the optimizer's parameters to the model's values; not a collective."""
         _wait_for_weights(self._buckets)
         if any(bucket.buffers.are_shared for bucket in self._buckets):
             barrier(self._world)  # no rank computes any more with weights that all share
 
     def shards(self) -> list[ParameterShard]:
-        """Return this rank's parts of all parameters, with the optimizer's state of them; no collective."""
+        """Return this rank's parts of all parameters, with their optimizer state; not a collective."""
         _wait_for_weights(self._buckets)
         shards = frozen_shards(self._module, self._world)
         return shards + [shard for bucket in self._buckets for shard in bucket.shards(self._optimizer)]
 
 
 def _wait_for_weights(buckets: Sequence[Bucket]) -> None:
-    """Wait until the weights in these buckets are complete; free if they are."""
+    """Wait until the weights in these buckets are complete; costs nothing if they are."""
     for bucket in buckets:
         bucket.buffers.finish_gather()
 
 
 def _own_blocks(shared: Sequence[Shared], placed: Sequence[Placed], rank: int, part: ModelPart) -> torch.Tensor:
-    """Return the place of each block of the whole model among those of this rank, int64 [blocks]; -1 for others'.
+    """Return each block's index among this rank's blocks, int64 [blocks]; -1 for other ranks' blocks.
 
     Args:
         shared: the parameters of the model's buckets.
         placed: the buckets that this rank has parts of.
-        rank: whose parts they are.
+        rank: rank that owns the parts.
         part: decides which parameters count on this rank.
     """
     places = [

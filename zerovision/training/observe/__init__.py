@@ -1,1 +1,1 @@
-"""What a training reports: logs, measurements, heartbeats, the files of a run."""
+"""The reports of a training: logs, measurements, heartbeats, and the files of a run."""

@@ -1,4 +1,4 @@
-"""The best epoch's weights: the epoch of a file, and the copy for a run that resumes elsewhere."""
+"""The best epoch's weights: their epoch, their file, and the copy for a run that resumes elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerovision.training.tasks.scores import Scores
 
 
 def epoch_of(weights: Path) -> int | None:
-    """Return the epoch, from 1, of a weights file; None for no file, or one without it."""
+    """Return the epoch of a weights file, from 1; None without a file or an epoch."""
     try:
         return read_metadata(weights)["extra"].get("epoch")
     except (UserError, AttributeError):
@@ -39,15 +39,15 @@ def write_best(
     scores: Scores,
     judged: dict[str, Any],
 ) -> Callable[[], None]:
-    """Return a function that writes the weights of an epoch and its scores; rank 0 calls it.
+    """Return a function that writes an epoch's weights and scores; rank 0 calls it.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         weights: fp32 tensors by name.
         built: the model.
         data: its classes, preprocessing and validation set.
-        scores: of the validation set.
-        judged: the epoch (from 1) and the user's word for the data.
+        scores: scores of the validation set.
+        judged: the epoch (from 1) and the user's name for the data.
     """
     more = {} if scores.thresholds is None else {THRESHOLDS: scores.thresholds.tolist()}
     more |= {IN_FILES: names_of(loaded())} if loaded() else {}
@@ -69,16 +69,16 @@ def write_best(
 
 
 def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | None:
-    """Keep the weights of a run that goes back behind them to train for more epochs; on rank 0 alone.
+    """Keep the weights of a run that returns to an earlier epoch to train for more epochs; only on rank 0.
 
     Args:
-        folder: of the run.
-        manifest: of the checkpoint from which it goes on.
-        epochs: of the run from now on.
+        folder: the run's folder.
+        manifest: manifest of the checkpoint from which it resumes.
+        epochs: the run's epochs from now on.
 
     Returns:
-        A line for the log; None if the run has no more epochs than before, does not go back behind the weights, or
-        keeps them already.
+        A line for the log; None if the run has no more epochs than before, does not go back before the weights, or has
+            already kept them.
     """
     before = manifest.config.get("epochs")
     if type(before) is not int or before >= epochs:
@@ -94,14 +94,14 @@ def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | N
 
 
 def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | None:
-    """Copy the best weights so far, with their scores, from the run that a checkpoint is of; on rank 0 alone.
+    """Copy the best weights so far, with their scores, from the run of a checkpoint; only on rank 0.
 
-    A run that goes on in its own folder has them already. A kill leaves what was there before, or the whole file.
+    A run that resumes in its own folder already has them. A kill leaves the previous file or the whole new one.
 
     Args:
         checkpoint: RUN/checkpoints/NAME.
-        folder: of the run that goes on from it.
-        best_epoch: as the checkpoint says; 0 for none yet.
+        folder: folder of the run that resumes from it.
+        best_epoch: the checkpoint's best epoch; 0 for none yet.
 
     Returns:
         A line for the log; None if there is nothing to say.

@@ -1,4 +1,4 @@
-"""The console of what trains and evaluates: it draws on terminals alone."""
+"""The console for training and evaluation, which draws only on terminals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 def open_console(*, stderr: bool = False, is_forced: bool = False) -> Console:
     """Return a console that writes plain lines to anything but a terminal.
 
-    By itself rich also draws where FORCE_COLOR is set, which notebooks and CI do, and in notebooks makes HTML of it.
+    By default rich also draws if FORCE_COLOR is set, as in notebooks and CI, and produces HTML in notebooks.
 
     Args:
         stderr: whether it writes to standard error.
-        is_forced: whether to take the stream for a terminal.
+        is_forced: whether to treat the stream as a terminal.
     """
     stream = sys.stderr if stderr else sys.stdout
     is_terminal = stream is not None and stream.isatty()

@@ -1,4 +1,4 @@
-"""How hard the devices of a run work, and what memory it takes."""
+"""Measures the utilization of a run's devices, and its memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class DeviceGauge:
 
     Args:
         world: the ranks.
-        folder: of the run.
-        flops: counts the model's operations; None if they are not wanted.
+        folder: the run's folder.
+        flops: counts the model's operations, or None.
     """
 
     def __init__(self, world: World, folder: RunFolder, flops: TrainingFlops | None) -> None:
@@ -37,10 +37,10 @@ class DeviceGauge:
         self._utilization: float | None = None
 
     def read(self, images_per_second: float) -> DeviceUse:
-        """Return this process's memory, how hard the devices work, and how much room the disk has.
+        """Return this process's memory, the devices' utilization, and the free disk space.
 
         Args:
-            images_per_second: of all ranks together.
+            images_per_second: the speed of all ranks together.
         """
         world = self._world
         tflops = mfu = utilization = free = None
@@ -55,7 +55,7 @@ class DeviceGauge:
         return DeviceUse(*_memory(world.device), tflops, mfu, utilization, free)
 
     def _gpu_utilization(self) -> float | None:
-        """Return NVML's share of the latest moments in which any kernel ran; asking takes milliseconds."""
+        """Return NVML's recent share of the time in which any kernel ran; the query takes milliseconds."""
         now = time.monotonic()
         if now - self._asked_at >= SECONDS_BETWEEN_UTILIZATIONS:
             self._asked_at, self._utilization = now, None
@@ -72,7 +72,7 @@ def run_point(step: int, images: int, spans: dict[str, float], gauge: DeviceGaug
         step: the run's last step.
         images: images trained by all ranks since the clock was started.
         spans: seconds of each span of this rank's clock.
-        gauge: of this process.
+        gauge: gauge of this process.
         world: the ranks.
     """
     ranks = gather_objects(spans, world)

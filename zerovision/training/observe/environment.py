@@ -1,4 +1,7 @@
-"""What a run is made with: versions, code, hardware, command. Launchers and the doctor use it: no import of torch."""
+"""The environment of a run: versions, code, hardware, command.
+
+Launchers and the doctor use it, so it does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ T = TypeVar("T")
 
 
 def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltModel) -> dict[str, Any]:
-    """Return what distinguishes a run from others, ready for JSON."""
+    """Return a description of the run's environment, ready for JSON."""
     import psutil
     import torch
 
@@ -64,7 +67,7 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
 
 
 def software(plugins: str = "") -> dict[str, str]:
-    """Return what all machines of a training must have in common: Python, libraries, hashes of code and plug-ins."""
+    """Return what must be equal on all machines of a training: Python, libraries, hashes of code and plug-ins."""
     libraries = {name: package_version(name) or "none" for name in LIBRARIES}
     return {"Python": platform.python_version(), **libraries, "code": code_fingerprint(REPO_ROOT)} | {
         file.rpartition("@")[0]: _sha256(file.rpartition("@")[0]) for file in plugins.split(",") if file
@@ -79,7 +82,7 @@ def _sha256(path: str) -> str:
 
 
 def code_fingerprint(root: Path) -> str:
-    """Return a sha256 over names and content of the code that a training runs, changed files included."""
+    """Return a sha256 over names and content of the code that a training runs, with uncommitted changes."""
     digest = hashlib.sha256()
     for folder in CODE:
         for path in sorted(path for path in (root / folder).rglob("*") if path.suffix in CODE_SUFFIXES):
@@ -88,7 +91,7 @@ def code_fingerprint(root: Path) -> str:
 
 
 def usual_value(values: Sequence[T], decisive: T) -> T:
-    """Return the most frequent value; `decisive` if that is one of several."""
+    """Return the most frequent value; `decisive` wins a tie."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value == decisive))
 

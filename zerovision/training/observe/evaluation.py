@@ -28,17 +28,17 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
     """Return the content of scores.json.
 
     Args:
-        scores: of `SampleRecorder.gather`, with details.
+        scores: the result of `SampleRecorder.gather`, with details.
         class_names: the name of each class, C of them.
-        name_of: from a sample's position to its path, or its position as text.
+        name_of: returns the path of the sample at a position, or the position as text.
 
     Returns:
-        samples, loss (nats) and loss_standard_error, top1, top5, balanced_accuracy, ece, and auroc and map if they are
-        known; `macro` and `weighted`, each with precision, recall and f1; `classes`, see `class_scores`;
+        samples, loss (nats) and loss_standard_error, top1, top5, balanced_accuracy, ece, and auroc and map if known;
+            `macro` and `weighted`, each with precision, recall and f1; `classes`, see `class_scores`;
         `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without
         zeros; `worst` and `typical`, see `worst_samples` and `typical_samples`; `judged`, see `judged_images`. Shares
-        are in 0..1. Of several labels, `task` says so, classes have a `threshold` too, and `confusion`, `worst` and
-        `typical` are empty.
+        are in 0..1. With several labels, there is `task`, classes also have a `threshold`, and `confusion`, `worst` and
+            `typical` are empty.
     """
     details = scores.details
     if details is None:
@@ -76,7 +76,7 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 
 
 def write_scores(folder: Path, facts: dict[str, Any]) -> None:
-    """Write scores.json alone; it replaces every file that an earlier evaluation left in the folder."""
+    """Write only scores.json, which replaces all files of an earlier evaluation in the folder."""
     check_replaceable(folder)
     with replacing_folder(folder) as new:
         write_json(new / SCORES, facts)
@@ -85,10 +85,10 @@ def write_scores(folder: Path, facts: dict[str, Any]) -> None:
 def check_replaceable(
     folder: Path, mark: str = SCORES, kind: str = "evaluation", cure: str = "choose another folder"
 ) -> None:
-    """Refuse a folder that contains something else than an evaluation, or than what has a file `mark`.
+    """Raise an error for a folder that contains anything but an evaluation, or lacks the file `mark`.
 
     Raises:
-        UserError: for such a folder, and for a file.
+        UserError: for such a folder, or a file.
     """
     if folder.exists() and not (folder / mark).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"'{folder}' exists and holds no {kind}: move it away, or {cure}.")
@@ -111,7 +111,7 @@ def dense_confusion(cells: Sequence[Sequence[int]], num_classes: int) -> torch.T
 def class_scores(counts: ClassCounts, class_names: Sequence[str]) -> list[dict[str, Any]]:
     """Return name, support (samples), predicted (samples), precision, recall and f1 of each class.
 
-    A ratio is 0 if there is nothing to divide by, as in scikit-learn with zero_division=0.
+    A ratio with denominator 0 is 0, as in scikit-learn with zero_division=0.
     """
     names = ("support", "predicted", "precision", "recall", "f1")
     columns = (class_names, *(getattr(counts, name).tolist() for name in names))
@@ -119,7 +119,7 @@ def class_scores(counts: ClassCounts, class_names: Sequence[str]) -> list[dict[s
 
 
 def calibration_bins(details: SampleScores) -> list[dict[str, Any]]:
-    """Return lower, upper, samples, confidence (mean) and accuracy of each of the 15 equal bins of confidence.
+    """Return lower, upper, samples, confidence (mean) and accuracy for each of 15 equal confidence bins.
 
     Bin m of M contains the confidences in ((m - 1) / M, m / M], as in Guo et al. 2017 (arXiv:1706.04599), section 2.
     An empty bin has None for both means.
@@ -154,13 +154,16 @@ def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
 
 
 def worst_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Return at most 24 samples, the wrong ones first, by falling loss: index, name, label, prediction, both scores."""
+    """Return at most 24 samples, wrong ones first, by decreasing loss: index, name, label, prediction, both scores."""
     order = np.lexsort((-details.losses.numpy(), details.is_right.numpy()))[:WORST_SAMPLES]
     return _described(details, order, name_of)
 
 
 def typical_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Return the right sample with the smallest loss of each of the first 24 classes that have one; `worst_samples`."""
+    """Return, for each of the first 24 classes with a correct sample, the one with the smallest loss.
+
+    See `worst_samples`.
+    """
     right = details.is_right.numpy().nonzero()[0]
     order = right[np.argsort(details.losses.numpy()[right], kind="stable")]
     _, firsts = np.unique(details.labels.numpy()[order], return_index=True)
@@ -182,11 +185,11 @@ def _described(details: SampleScores, places: np.ndarray, name_of: Callable[[int
 
 
 def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[str, str]:
-    """Return what two evaluations are compared by, image by image.
+    """Return the data to compare two evaluations image by image.
 
     Returns:
-        `images`, equal for the same names below the folder of all and the same classes; `right`, a 1 for each image in
-        the order of their positions whose predicted class is the true one, else a 0.
+        `images`, a hash of the names below the common folder and of the classes; `right`, for each image in order, 1 if
+            the predicted class is the true one, else 0.
     """
     names = [name_of(index) for index in details.indices.tolist()]
     # Cut to a folder; `commonpath` would raise for relative paths beside absolute ones.

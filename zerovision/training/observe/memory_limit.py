@@ -1,7 +1,7 @@
-"""How much memory a rank has, has had at most, and may still take.
+"""The memory that a rank uses, its peak, and what it may still take.
 
-On a GPU what PyTorch's allocator has free and may still get. On a CPU the rank's share of what machine and control
-group have left, or less by the process's own limits (RLIMIT_DATA, RLIMIT_AS).
+On a GPU, a rank may take what PyTorch's allocator has free and can still get. On a CPU, it may take its share of what
+the machine and control group have left, or less under the process's limits (RLIMIT_DATA, RLIMIT_AS).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ OWN_LIMITS = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
 
 
 def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
-    """Return the bytes that this rank may take beside what it has.
+    """Return the bytes that this rank may take in addition.
 
     Args:
-        device: of the rank.
-        sharing: ranks of this machine, which take equal parts of what is free.
-        root: that /proc and /sys are below.
+        device: the rank's device.
+        sharing: number of ranks on this machine, which share free memory equally.
+        root: folder that contains /proc and /sys.
     """
     if device.type == "cuda":
         import torch
@@ -43,7 +43,7 @@ def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return the bytes that this rank has: of tensors on a GPU, else resident."""
+    """Return the bytes that this rank uses: of tensors on a GPU, else resident."""
     if device.type == "cuda":
         import torch
 
@@ -52,7 +52,7 @@ def used_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes, of the same kind, since `reset_peak_memory`."""
+    """Return the peak bytes of the same kind since `reset_peak_memory`."""
     if device.type == "cuda":
         import torch
 
@@ -61,7 +61,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new peak; where the kernel does not allow it, the old one stays, which is never too low."""
+    """Begin a new peak; if the kernel does not allow this, the old peak remains, which is never too low."""
     if device.type == "cuda":
         import torch
 

@@ -28,10 +28,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
-    """Return the folder of the run that a configuration names, which has this name if it was given none.
+    """Return the folder of the run that a configuration names; `name` is used if it has none.
 
     Raises:
-        UserError: if `--log-dir` is no possible folder.
+        UserError: if `--log-dir` cannot be a folder.
     """
     folder = RunFolder(log_folder(), config.run_name or name)
     try:
@@ -47,7 +47,7 @@ def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
 def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
     """Raise a UserError if a run is in the folder that is not to be resumed.
 
-    What a start left that ended by a mistake, before it wrote a line of metrics.jsonl, is no run.
+    Files of a start that failed before it wrote a line of metrics.jsonl are not a run.
     """
     if config.resume == "never" and folder.metrics.exists() and folder.metrics.stat().st_size:
         raise UserError(
@@ -57,18 +57,18 @@ def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
 
 
 def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
-    """Create the folders of a run and lock it; called on rank 0 alone.
+    """Create the folders of a run and lock it; only called on rank 0.
 
     Args:
         config: the configuration.
-        origin: what started the training; one that the launcher started again continues in its own folder.
+        origin: what started the training; a training restarted by the launcher continues in its own folder.
 
     Returns:
-        The paths, with the file whose lock keeps other trainings away until it is closed.
+        The paths, with the file whose lock keeps other trainings out until it is closed.
 
     Raises:
         UserError: if a folder cannot be written, or a run of that name exists and is not resumed, or is being trained.
-        AnotherStartNeededError: if the disk is full for a training that the launcher started again.
+        AnotherStartNeededError: if the disk is full for a training that the launcher restarted.
     """
     folder = run_folder(config)
 
@@ -102,7 +102,7 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
 
 
 def make_folders(folder: RunFolder) -> tuple[Path, ...]:
-    """Create the folders of a run, those that are missing; return them."""
+    """Create the missing folders of a run; return them."""
     made = []
     for path in (folder.path, folder.tensorboard, folder.checkpoints):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def make_folders(folder: RunFolder) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def removed_if_refused(folder: RunFolder) -> Iterator[None]:
-    """Remove the folders that this start has made if what comes before the first step ends by a user's mistake."""
+    """Remove the folders that this start created if a user's mistake ends it before the first step."""
     try:
         yield
     except UserError:
@@ -124,7 +124,7 @@ def removed_if_refused(folder: RunFolder) -> Iterator[None]:
 
 
 def new_name(log_dir: Path, name: str) -> str:
-    """Create the folder of a run whose name nobody chose; return the name, ending in -2, -3, ... if others have it."""
+    """Create the folder of an unnamed run; return its name, ending in -2, -3, ... if the name is taken."""
     runs = log_dir / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     for number in count(1):
@@ -136,7 +136,7 @@ def new_name(log_dir: Path, name: str) -> str:
 
 
 def named_after_data(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of a run with a name: if nobody chose one, its data's, for which it makes a folder."""
+    """Return the configuration with a run name: if none was chosen, that of its data, for which a folder is created."""
     if config.run_name:
         return config
     stem = Path(os.path.expanduser(config.data.rstrip("/"))).name.partition(".")[0]
@@ -157,7 +157,7 @@ def _check_renames(folder: RunFolder) -> None:
 
 
 def remove_leftovers_of_run(run: Path, ours: Collection[str] = ()) -> None:
-    """Remove what dead processes left unfinished in a run's own folders, see `remove_leftovers`."""
+    """Remove unfinished files of dead processes in a run's own folders, see `remove_leftovers`."""
     checkpoints = run / CHECKPOINTS
     for folder in (run, run / EXPORT, checkpoints, *checkpoints.glob("step-*")):
         remove_leftovers(folder, ours, of_library=True)

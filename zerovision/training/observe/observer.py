@@ -1,4 +1,4 @@
-"""Observers of a training: what watches its steps, in a list that is built once."""
+"""Observers of a training's steps, in a list that is built once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zerovision.training.engines.engine import StepResult
 
 
 class Seen(NamedTuple):
-    """What a micro-batch has given.
+    """The results of a micro-batch.
 
     Attributes:
         batch: the micro-batch.
         losses: [B].
         logits: [B, classes], or [B, classes, members].
-        evidence: [B], not finite where a sample is to blame.
+        evidence: [B], not finite for a bad sample.
     """
 
     batch: Batch
@@ -30,11 +30,11 @@ class Seen(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """An optimizer step that has ended.
+    """A completed optimizer step.
 
     Attributes:
-        position: optimizer steps of the run before it.
-        result: what the engine returned after the last micro-batch.
+        position: number of optimizer steps of the run before it.
+        result: the engine's result after the last micro-batch.
     """
 
     position: int
@@ -47,10 +47,10 @@ class StepDone(NamedTuple):
 
 
 class Observer:
-    """Watches the steps of a training; a subclass has what it needs of these. All ranks have the same ones.
+    """Watches the steps of a training; a subclass overrides the methods it needs. All ranks have the same observers.
 
     Attributes:
-        span: of the clock, in which the time counts that it takes after the steps.
+        span: span of the clock that its time after the steps counts as.
     """
 
     span = "other"
@@ -59,32 +59,33 @@ class Observer:
         """Prepare for the step after `position` steps of the run."""
 
     def seen(self, seen: Seen) -> None:
-        """Take a micro-batch of the step; nothing may wait for the device."""
+        """Take a micro-batch of the step; must not wait for the device."""
 
     def after_step(self, done: StepDone) -> None:
-        """Take a step that has ended; a collective."""
+        """Take a completed step; a collective."""
 
     def between_steps(self, *, save_due: bool, failed: bool) -> None:
         """Use the time before the next step of the epoch; a collective.
 
         Args:
-            save_due: whether a rank has asked for a checkpoint.
-            failed: whether this rank cannot go on: its micro-batches were empty, and all stop after the next step.
+            save_due: whether a rank has requested a checkpoint.
+            failed: whether this rank cannot continue: its micro-batches were empty, and all ranks stop after the next
+                step.
         """
 
     def after_steps(self) -> None:
-        """Settle what is pending, after the last step of an epoch or of what a signal left of it; a collective."""
+        """Complete pending work after the last step of an epoch, or before a stop; a collective."""
 
     def after_epoch(self, write_best: Callable[[], None] | None) -> None:
         """Take the end of an epoch, evaluated or stopped; a collective.
 
         Args:
-            write_best: writes its weights, if they are the best so far; for rank 0 alone.
+            write_best: writes the epoch's weights if they are the best so far; only for rank 0.
         """
 
 
 class Observers(Observer):
-    """Passes every call on to each observer, in their order."""
+    """Passes every call to each observer, in order."""
 
     def __init__(self, observers: Sequence[Observer], clock: SpanClock) -> None:
         self._observers, self._clock = observers, clock

@@ -1,4 +1,4 @@
-"""`--profile N`: a trace of N steps of rank 0, for Perfetto or TensorBoard, and the costliest operators as text."""
+"""`--profile N`: writes a trace of N steps of rank 0, for Perfetto or TensorBoard, and the costliest operators."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class StepProfiler(Observer):
         Args:
             steps: optimizer steps to trace; 0 for none.
             steps_per_epoch: optimizer steps of an epoch.
-            folder: where `trace.json.gz` and `summary.txt` go.
+            folder: folder for `trace.json.gz` and `summary.txt`.
             clock: its spans appear in the trace.
-            loggers: get one line when the trace is written, or why it cannot be.
+            loggers: get one line when the trace is written or fails.
         """
         self._steps, self._steps_per_epoch = steps, steps_per_epoch
         self._folder, self._clock, self._loggers = folder, clock, loggers
@@ -57,7 +57,7 @@ class StepProfiler(Observer):
         self._clock.is_recording = warm_up == 0
 
     def after_step(self, done: StepDone) -> None:
-        """Count an optimizer step; after the last one to be traced, write the files."""
+        """Count an optimizer step; after the last traced step, write the files."""
         if self._profile is None:
             return
         self._profile.step()
@@ -66,7 +66,7 @@ class StepProfiler(Observer):
             self.after_steps()
 
     def after_steps(self) -> None:
-        """Write what was traced, also if a signal has ended the epoch before its last step."""
+        """Write the trace, even if a signal ended the epoch before its last step."""
         if self._profile is not None:
             self._profile.stop()
         self._profile, self._clock.is_recording = None, False
@@ -86,7 +86,7 @@ class StepProfiler(Observer):
 
 
 def costliest_operators(trace: profile, steps: int) -> str:
-    """Return a table of the operators that took most time themselves, on the GPU if there is one."""
+    """Return a table of the operators with the most time of their own, on the GPU if there is one."""
     events = [event for event in trace.key_averages() if not event.is_user_annotation]
     # What ran on a GPU has rows of its own, kernel by kernel, and counts for the operator that launched it as well.
     operators = [event for event in events if event.device_type == DeviceType.CPU]

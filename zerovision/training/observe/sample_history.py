@@ -1,4 +1,4 @@
-"""What the network said of each training image while it learned from it, by epoch: what an audit judges labels by."""
+"""Records the network's predictions for each training image, by epoch; an audit checks labels with them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ HELD_NUMBERS = 2**20  # logits that wait on the device
 
 
 class SampleHistory(Observer):
-    """Keeps two logarithms of probabilities of each training image in an epoch, before the step that it is part of.
+    """Keeps two log-probabilities of each training image per epoch, before the step that uses it.
 
-    That of its label, which is the loss, and that of the most probable other class, whose distance is the margin.
-    Images of a batch that is mixed, and those that give no finite number, are left out.
+    These are the label's, which is the loss, and the most probable other class's; their difference is the margin.
+    Images of mixed batches, and images without finite numbers, are left out.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         world: the ranks.
-        epochs: of the run.
-        steps_per_epoch: optimizer steps.
+        epochs: the run's epochs.
+        steps_per_epoch: number of optimizer steps per epoch.
     """
 
     span = "logging"
@@ -47,7 +47,7 @@ class SampleHistory(Observer):
         self._epoch = position // self._steps_per_epoch
 
     def seen(self, seen: Seen) -> None:
-        """Keep what a micro-batch has given."""
+        """Keep the results of a micro-batch."""
         batch, logits = seen.batch, seen.logits
         if (self._epoch + 1) % self._every:
             return
@@ -59,10 +59,10 @@ class SampleHistory(Observer):
             self._reduce()
 
     def after_steps(self) -> None:
-        """Write the rows of all ranks since the last call, beside what the epoch has; a collective.
+        """Write the rows of all ranks since the last call, in addition to the epoch's earlier rows; a collective.
 
-        A step that is trained again after an interruption gives the same rows again, which are kept once. What cannot
-        be written is not kept.
+        A step that is repeated after an interruption gives the same rows, which are kept once. Rows that cannot be
+        written are lost.
         """
         self._reduce()
         rows, self._rows = self._rows, []
@@ -95,14 +95,14 @@ class SampleHistory(Observer):
 
 
 def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Return what the network of a run said of each training image, on average over the epochs, float64 [N, C].
+    """Return a run's predictions for each training image, averaged over the epochs, float64 [N, C].
 
-    What is neither the label nor the most probable other class is divided among the rest. NaN of images that no epoch
-    has, and of all if it was kept of images with other labels.
+    The remaining probability is divided among the other classes. Images without any epoch get NaN; so do all images if
+    the labels differ.
 
     Args:
-        run: its folder.
-        labels: int64 [N], of the training images.
+        run: the run's folder.
+        labels: int64 [N], labels of the training images.
         num_classes: C.
     """
     means, rests, counts = np.zeros((len(labels), num_classes)), np.zeros(len(labels)), np.zeros(len(labels))
@@ -125,7 +125,7 @@ def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.nd
 
 
 def _rows_of(path: Path) -> np.ndarray:
-    """Return the rows of a file; none if it is not there, or damaged."""
+    """Return the rows of a file; none if it is missing or damaged."""
     with suppress(OSError, ValueError, EOFError):
         rows = np.load(path)
         if rows.dtype == ROW:

@@ -1,4 +1,4 @@
-"""The settings of what a run writes about itself."""
+"""The settings for a run's output."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
 
     @property
     def destinations(self) -> list[str]:
-        """What `loggers` names, without what is turned off."""
+        """The names in `loggers`, without those turned off."""
         names = [name.strip() for name in self.loggers.split(",")]
         return [name for name in names if name != "none" and (name != "tensorboard" or self.tensorboard)]

@@ -1,7 +1,7 @@
 """Detects a rank that is slower than the others.
 
-All ranks finish a step together, because each waits for the slowest in the collectives. Therefore a rank's work is
-compared: its time outside of collectives, without what may be waiting.
+All ranks finish a step together, because each waits for the slowest in the collectives. So it compares a rank's work:
+its time outside of collectives, without possible waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHORTEST_INTERVAL_STEPS = 5  # the time of a single step varies too much
 
 
 class SlowRank(NamedTuple):
-    """A rank and its seconds of work per step, beside the median of the other ranks."""
+    """A rank with its seconds of work per step, and the median of the other ranks."""
 
     rank: int
     step_seconds: float
@@ -26,11 +26,11 @@ class SlowRank(NamedTuple):
 
 
 def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return each rank's own work out of the seconds of its spans: what all ranks have to do in every step.
+    """Return each rank's own work from the seconds of its spans: the part that all ranks do in every step.
 
-    That excludes waiting for the others, and logging, which only rank 0 does. A rank may also wait where the clock sees
-    no collective: inside backward or the optimizer, if gradients are reduced from C++ (as DDP does) or on a stream of
-    the engine's own. So the time there beyond the fastest rank's counts only as far as the other ranks waited for it in
+    This excludes waiting for the others, and logging, which only rank 0 does. A rank may also wait where the clock sees
+    no collective: inside backward or the optimizer, if gradients are reduced from C++ (as in DDP) or on the engine's
+    own stream. So time there beyond the fastest rank's counts only to the extent that other ranks waited for it in
     measured collectives.
     """
     exchanging = [rank["backward"] + rank["optimizer"] for rank in ranks]

@@ -1,4 +1,4 @@
-"""Hashes of what a step was given and of what it left, by which two runs that should be equal are compared."""
+"""Hashes of a step's inputs and results, to compare two runs that should be equal."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def _content(tensor: torch.Tensor) -> memoryview:
 
 
 def hashed_parameters(engine: Engine, world: World) -> dict[str, torch.Tensor]:
-    """Return the parameters by name, without buffers, as of `gather_weights`; a collective."""
+    """Return the parameters by name, without buffers, see `gather_weights`; a collective."""
     names = engine.state().shapes.keys()
     return {name: weight for name, weight in gather_weights(engine, world).items() if name in names}
 
 
 class StepHashes(Observer):
-    """Hashes of every so many steps: of each leaf, on the rank that has it, and of all parameters after the step.
+    """Every few steps, hashes each leaf on the rank that computes it, and all parameters after the step.
 
     Args:
-        every: optimizer steps from one to the next; 0 for none.
+        every: number of optimizer steps between hashed steps; 0 for none.
         world: the ranks.
-        leaves: of a step.
-        engine: whose gradients are hashed leaf by leaf, before they are added up, where a rank has whole parameters.
-        loggers: get a line of each such step.
+        leaves: the step's leaves.
+        engine: engine whose gradients are hashed leaf by leaf before they are added up, if ranks have whole parameters.
+        loggers: get one line per hashed step.
     """
 
     span = "logging"
@@ -63,7 +63,7 @@ class StepHashes(Observer):
         self._leaves: list[list[str]] = []
 
     def before_step(self, position: int) -> None:
-        """Hash the gradients of a step that is due."""
+        """Prepare to hash the gradients of a step that is due."""
         self._position = position
 
         def hash_gradient(gradient: torch.Tensor, name: str) -> None:
@@ -90,7 +90,7 @@ class StepHashes(Observer):
             self._loggers.event(HASHES, line)
 
     def line(self) -> dict[str, Any]:
-        """Return the values of the line of a step that is due, on rank 0; a collective."""
+        """Return the values of a due step's line on rank 0; a collective."""
         for hook in self._hooks:
             hook.remove()
         parameters = hashed_parameters(self._engine, self._world)

@@ -1,6 +1,6 @@
-"""How weights are updated: what is tuned, optimizers, schedules, and steps that are not finite.
+"""How weights are updated: tuning, optimizers and schedules.
 
-Importing this module imports no torch: the command line reads its words with it.
+Importing this module does not import torch, because the command line uses it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from zerovision.training.base.settings import TUNE_USAGE
 
 
 def read_tune(word: str) -> tuple[str, int]:
-    """Return what `--tune` names, 'full', 'head', 'layers' or 'lora', and its number, 0 if it has none.
+    """Return the mode of `--tune`, 'full', 'head', 'layers' or 'lora', and its number, or 0.
 
     Raises:
         UserError: for any other word.

@@ -1,4 +1,4 @@
-"""Rules of our own: several as one optimizer, each for parameters of its own; Muon with fp32 products."""
+"""Our own update rules: several rules as one optimizer, each with its parameters, and Muon with fp32 products."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from timm.optim import muon
 
 
 class Composite(torch.optim.Optimizer):
-    """Several optimizers as one: their groups and their state are its own.
+    """Several optimizers as one, which owns their groups and state.
 
     Attributes:
-        rules: the optimizers; an engine that replaces a group's parameters replaces them there too.
+        rules: the optimizers; an engine that replaces a group's parameters also replaces them there.
     """
 
     def __init__(self, rules: Sequence[torch.optim.Optimizer]) -> None:
@@ -31,14 +31,15 @@ class Composite(torch.optim.Optimizer):
 
 
 def rules_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Return the rules of a composite optimizer, any other optimizer alone."""
+    """Return the rules of a composite optimizer, or any other optimizer itself."""
     return optimizer.rules if isinstance(optimizer, Composite) else [optimizer]
 
 
 class Fp32Muon(muon.Muon):
     """timm's Muon, whose Newton-Schulz iterations are in fp32 instead of bf16.
 
-    A CPU without instructions for bf16 needs 27 times as long for `airbench`'s in bf16 (AMD EPYC, family 25, model 1).
+    A CPU without bf16 instructions takes 27 times as long for those of `airbench` in bf16 (AMD EPYC, family 25, model
+    1).
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Parameter groups, the optimizer, and its state as all engines see it."""
+"""Parameter groups, the optimizer, and its state in the form that all engines use."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ class ParameterSettings(NamedTuple):
 
 
 def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, ParameterSettings]:
-    """Return the settings of every parameter that is trained, by name.
+    """Return the settings of every trained parameter, by name.
 
     Biases and norm weights are vectors: decaying them only hurts (Goyal et al. 2017, https://arxiv.org/abs/1706.02677,
-    section 3). With `--no-weight-decay model` those that a timm model's `no_weight_decay` names do not decay either.
-    With `--layer-decay` a layer's rate is that of the next one, towards the head, times the decay (Bao et al. 2021,
-    https://arxiv.org/abs/2106.08254, appendix); the layers are timm's, see `timm.optim.param_groups_layer_decay`.
+    section 3). With `--no-weight-decay model`, parameters named in a timm model's `no_weight_decay` do not decay
+    either. With `--layer-decay`, a layer's rate is that of the next layer, towards the head, times the decay (Bao et
+    al. 2021, https://arxiv.org/abs/2106.08254, appendix); the layers are timm's, see
+    `timm.optim.param_groups_layer_decay`.
 
     Raises:
-        UserError: for a layer decay of a model of which one layer is trained, or that timm does not divide into layers.
+        UserError: for a layer decay if only one layer is trained, or timm does not divide the model into layers.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if config.layer_decay == 1 and config.no_weight_decay == "vectors":
@@ -74,19 +75,19 @@ def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, P
 def build_optimizer(
     module: nn.Module, config: RecipeSettings, head_parameter_names: Collection[str], *, discriminative: bool
 ) -> torch.optim.Optimizer:
-    """Build the optimizer with timm, with separate groups for weight decay or none, and for each learning rate.
+    """Build the optimizer with timm, with separate groups by weight decay and learning rate.
 
-    Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_backbone', whether it waits for the
-    head in the head's epochs, and 'whole_parameters', whether its rule computes with whole parameters.
+    Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_backbone', whether it is frozen in the
+    head's epochs, and 'whole_parameters', whether its rule needs whole parameters.
 
     Args:
         module: the model.
-        config: the run's configuration; `precision` as it was resolved, which is also that of Muon's products.
+        config: the run's configuration with resolved `precision`, which Muon's products also use.
         head_parameter_names: names of the classifier's parameters.
         discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
 
     Raises:
-        UserError: if the rule refuses a value or would update nothing, or as `parameter_settings`.
+        UserError: if the rule refuses a value or would update nothing; see also `parameter_settings`.
     """
     assert config.learning_rate != "auto"  # chosen before
     settings, fallback = parameter_settings(module, config), read_fallback(config.fallback_optimizer)
@@ -154,7 +155,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
     """Return the options that the user gave for a rule.
 
     Raises:
-        UserError: for one that the rule does not have.
+        UserError: for an option that the rule does not have.
     """
     from timm.optim import get_optimizer_class, get_optimizer_info
 
@@ -178,7 +179,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors per weight; SGD without momentum has none.
 
-    Averages of the weights are among them, see `zerovision.training.steps.weight_average`.
+    They include averages of the weights, see `zerovision.training.steps.weight_average`.
     """
     created = [_created_state(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
     moments = dict.fromkeys(kind for state in created for kind, value in state.items() if _is_moment(value))
@@ -186,16 +187,16 @@ def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def moments_of(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the live state tensors of a weight by their kinds, those of `moment_kinds` that it has."""
+    """Return the live state tensors of a weight by kind, as far as it has those in `moment_kinds`."""
     state, kinds = optimizer.state[weight], moment_kinds(optimizer)
     return {kind: state[kind] for kind in kinds if kind in state}
 
 
 def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
-    """Create the optimizer's state of these weights as its first step would, before that step.
+    """Create the optimizer's state for these weights as the first step would, before that step.
 
-    So every engine has moments to save, and a fused optimizer can skip its first step: SGD would otherwise use
-    uninitialized memory as its momentum.
+    So every engine has moments to save, and a fused optimizer can skip its first step; otherwise SGD would use
+    uninitialized memory as momentum.
     """
     groups = _groups(optimizer)
     for weight in weights:
@@ -210,7 +211,7 @@ def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tenso
 
 @torch.no_grad()
 def restart(optimizer: torch.optim.Optimizer) -> None:
-    """Set the state to that before the first step, in place, all but the averages of the weights."""
+    """Reset the state in place to that before the first step, except the averages of the weights."""
     groups = _groups(optimizer)
     for weight, state in optimizer.state.items():
         rule, group = groups(weight)
@@ -223,7 +224,7 @@ def restart(optimizer: torch.optim.Optimizer) -> None:
 
 
 def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind: str) -> None:
-    """Exchange weights with what the optimizer's state has of a kind."""
+    """Swap weights with the optimizer's state of a kind."""
     kept = weights.clone()
     weights.copy_(state[kind])
     state[kind].copy_(kept)
@@ -232,14 +233,14 @@ def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind
 def _groups(
     optimizer: torch.optim.Optimizer,
 ) -> Callable[[torch.Tensor], tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """Return what tells the rule and the group of a weight."""
+    """Return a function that finds the rule and the group of a weight."""
     groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
     group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
     return lambda weight: group_of.get(weight, groups[0])  # an engine may fill its groups in each step
 
 
 def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> None:
-    """Set the number of updates, which bias corrections need, wherever the rules count it."""
+    """Set the number of updates, which bias corrections need, wherever the rules store it."""
     for place in (*optimizer.state.values(), *optimizer.param_groups):
         if isinstance(place.get("step"), torch.Tensor):
             place["step"].fill_(applied_steps)
@@ -248,7 +249,7 @@ def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> N
 
 
 def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a rule creates for a parameter in its first step; found once, by a step on zeros of 2 x 2."""
+    """Return the state that a rule creates for a parameter in its first step, found once with a step on 2 x 2 zeros."""
     if "created_state" not in group:
         weight = nn.Parameter(torch.zeros(2, 2))
         weight.grad = torch.zeros(2, 2)
@@ -268,7 +269,7 @@ def _is_moment(value: Any) -> bool:
 def _first_value(
     rule: torch.optim.Optimizer, kind: str, created: Any, weight: torch.Tensor, place: torch.device
 ) -> Any:
-    """Return the state of a kind that a weight begins with, given what the rule creates for 2 x 2 zeros."""
+    """Return a weight's initial state of a kind, given the rule's state for 2 x 2 zeros."""
     if _is_moment(created):
         return STARTS.get((type(rule).__name__, kind), torch.zeros_like)(weight.detach())
     return created.to(place, copy=True) if isinstance(created, torch.Tensor) else created

@@ -1,6 +1,6 @@
-"""The table of update rules: timm's optimizers by name, and how much of a parameter each must see.
+"""The table of update rules: timm's optimizers by name, and whether each needs whole parameters.
 
-This module imports neither torch nor timm: the command line is checked with it.
+This module imports neither torch nor timm, because it checks the command line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_TIMES = 1000.0  # the learning rate that a fallback may have
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
-    """Return a reader of numbers from `low` to below `high`, whole ones if `low` is one."""
+    """Return a reader of numbers from `low` to below `high`, whole numbers if `low` is one."""
 
     def read(word: str) -> float:
         value = type(low)(word)
@@ -72,7 +72,7 @@ def read_options(flag: str, text: str) -> dict[str, Any]:
 
 
 class Fallback(NamedTuple):
-    """The rule of what a matrix rule does not update, the factor on its learning rate, and its options as text."""
+    """The rule for parameters that a matrix rule does not update, its learning rate factor, and its options as text."""
 
     name: str
     rate_scale: float
@@ -80,7 +80,7 @@ class Fallback(NamedTuple):
 
 
 def read_fallback(text: str) -> Fallback:
-    """Return what `--fallback-optimizer` says.
+    """Return the value of `--fallback-optimizer`.
 
     Raises:
         UserError: for what cannot be read.
@@ -100,14 +100,14 @@ def read_fallback(text: str) -> Fallback:
 
 
 def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_parameters: bool) -> None:
-    """Refuse a rule that does not exist, or that is not sound as the training state is distributed.
+    """Raise an error for a rule that does not exist, or does not work with the distribution of the training state.
 
     Args:
-        flag: that gave the name.
-        name: of the rule.
+        flag: flag that gave the name.
+        name: name of the rule.
         strategy: its name.
         engine: 'auto' or an engine.
-        shards_parameters: whether the strategy does, or their gradients.
+        shards_parameters: whether the strategy shards parameters or their gradients.
 
     Raises:
         UserError: with what to type instead.

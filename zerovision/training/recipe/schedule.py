@@ -41,7 +41,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, a stable rate for `stable_steps` with the warm-up, decay, and the final rate.
+    """Linear warm-up, a stable rate up to `stable_steps`, decay, and the final rate.
 
     With `base_batch_size` the peak follows the linear scaling rule of Goyal et al. 2017
     (https://arxiv.org/abs/1706.02677, section 2.1): peak = learning_rate * global_batch / base_batch_size.
@@ -49,14 +49,14 @@ class Schedule:
     Attributes:
         peak: highest rate.
         total_steps: optimizer steps of the run.
-        warmup_steps: until the peak.
+        warmup_steps: number of steps until the peak.
         final_scale: final rate as a share of the peak.
-        head_steps: in which the backbone is frozen.
-        shape: of the decay, as in `SHAPES`.
-        stable_steps: before the decay, if they are more than the warm-up.
-        cooldown_steps: at the final rate, at the end of the run.
+        head_steps: number of steps in which the backbone is frozen.
+        shape: shape of the decay, as in `SHAPES`.
+        stable_steps: number of steps before the decay, if more than the warm-up.
+        cooldown_steps: number of last steps, at the final rate.
         drops: steps at which the rate is multiplied by `drop_rate`, in ascending order.
-        drop_rate: a factor.
+        drop_rate: the factor.
     """
 
     peak: float
@@ -71,7 +71,7 @@ class Schedule:
     drop_rate: float = 1.0
 
     def shortened(self, total_steps: int, *, only_head: bool) -> Schedule:
-        """Return the same schedule over another number of steps, with the head alone or all layers from the start."""
+        """Return the schedule over another number of steps, training only the head or all layers from the start."""
         share = total_steps / self.total_steps
         return dataclasses.replace(
             self,
@@ -104,7 +104,7 @@ class Schedule:
 
 
 def has_slow_backbone(config: RecipeSettings) -> bool:
-    """Return whether a published backbone is trained below a new head, at a rate of its own."""
+    """Return whether a published backbone is trained below a new head, at its own rate."""
     return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
 
 
@@ -138,7 +138,7 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
 
 
 def stable_epochs(config: RecipeSettings) -> int:
-    """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
+    """Return the whole epochs before the decay of wsd, which a longer run shares; 0 for other schedules."""
     return schedule_fields(config.schedule, config, 1).get("stable_steps", 0)
 
 
@@ -154,7 +154,7 @@ def _polynomial_fields(_config: RecipeSettings, _steps: int, power: str = "1") -
 
 
 def _step_fields(config: RecipeSettings, steps: int, at: str = "auto", factor: str = "0.1") -> dict[str, Any]:
-    """As `torch.optim.lr_scheduler.MultiStepLR` and `StepLR`; the warm-up counts."""
+    """Return the fields for steps as in `torch.optim.lr_scheduler.MultiStepLR` and `StepLR`, counting the warm-up."""
     if "," in at:
         epochs = sorted(_number(word, 0) for word in at.removesuffix(",").split(","))
     else:
@@ -171,10 +171,10 @@ def _stable_fields(config: RecipeSettings, steps: int, decay: str = "auto", shap
 
 
 class Form(NamedTuple):
-    """A way in which the rate falls.
+    """A form of the rate's decay.
 
     Attributes:
-        fields: returns those of `Schedule`, given the settings, the steps of an epoch, and the words after the name.
+        fields: returns the fields of `Schedule`, given the settings, the steps per epoch, and the words after the name.
         usage: the name and what may follow it.
     """
 
@@ -193,10 +193,10 @@ SCHEDULES = {
 
 
 def schedule_fields(text: str, config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
-    """Return the fields of `Schedule` that a value of `--schedule` makes.
+    """Return the fields of `Schedule` for a value of `--schedule`.
 
     Raises:
-        UserError: for a schedule that does not exist, or for what follows its name.
+        UserError: for an unknown schedule, or wrong options after its name.
     """
     name, *words = text.split(":")
     if name not in SCHEDULES:
@@ -208,7 +208,7 @@ def schedule_fields(text: str, config: RecipeSettings, steps_per_epoch: int) -> 
 
 
 def given_decay(text: str) -> float:
-    """Return the epochs of wsd's decay if they are given, which must have room in the run; 0 for other schedules."""
+    """Return the given epochs of wsd's decay, which must fit into the run; 0 for other schedules."""
     name, decay, *_ = *text.split(":"), "auto"
     return 0.0 if name != "wsd" or decay == "auto" else float(decay)
 
@@ -222,7 +222,7 @@ def _warmup_steps(config: RecipeSettings, steps_per_epoch: int) -> int:
 
 
 def schedule_notes(schedule: Schedule) -> list[str]:
-    """Return notes for the log: if most of the run is warm-up, and if a step decay lies after its end."""
+    """Return notes for the log if most of the run is warm-up, or a step decay is after its end."""
     notes = []
     if 2 * schedule.warmup_steps > schedule.total_steps:
         notes.append(

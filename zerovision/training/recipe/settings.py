@@ -1,4 +1,4 @@
-"""The settings of how weights are updated: optimizer and schedule."""
+"""The settings of the optimizer and the schedule."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RecipeSettings(RunSettings):
 
     @property
     def default_rate(self) -> float:
-        """What --learning-rate is if it is not given, as was measured of AdamW from random weights, else the usual."""
+        """The default of --learning-rate: the measured one for AdamW from random weights, else the usual one."""
         spec = model_spec(self.model_type)
         is_trained = self.pretrained or bool(self.weights) or spec.always_pretrained
         return USUAL_RATE if is_trained or self.optimizer != "adamw" else spec.learning_rate

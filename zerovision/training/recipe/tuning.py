@@ -1,4 +1,4 @@
-"""Fine-tuning: which parameters of a network are trained in which epoch, and adapters beside those that are not."""
+"""Fine-tuning: chooses the parameters to train in each epoch, and adds adapters to frozen layers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ SMALL_SHARE = 0.05  # of the model: adapters above it are told
 
 
 def tune(built: BuiltModel, word: str) -> BuiltModel:
-    """Freeze what `--tune` does not train, and add adapters, in place.
+    """Freeze the parameters that `--tune` does not train, and add adapters, in place.
 
     Args:
         built: the network with its trained weights, on the CPU.
         word: 'full', 'head', 'layers:N' or 'lora:R'.
 
     Returns:
-        The same with a note for the log.
+        The same network with a note for the log.
 
     Raises:
-        UserError: for a network whose head is not known, that has fewer layers, no layer for an adapter, or that does
-            not work with adapters.
+        UserError: for a network whose head is unknown, that has fewer layers, no layer for an adapter, or that does not
+            work with adapters.
     """
     kind, number = read_tune(word)
     module, heads = built.module, built.head_parameter_names
@@ -65,7 +65,7 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
 
 
 def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> frozenset[str]:
-    """Return the names of the parameters in the last layers before the head, of each member of an ensemble."""
+    """Return the names of the parameters in the last layers before the head, for each member of an ensemble."""
     if isinstance(module, Ensemble):
         names: frozenset[str] = frozenset()
         for prefix, member in ((f"members.{i}.", member) for i, member in enumerate(module.members)):
@@ -89,18 +89,18 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
 
 
 def layer_of_parameters(module: nn.Module) -> dict[str, int]:
-    """Return the number of each parameter's layer, from the input on, as timm groups them for layer-wise decay."""
+    """Return the index of each parameter's layer, counted from the input, as timm groups them for layer-wise decay."""
     matcher: Any = getattr(module, "group_matcher", None)
     return auto_group_layers(module) if matcher is None else group_parameters(module, matcher(), reverse=True)
 
 
 def _add_adapters(built: BuiltModel, rank: int) -> int:
-    """Add LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) to all layers that are larger than their adapter.
+    """Add LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) to all layers larger than their adapter.
 
-    Layers that the network does not call have none: it reads their weights itself, as BEiT does for queries, keys and
+    Layers that the network does not call get none: it reads their weights directly, as BEiT does for queries, keys and
     values.
 
-    W x becomes W x + B A x: A has `rank` rows and begins random, B begins with zeros.
+    W x becomes W x + B A x; A has `rank` rows and starts random, B starts with zeros.
 
     Returns:
         The number of these layers.
@@ -154,10 +154,10 @@ def _adaptable(module: nn.Module, rank: int) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Adapters:
-    """The adapters of a network, none if it has none: what merges them into its weights.
+    """The adapters of a network, if any, which can be merged into its weights.
 
     Args:
-        module: the network, whole.
+        module: the whole network.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -168,10 +168,10 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights of the network without adapters that computes the same, under its names.
+        """Return the weights of the equivalent network without adapters, under its names.
 
         Args:
-            weights: all tensors of the network by name, in CPU memory; or none. Those that are merged into change.
+            weights: all tensors of the network by name, in CPU memory, or none; merged tensors are changed.
         """
         merged = dict(weights)
         for name, empty in self._layers.items() if weights else ():
@@ -183,13 +183,13 @@ class Adapters:
 
 
 class BackboneFreezer:
-    """Puts a model into training mode, all but the layers that are frozen.
+    """Puts a model into training mode, except its frozen layers.
 
     BatchNorms of frozen layers normalize with their running statistics, and do not update them. In head-first
     fine-tuning only the new head is trained for the first epochs: the graph is cut in front of it, so that no gradient
-    reaches the backbone and none is computed for it. Its parameters stay in the optimizer, at learning rate 0 (see
-    `Schedule.group_learning_rate`): sharding is laid out once for the whole run. The optimizer begins anew with the
-    backbone, whose moments of nothing would otherwise count as those of many steps (see `Engine.restart_optimizer`).
+    of the backbone is computed. Its parameters stay in the optimizer, at learning rate 0 (see
+    `Schedule.group_learning_rate`): sharding is fixed for the whole run. The optimizer is reset when the backbone
+    starts, because its zero moments would otherwise count as those of many steps (see `Engine.restart_optimizer`).
     """
 
     def __init__(self, module: nn.Module, head_parameter_names: Collection[str]) -> None:
@@ -203,7 +203,7 @@ class BackboneFreezer:
         ]
 
     def start_epoch(self, *, only_head: bool) -> None:
-        """Set the mode of every layer; needed again after each `module.train()`."""
+        """Set the mode of every layer; must be repeated after each `module.train()`."""
         self._module.train()
         for norm in self._frozen_norms:
             norm.eval()
@@ -225,12 +225,15 @@ def freeze_statistics(module: nn.Module) -> None:
 
 
 def is_adapters(name: str) -> bool:
-    """Return whether a parameter is that of an adapter, by its name."""
+    """Return whether a parameter belongs to an adapter, by its name."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def _is_frozen(module: nn.Module, name: str) -> bool:
-    """Return whether no parameter of a layer is trained; of the smallest part around it if it has none itself."""
+    """Return whether no parameter of a layer is trained.
+
+    A layer without parameters follows the smallest part around it.
+    """
     while not (parameters := [*module.get_submodule(name).named_parameters()]) and name:
         name = name.rpartition(".")[0]
     return not any(parameter.requires_grad and not is_adapters(own) for own, parameter in parameters)

@@ -1,7 +1,7 @@
 """A first convolution that whitens small patches of the images, and is not trained.
 
-Its filters are eigenvectors of the covariance of patches of training images, those of the largest eigenvalues, each
-divided by the root of its eigenvalue; and their negatives, because what follows is often a ReLU (Jordan 2024,
+Its filters are the eigenvectors with the largest eigenvalues of the covariance of training image patches, each divided
+by the root of its eigenvalue, and their negatives, because a ReLU often follows (Jordan 2024,
 https://arxiv.org/abs/2404.00498, and its code, `init_whitening_conv`).
 """
 
@@ -23,12 +23,12 @@ EPSILON = 5e-4  # added to the eigenvalues
 
 @torch.no_grad()
 def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None:
-    """Freeze a model's first convolution, with whitening filters.
+    """Freeze a model's first convolution with whitening filters.
 
     Args:
-        built: a model of which `ModelSpec.whitens_stem` holds, on the CPU.
-        data: whose training images are whitened, as they are in evaluation: at most 1000, evenly from the whole set.
-        computes: whether to compute the filters: one rank does, because all get its frozen weights.
+        built: a model with `ModelSpec.whitens_stem`, on the CPU.
+        data: data whose training images, as in evaluation, give the filters: at most 1000, evenly from the whole set.
+        computes: whether to compute the filters; only one rank does, because all ranks get its frozen weights.
     """
     stem: nn.Conv2d = built.module.get_submodule(built.module.default_cfg["first_conv"])  # type: ignore
     if computes:
@@ -38,7 +38,7 @@ def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None
 
 
 def whitening_filters(images: Iterable[torch.Tensor], size: tuple[int, ...]) -> torch.Tensor:
-    """Return the whitening filters of all patches, float32 [n, n] with n = C x height x width, by falling eigenvalue.
+    """Return the whitening filters of all patches, float32 [n, n], n = C x height x width, by decreasing eigenvalue.
 
     Args:
         images: float32 [C, H, W] each.

@@ -1,1 +1,1 @@
-"""What is done with the micro-batches of a step."""
+"""The processing of a step's micro-batches."""

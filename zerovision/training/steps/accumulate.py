@@ -12,14 +12,14 @@ from zerovision.training.engines.engine import Engine, Loss, StepInput, StepResu
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Each micro-batch has a loss of its own, whose gradient is added to that of those before."""
+    """Each micro-batch has its own loss, whose gradient is added to the earlier ones."""
 
     loss: Loss
 
     def losses(
         self, engine: Engine | TimedEngine, batch: Batch, loss_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the losses [B] of a micro-batch, its logits [B, classes], and the number [] to be differentiated."""
+        """Return the losses [B] of a micro-batch, its logits [B, classes], and the scalar [] to differentiate."""
         logits = engine.forward(batch.images)
         losses = self.loss(logits, batch)
         return losses, logits, (losses * batch.weights).sum() * loss_scale

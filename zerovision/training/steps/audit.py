@@ -1,9 +1,9 @@
-"""`--audit`: every so many steps a rank's first micro-batch is computed again on another, and gradients are compared.
+"""`--audit`: every N steps another rank repeats a rank's first micro-batch, and gradients are compared.
 
-Processors that compute wrong without an error are rare, but large clusters have some (Hochschild et al. 2021, "Cores
-that don't count", https://doi.org/10.1145/3458336.3465297). Which rank computes a leaf changes no bit of its gradient,
-so that any can check any other. If two differ, all ranks compute the leaf, what most of them get tells which was wrong,
-and the step begins anew: it leaves the bytes of a step in which nothing went wrong.
+Processors that silently compute wrong results are rare, but large clusters have some (Hochschild et al. 2021, "Cores
+that don't count", https://doi.org/10.1145/3458336.3465297). A leaf's gradient has the same bits on every rank, so any
+rank can check any other. If two differ, all ranks compute the leaf, the majority decides which was wrong, and the step
+starts again; it leaves the same bytes as a correct step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Hashes = list[tuple[str, str]]
 
 
 def check_audit(config: ObserveSettings, world: World) -> None:
-    """Raise UserError if gradients cannot be compared: on one rank, or on GPUs that need not repeat their bits."""
+    """Raise UserError if gradients cannot be compared: on a single rank, or on GPUs without repeatable bits."""
     every = config.audit
     if every and world.size == 1:
         raise UserError(
@@ -50,7 +50,7 @@ def check_audit(config: ObserveSettings, world: World) -> None:
 
 
 class _WrongLeafError(Exception):
-    """Two ranks have different gradients of a leaf; all ranks raise it."""
+    """Raised on all ranks if two ranks have different gradients of a leaf."""
 
 
 class _Watched(TimedEngine):
@@ -58,7 +58,7 @@ class _Watched(TimedEngine):
 
     Args:
         engine: the engine.
-        hashes: whether to hash; else `check` gets an empty list.
+        hashes: whether to hash; otherwise `check` gets an empty list.
         check: may raise.
     """
 
@@ -86,17 +86,17 @@ class _Watched(TimedEngine):
 
 @dataclass(frozen=True)
 class Audited:
-    """A `zerovision.training.engines.engine.Step` that is checked every so many steps.
+    """A `zerovision.training.engines.engine.Step` that is checked every few steps.
 
     Attributes:
-        step: that is checked.
-        every: optimizer steps from one check to the next.
+        step: the step function to check.
+        every: number of optimizer steps between checks.
         world: the ranks, at least two.
-        leaves_per_rank: micro-batches of a rank in a step.
-        position: returns how many steps of the run precede this one.
-        loggers: of the run.
-        most_findings: about one rank that end the run.
-        findings: so far, by rank.
+        leaves_per_rank: number of micro-batches of a rank in a step.
+        position: returns the number of earlier steps of the run.
+        loggers: the run's loggers.
+        most_findings: number of findings about one rank that end the run.
+        findings: number of findings so far, by rank.
     """
 
     step: Accumulate
@@ -112,7 +112,7 @@ class Audited:
         """See `zerovision.training.engines.engine.Step`.
 
         Raises:
-            RunEnded: on all ranks, if a rank has computed wrong too often.
+            RunEnded: on all ranks, if a rank computed wrong results too often.
         """
         audit, left = divmod(self.position() + 1, self.every)
         if left:
@@ -155,7 +155,7 @@ class Audited:
                 continue
 
     def _share(self, own: Batch, loss_scale: float, owner: int) -> tuple[Batch, float] | None:
-        """Return the owner's micro-batch, and its factor on losses; None if a rank has no images. A collective."""
+        """Return the owner's micro-batch, and its factor on losses; None if a rank has no images; a collective."""
         given = {name: tensor for name in SENT if (tensor := getattr(own, name)) is not None}
         tensors: dict[str, Any] = {name: to_device(tensor, self.world.device) for name, tensor in given.items()}
         form = repr([(name, one.dtype, one.shape, one.stride()) for name, one in tensors.items()])
@@ -172,13 +172,13 @@ class Audited:
         return [[(name, digest) for name, digest in rank] for rank in gather_objects(hashes, self.world)]
 
     def _blame(self, first: list[Hashes], again: list[Hashes], owner: int, checker: int) -> None:
-        """Log which rank was wrong, and end the run if it was too often; a collective.
+        """Log which rank was wrong, and end the run if that happened too often; a collective.
 
         Args:
-            first: of the two ranks that were compared, by rank.
-            again: what every rank has computed then.
-            owner: one of them.
-            checker: the other.
+            first: the first gradients of the two compared ranks, by rank.
+            again: the gradients that every rank then computed.
+            owner: the rank that owns the leaf.
+            checker: the rank that checked it.
         """
         step, ranks = self.position() + 1, range(self.world.size)
         right, votes = Counter(map(tuple, again)).most_common(1)[0]

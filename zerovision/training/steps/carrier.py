@@ -1,4 +1,4 @@
-"""The one carrier of a training."""
+"""The objects that make up a training."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ LATER: Any = None  # of a part that `setup.build` adds
 
 @dataclass(frozen=True)
 class Start:
-    """How this process comes to a run, and what it has to say of that.
+    """How this process comes to a run, with notes about that.
 
     Attributes:
         origin: what started it and how often it was restarted.
         heartbeat: signs of life for the launcher.
-        plan_memory: predicts on rank 0 the bytes that a rank takes under configurations of the run.
+        plan_memory: predicts, on rank 0, a rank's bytes under configurations of the run.
         stop: the ranks' agreement on stopping.
         found: the checkpoint to resume from, None for a fresh start.
-        groups: equal ones of ranks, of which each trains by itself.
+        groups: number of equal groups of ranks, each of which trains independently.
         notes: lines for the log.
-        events: of the engine, for metrics.jsonl: kind -> values.
+        events: the engine's events for metrics.jsonl: kind -> values.
         began: when the minutes of `--minutes` began, in seconds since 1970.
     """
 
@@ -67,7 +67,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Readers:
-    """This rank's training and validation batches, and what watches the files that the first epoch reads."""
+    """This rank's training and validation batches, and the watcher of files that the first epoch reads."""
 
     train: Loader
     val: Loader
@@ -79,10 +79,10 @@ class RunModel:
     """The model of a run.
 
     Attributes:
-        built: before it was sharded.
-        averages: of the weights.
-        freezer: freezes what does not learn in an epoch.
-        adapters: of the model, to be merged into its weights.
+        built: the model before sharding.
+        averages: averages of the weights.
+        freezer: freezes the layers that do not learn in an epoch.
+        adapters: adapters of the model, to be merged into its weights.
         head_epochs: epochs in which only the head is trained.
         frozen: the file of weights that are not trained; None if all are.
         flops: counts the model's operations, on rank 0.
@@ -99,24 +99,24 @@ class RunModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training: what it was asked for, and what is built of that, part by part; a trial is a `replace` of it.
+    """A training: its settings, and the parts built from them; a trial is a `replace` of it.
 
     Attributes:
-        config: the settings, those that were left open as they are resolved.
+        config: the settings, with open ones as resolved.
         world: the ranks.
         start: how this process comes to the run.
         folder: paths of the run's files.
-        data: the data set, prepared as the run began with.
-        plan: which samples are in which batch.
+        data: the data set, with the run's original preprocessing.
+        plan: assigns samples to batches.
         task: what is learned.
-        readers: of the images.
-        model: that is trained.
+        readers: the batches.
+        model: the trained model.
         state: what changes from step to step: model, optimizer, sums and position.
         schedule: learning rate by step.
-        step: how the micro-batches of a step are trained on.
+        step: trains on the micro-batches of a step.
         loggers: destinations of the numbers; none on ranks other than 0.
-        clock: spans of the time.
-        observers: of the steps.
+        clock: measures the spans of time.
+        observers: observers of the steps.
     """
 
     config: TrainConfig
@@ -142,20 +142,20 @@ class Run:
 
     @property
     def position(self) -> int:
-        """Optimizer steps of the run that are done."""
+        """The number of completed optimizer steps of the run."""
         return self.plan.position(self.state.progress)
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """The number of optimizer steps of the whole run."""
         return self.config.epochs * self.plan.steps_per_epoch
 
     def changed(self, **settings: Any) -> Run:
-        """Return the same with other settings."""
+        """Return the run with other settings."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, **settings))
 
     def noting(self, *notes: str) -> Run:
-        """Return the same with more lines for the log."""
+        """Return the run with more lines for the log."""
         return dataclasses.replace(self, start=dataclasses.replace(self.start, notes=(*self.start.notes, *notes)))
 
     def close(self) -> None:

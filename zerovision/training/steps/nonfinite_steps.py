@@ -1,7 +1,7 @@
-"""Steps with a gradient that is not finite: undone on all ranks, counted, and logged with the names of the samples.
+"""Steps with a non-finite gradient: undone on all ranks, counted, and logged with the names of the samples.
 
 The engine does not apply an update if the global gradient norm is not finite (one NaN in one image of one rank is
-enough). By then the forward pass has updated BatchNorm's statistics: they are restored here.
+enough). By then the forward pass has updated BatchNorm's statistics, which are restored here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NAMES_IN_MESSAGE = 4
 
 
 class _Evidence(NamedTuple):
-    """What shows which samples of a micro-batch are finite, without its images.
+    """Evidence of which samples of a micro-batch are finite, without its images.
 
     Attributes:
         indices: int64 [B] on the CPU.
-        image_sums: [B] on the device; the sum of an image's values is finite if they are.
+        image_sums: [B] on the device; an image's sum is finite if its values are.
         losses: [B] on the device.
     """
 
@@ -47,7 +47,7 @@ class _PendingStep(NamedTuple):
 
 
 class _Cause(NamedTuple):
-    """What one rank found about a skipped step: whether its losses were finite, what was not, in which samples."""
+    """One rank's findings about a skipped step: whether its losses were finite, what was not, and in which samples."""
 
     losses_finite: bool
     culprit: str
@@ -58,12 +58,12 @@ class NonFiniteGuard(Observer):
     """Undoes steps that the engine skipped, counts them, and ends a run of nothing but skipped steps.
 
     Args:
-        state: whose engine it guards, and whose progress has the counts.
+        state: training state with the guarded engine, and the counts in its progress.
         world: the ranks that read different images.
         loggers: log skipped steps.
         most_consecutive: consecutive skipped steps that end the run, 0 for no limit.
         name_of: returns the path of a sample by its index in the training set.
-        by_group: whether each group of ranks decides by itself, and they hear of each other in `settle`.
+        by_group: whether each group of ranks decides separately, and learns about the others in `settle`.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class NonFiniteGuard(Observer):
         self._pending: list[_PendingStep] = []
 
     def before_step(self, position: int) -> None:
-        """Copy what a skipped step must not change."""
+        """Copy the values that a skipped step must not change."""
         self._kept = self._buffers.copy()
         self._evidence = []
 
     def seen(self, seen: Seen) -> None:
-        """Keep the evidence of a micro-batch and one number per image until the outcome is read; no sync."""
+        """Keep the evidence of a micro-batch and one number per image until the outcome is read, without a sync."""
         images = seen.batch.images
         sums = images.sum(tuple(range(1, images.ndim)))
         self._evidence.append(_Evidence(seen.batch.indices, sums, seen.evidence.detach()))
@@ -97,8 +97,8 @@ class NonFiniteGuard(Observer):
     def after_step(self, done: StepDone) -> None:
         """Undo the step if it was skipped; a collective if it was.
 
-        If the outcome is still on the device, the step is undone there without a sync, and counted and logged by the
-        next `settle`.
+        If the outcome is still on the device, the step is undone there without a sync; the next `settle` counts and
+        logs it.
 
         Raises:
             RunEnded: on all ranks, after too many consecutive skipped steps.
@@ -117,12 +117,14 @@ class NonFiniteGuard(Observer):
         self.settle()
 
     def settle(self) -> None:
-        """Read the outcomes that are still on the device: a sync; a collective if a step was skipped, or with groups.
+        """Read the outcomes that are still on the device, with a sync.
 
-        A step counts as skipped if any group has skipped it.
+        A collective if a step was skipped, or with groups.
+
+        A step counts as skipped if any group skipped it.
 
         Raises:
-            RunEnded: as `after_step`.
+            RunEnded: see `after_step`.
         """
         pending, self._pending = self._pending, []
         if not pending:
@@ -174,7 +176,7 @@ class NonFiniteGuard(Observer):
             )
 
     def _find_cause(self, evidence: list[_Evidence]) -> _Cause:
-        """Return what this rank contributed: a broken image first, then a loss, else the gradient of the whole step."""
+        """Return this rank's cause: a broken image first, then a loss, else the gradient of the whole step."""
         indices = [index for one in evidence for index in one.indices.tolist()]
         images_ok = [is_finite for one in evidence for is_finite in one.image_sums.isfinite().tolist()]
         losses_ok = [is_finite for one in evidence for is_finite in one.losses.isfinite().tolist()]

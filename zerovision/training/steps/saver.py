@@ -1,4 +1,4 @@
-"""Saving while training continues: the state is copied at once, and written by a thread beside the steps."""
+"""Saves checkpoints while training continues: the state is copied at once, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class _Save:
 
 
 class Saver(Observer):
-    """Saves checkpoints of one run; every rank has one.
+    """Saves the checkpoints of one run; every rank has a saver.
 
     Args:
-        run: with all but its observers.
+        run: the run, without its observers.
         identity: see `Manifest.identity`.
-        guard: reads its verdicts before a save.
+        guard: its outcomes are read before a save.
         clock: returns seconds that never go back.
-        sleep: waits for so many seconds.
+        sleep: waits for a number of seconds.
     """
 
     span = "saving"
@@ -99,9 +99,9 @@ class Saver(Observer):
         self.save(write_best)
 
     def is_due_by_time(self) -> bool:
-        """Return True once if the minutes between two saves are over or a failed one is to be tried again.
+        """Return True once if the minutes between two saves are over or a failed save is due for a retry.
 
-        By rank 0's clock; the other ranks always get False here and learn it from rank 0.
+        Rank 0's clock decides; other ranks always get False here and learn it from rank 0.
         """
         if not self._world.is_main:
             return False
@@ -116,13 +116,13 @@ class Saver(Observer):
         return self._config.save_every_steps > 0 and position % self._config.save_every_steps == 0
 
     def check_room(self, *, is_new: bool) -> str:
-        """Return a note if the disk has no room for all checkpoints that are kept; a collective.
+        """Return a note if the disk has too little space for all checkpoints that are kept; a collective.
 
         Args:
-            is_new: whether the run has no checkpoint yet, and was not started again by its launcher.
+            is_new: whether the run has no checkpoint yet, and was not restarted by its launcher.
 
         Raises:
-            UserError: on all ranks, if it has none for the weights and one checkpoint of a new run.
+            UserError: on all ranks, if it has too little space for the weights and one checkpoint of a new run.
         """
         state, left_out = self._state.engine.state(), self._frozen.names if self._frozen else ()
         shards = [shard for shard in state.shards if shard.name not in left_out]
@@ -144,10 +144,10 @@ class Saver(Observer):
         return ""
 
     def save(self, write_best: Callable[[], None] | None = None) -> None:
-        """Copy the current state and begin to write it; a collective.
+        """Copy the current state and start to write it; a collective.
 
         Args:
-            write_best: given if this is the best epoch: writes its weights; called on rank 0 alone.
+            write_best: for the best epoch, writes its weights; only called on rank 0.
 
         Raises:
             RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`.
@@ -188,7 +188,7 @@ class Saver(Observer):
             self._write(save, facts)
 
     def note_outcome(self) -> None:
-        """Log a save that has ended since the last call; called at every step, free if none has."""
+        """Log a save that ended since the last call; called at every step, at no cost if there is none."""
         if self._running is None or (self._thread is not None and self._thread.is_alive()):
             return
         save, self._thread, self._running = self._running, None, None
@@ -210,16 +210,16 @@ class Saver(Observer):
         )
 
     def finish(self, *, is_stop: bool = False) -> None:
-        """Wait for the running save; while it fails, save the current state again. A collective.
+        """Wait for the running save; while it fails, save the current state again; a collective.
 
-        A signal ends the waiting: one last try follows at once, and a second signal ends the process without it.
+        A signal ends the wait: one last attempt follows at once, and a second signal skips it.
 
         Args:
-            is_stop: whether the run was asked to stop, and should not wait for long.
+            is_stop: whether the run was asked to stop, and should not wait long.
 
         Raises:
             RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`, or `GIVE_UP_SECONDS_OF_STOP`, or in the
-                last try after a signal.
+                last attempt after a signal.
         """
         self.wait()
         if is_stop:
@@ -256,7 +256,9 @@ class Saver(Observer):
             )
 
     def _write(self, save: _Save, facts: dict[str, Any]) -> None:
-        """Write this rank's shard, agree with the other ranks, and commit; the thread's work, a collective of its own.
+        """Write this rank's shard, agree with the other ranks, and commit.
+
+        Runs in the thread, as a separate collective.
 
         Its messages use `World.save_group`, so that they never mix with those of the training steps.
         """
@@ -302,7 +304,7 @@ class Saver(Observer):
         return error
 
     def _agree(self, action: Callable[[], None], *, only_main: bool = False) -> str | None:
-        """Run `action`; return the first failing rank's reason on all ranks. A collective of the save group."""
+        """Run `action`; return the first failing rank's reason on all ranks; a collective of the save group."""
         error = None
         try:
             if self._world.is_main or not only_main:
@@ -318,7 +320,7 @@ class Saver(Observer):
 class Backoff:
     """Exponential backoff of failed saves, on one rank's clock.
 
-    The next try comes when the failures have lasted twice as long as at the last one.
+    The next attempt comes when failures have lasted twice as long as at the last attempt.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -342,20 +344,20 @@ class Backoff:
         self._retry_at = self._clock() + self.delay_s()
 
     def failing_s(self) -> float:
-        """Return for how many seconds saves have been failing."""
+        """Return the number of seconds for which saves have been failing."""
         return 0.0 if self._since is None else self._clock() - self._since
 
     def has_expired(self) -> bool:
-        """Return whether another try is not worth waiting for."""
+        """Return whether waiting for another attempt is pointless."""
         return self.is_failing and self.failing_s() >= self.give_up_s
 
     def delay_s(self) -> float:
-        """Return the seconds from a failure now to the next try."""
+        """Return the seconds from a failure now to the next attempt."""
         left_s = max(self.give_up_s - self.failing_s(), 0.0)
         return min(max(self.failing_s(), SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS, left_s)
 
     def take_retry(self) -> bool:
-        """Return True once after each failure if it is time for the next try."""
+        """Return True once after each failure when the next attempt is due."""
         if self._clock() < self._retry_at:
             return False
         self._retry_at = math.inf

@@ -1,4 +1,4 @@
-"""Numbers of a logging point: loss, speed, time shares, memory, and the ranks that are slow."""
+"""The numbers of a logging point: loss, speed, time shares, memory, and slow ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ STEPS_BETWEEN_POINTS = 10  # or a multiple of them, if --log-every-steps is auto
 
 
 class LogPace:
-    """How far apart automatic logging points are: by the steps before them, which all ranks know from the last point.
+    """The distance between automatic logging points, from the speed of earlier steps, which all ranks know.
 
     Attributes:
-        fewest_steps: from one point to the next.
+        fewest_steps: smallest number of steps between points.
     """
 
     fewest_steps = 1
 
     def update(self, ranks: Sequence[Mapping[str, float]], steps: int) -> None:
-        """Choose as many steps as take `SECONDS_BETWEEN_POINTS`.
+        """Choose the number of steps that take `SECONDS_BETWEEN_POINTS`.
 
         Args:
-            ranks: of each rank the seconds of its spans since the last point, the same on all ranks.
+            ranks: for each rank, the seconds of its spans since the last point, the same on all ranks.
             steps: optimizer steps since the last point.
         """
         slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
@@ -43,11 +43,11 @@ class LogPace:
 
 
 class StepMetrics(Observer):
-    """Reads the sums and the clock at logging points, and logs the differences; built by all ranks together.
+    """Reads the sums and the clock at logging points, and logs the differences; all ranks build it together.
 
     Args:
-        run: with all but its observers.
-        guard: reads its verdicts before each point.
+        run: run with all but its observers.
+        guard: its outcomes are read before each point.
     """
 
     span = "logging"
@@ -66,7 +66,7 @@ class StepMetrics(Observer):
             psutil.cpu_percent()  # from now on
 
     def after_step(self, done: StepDone) -> None:
-        """Count a step; at a logging point gather over the ranks and log. A collective."""
+        """Count a step; at a logging point, gather over the ranks and log; a collective."""
         run, plan, position = self._run, self._run.plan, done.position
         self._steps += 1
         if not self._is_point(position % plan.steps_per_epoch + 1):
@@ -115,10 +115,7 @@ class StepMetrics(Observer):
         return is_due or step_of_epoch == self._run.plan.steps_per_epoch
 
     def _gather(self) -> tuple[list[float], list[dict[str, float]], list[float]]:
-        """Return score sums over all ranks, each rank's span seconds, and its machine's share of busy cores.
-
-        All since the last call. A collective.
-        """
+        """Return the score sums, each rank's span seconds and busy cores since the last call; a collective."""
         sums, spans = self._run.state.sums.state(), self._run.clock.seconds()
         own = [spans[name] - self._last_spans[name] for name in SPANS]
         row = torch.cat([sums - self._last_sums, sums.new_tensor([*own, psutil.cpu_percent() / 100])])

@@ -1,4 +1,4 @@
-"""The observers of a run: a new one is a file and a line here."""
+"""The observers of a run; a new one needs a file and a line here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerovision.training.tasks.scores import ScoreSums
 
 
 class EpochSums(Observer):
-    """Adds up the scores of an epoch's steps, without those that were not applied."""
+    """Adds up the scores of an epoch's applied steps."""
 
     def __init__(self, sums: ScoreSums) -> None:
         self._sums, self._before = sums, sums.state()
@@ -37,7 +37,7 @@ class EpochSums(Observer):
 
 
 class WeightUpdates(Observer):
-    """Lets the averages of the weights follow the steps."""
+    """Updates the averages of the weights after each step."""
 
     span = "optimizer"
 
@@ -49,7 +49,7 @@ class WeightUpdates(Observer):
 
 
 class Heartbeats(Observer):
-    """Tells the launcher of each step."""
+    """Sends the launcher a heartbeat for each step."""
 
     span = "logging"
 
@@ -61,10 +61,10 @@ class Heartbeats(Observer):
 
 
 def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
-    """Return a run with its observers, and the one that saves; a collective.
+    """Return a run with its observers, and its saver; a collective.
 
     Args:
-        run: that is built.
+        run: the built run.
         identity: see `Manifest.identity`.
     """
     guard = guard_of(run, run.config.max_bad_steps)
@@ -80,19 +80,19 @@ def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
 
 
 def guard_of(run: Run, most_consecutive: int) -> NonFiniteGuard:
-    """Return what undoes a run's steps that are not finite."""
+    """Return the guard that undoes a run's non-finite steps."""
     name_of = run.data.train.source.name
     by_group = run.start.groups > 1
     return NonFiniteGuard(run.state, run.world.data, run.loggers, most_consecutive, name_of, by_group=by_group)
 
 
 def every_step(run: Run, guard: NonFiniteGuard) -> list[Observer]:
-    """Return what any training has, in the order in which a step is settled; a collective."""
+    """Return the observers of every training, in the order in which a step is completed; a collective."""
     return [guard, EpochSums(run.state.sums), WeightUpdates(run.model.averages), StepMetrics(run, guard)]
 
 
 def _asked_for(run: Run) -> Iterator[Observer]:
-    """Yield what some runs have."""
+    """Yield the observers that only some runs have."""
     config, data, steps_per_epoch = run.config, run.data, run.plan.steps_per_epoch
     if config.log_hashes:
         yield StepHashes(config.log_hashes, run.world, run.plan.leaves, run.state.engine, run.loggers)

@@ -1,9 +1,9 @@
 """Averages of the weights over the steps: the exponential moving average, and lookahead's slow weights.
 
-They are in the optimizer's state beside its moments, so that they are sharded, saved and resumed as those are.
+They are in the optimizer's state beside its moments, so they are sharded, saved and resumed like them.
 
-The moving average (EMA) is what is evaluated and exported. It averages BatchNorm's statistics too, as timm does:
-running statistics follow the weights of the latest steps, those of the EMA are older.
+The moving average (EMA) is evaluated and exported. It also averages BatchNorm's statistics, as timm does, because
+running statistics follow the latest weights, and the EMA's weights are older.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WARM_UP_GAMMA, WARM_UP_POWER = 1.0, 2 / 3  # timm.utils.ModelEmaV3's
 
 
 class WeightAverages(Averages):
-    """The averages of an engine's weights that a run asks for: none, one or both.
+    """The averages of an engine's weights that a run uses: none, one or both.
 
     Args:
-        engine: before its state is restored.
+        engine: the engine, before its state is restored.
         ema_decay: share of the moving average that a step keeps; 0 for none.
         lookahead_steps: steps between two pulls of lookahead; 0 for none.
-        steps_per_epoch: optimizer steps of an epoch.
+        steps_per_epoch: optimizer steps per epoch.
     """
 
     def __init__(self, engine: Engine, ema_decay: float, lookahead_steps: int, steps_per_epoch: int) -> None:
@@ -52,7 +52,7 @@ class WeightAverages(Averages):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """See `Averages`: with the EMA, if there is one."""
+        """See `Averages`; uses the EMA, if there is one."""
         if not self._decay:
             yield
             return
@@ -77,11 +77,11 @@ class WeightAverages(Averages):
         self._engine.buffers.update_averages(weight * applied)
 
     def _pull(self, applied: bool | torch.Tensor, step: int) -> None:
-        """Pull the slow weights to the fast ones, which go on from there, if it is time.
+        """If a pull is due, move the slow weights towards the fast ones, which continue from there.
 
-        Lookahead is by Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead
-        the slow weights begin at the first pull, which moves nothing, and as in timm's train.py the end of an epoch is
-        one. There is none after a skipped step, which leaves the weights as they are.
+        Lookahead is by Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead,
+        the slow weights begin at the first pull, which moves nothing; as in timm's train.py, each epoch ends with a
+        pull. A skipped step, which does not change the weights, has none.
         """
         if step % self._lookahead_steps == 0 or step % self._steps_per_epoch == 0:
             is_first = step == min(self._lookahead_steps, self._steps_per_epoch)
@@ -92,7 +92,7 @@ class WeightAverages(Averages):
 def ema_decay_at(step: int, decay: float) -> float:
     """Return the share that the EMA keeps in a step of the run, counted from 1; the first one keeps nothing.
 
-    With a warm-up, as `timm.utils.ModelEmaV3.get_decay(step)` with use_warmup.
+    It has a warm-up, like `timm.utils.ModelEmaV3.get_decay(step)` with use_warmup.
     """
     return min(1 - (1 + (step - 1) / WARM_UP_GAMMA) ** -WARM_UP_POWER, decay)
 
@@ -100,7 +100,7 @@ def ema_decay_at(step: int, decay: float) -> float:
 def _pull_slow_weights(
     weights: torch.Tensor, state: dict[str, torch.Tensor], *, share: float | torch.Tensor, is_first: bool
 ) -> None:
-    """Pull with a share of 1, leave the weights as they are with 0."""
+    """Pull with a share of 1; a share of 0 leaves the weights unchanged."""
     slow = state[SLOW_WEIGHTS]
     if is_first:
         slow.copy_(weights)

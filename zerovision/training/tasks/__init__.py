@@ -1,1 +1,1 @@
-"""What is learned of the images: of one class each, of several, by comparison, or from a teacher."""
+"""What a training learns: one class per image, several classes, features by comparison, or a teacher's outputs."""

@@ -1,4 +1,4 @@
-"""Samples of each class by what they were predicted as, and the scores that follow; imports no torch, for pages."""
+"""Counts of samples by true and predicted class, and their scores; does not import torch, for pages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 class ClassCounts(NamedTuple):
-    """Samples of each class: int64 [C] each.
+    """Numbers of samples per class: int64 [C] each.
 
     Attributes:
-        right: of the class, and predicted so.
-        support: of the class.
-        predicted: predicted so.
+        right: samples of the class that are predicted as it.
+        support: samples of the class.
+        predicted: samples predicted as the class.
     """
 
     right: np.ndarray
@@ -23,27 +23,30 @@ class ClassCounts(NamedTuple):
 
     @property
     def precision(self) -> np.ndarray:
-        """The share of the samples predicted so that are so, float64 [C]; 0 of none."""
+        """The share of samples predicted as the class that belong to it, float64 [C]; 0 if there are none."""
         return _divide(self.right, self.predicted)
 
     @property
     def recall(self) -> np.ndarray:
-        """The share of the samples of the class that are predicted so, float64 [C]; 0 of none."""
+        """The share of samples of the class that are predicted as it, float64 [C]; 0 if there are none."""
         return _divide(self.right, self.support)
 
     @property
     def f1(self) -> np.ndarray:
-        """2 right / (support + predicted), float64 [C]; 0 if there is nothing to divide by."""
+        """2 right / (support + predicted), float64 [C]; 0 if the denominator is 0."""
         return _divide(2 * self.right, self.support + self.predicted)
 
     @property
     def occurs(self) -> np.ndarray:
-        """Whether a class has samples or is predicted, bool [C]: else its precision, recall and F1 are not defined."""
+        """Whether a class has samples or is predicted, bool [C].
+
+        Otherwise its precision, recall and F1 are undefined.
+        """
         return self.support + self.predicted > 0
 
     @property
     def macro_f1(self) -> float:
-        """The mean F1 of the classes that occur or are predicted, as scikit-learn's; NaN of none."""
+        """The mean F1 of the classes that occur or are predicted, as in scikit-learn; NaN if there are none."""
         return float(self.f1[self.occurs].mean()) if self.occurs.any() else math.nan
 
     @property
@@ -53,7 +56,7 @@ class ClassCounts(NamedTuple):
 
     @property
     def lowest_recall(self) -> tuple[int, float]:
-        """The first class with the lowest recall of those that have samples, and its recall."""
+        """The first class with the lowest recall among those with samples, and its recall."""
         number = int(np.where(self.support > 0, self.recall, np.inf).argmin())
         return number, float(self.recall[number])
 

@@ -1,4 +1,4 @@
-"""Scores of an evaluation class by class, and the one by which a run chooses its best epoch."""
+"""Scores of an evaluation per class, and the score by which a run chooses its best epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_PROBABILITY_BYTES = 4 * 2**30  # of one rank
 
 
 def count_classes(scores: Scores, num_classes: int) -> ClassCounts:
-    """Count the samples of each class, of an evaluation with details."""
+    """Count the samples of each class in an evaluation with details."""
     if scores.counts is not None:
         return scores.counts
     details = scores.details
@@ -26,7 +26,7 @@ def count_classes(scores: Scores, num_classes: int) -> ClassCounts:
 
 
 def score_of(scores: Scores, name: str, num_classes: int) -> float:
-    """Return one of `points.SCORE_NAMES` of an evaluation, which has details and, for `AREAS`, areas."""
+    """Return one of `points.SCORE_NAMES` for an evaluation with details and, for `AREAS`, areas."""
     if name in AREAS:
         return getattr(scores.areas, name)
     if name in ("macro_f1", "balanced_accuracy"):
@@ -35,16 +35,16 @@ def score_of(scores: Scores, name: str, num_classes: int) -> float:
 
 
 def keeps_probabilities(score: str, samples: int, num_classes: int, batch_size: int, ranks: int) -> bool:
-    """Return whether an evaluation needs all probabilities for a score, and a rank may keep so many."""
+    """Return whether an evaluation needs all probabilities for a score, and a rank may keep that many."""
     return score in AREAS and _probability_bytes(samples, num_classes, batch_size, ranks) <= MOST_PROBABILITY_BYTES
 
 
 def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) -> bool:
-    """Return whether the evaluations of a run keep all probabilities.
+    """Return whether a run's evaluations keep all probabilities.
 
     Raises:
-        UserError: if these are more than a rank may keep, or the validation images leave the score undefined, or the
-            same whatever is predicted.
+        UserError: if these are more than a rank may keep, or the score is undefined or constant on the validation
+            images.
     """
     has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images of a class, and others
     if not has_both and score != "loss" and (score in AREAS or data.sets is not None):

@@ -1,4 +1,4 @@
-"""The weight of each class in the training loss: none, from how often it occurs, or given by name."""
+"""The weight of each class in the training loss: none, by frequency, or given by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ HEAVIEST = 10**6
 
 
 def given_weights(value: str) -> dict[str, float]:
-    """Return the weights that a value of `--class-weights` gives by name; none for "none" and "balanced".
+    """Return the weights by class name from `--class-weights`; empty for "none" and "balanced".
 
     Raises:
-        UserError: for anything else, for a file that cannot be read, and for weights that are not from 0 to a million.
+        UserError: for any other value, an unreadable file, and weights that are not from 0 to a million.
     """
     if value in ("none", "balanced"):
         return {}
@@ -35,7 +35,7 @@ def given_weights(value: str) -> dict[str, float]:
 
 
 def _pairs(value: str) -> list[tuple[str, str]]:
-    """Return name and weight, as written, of each class that a value names, itself or in its file."""
+    """Return the name and weight, as written, of each class in a value or its file."""
     if not value.lower().endswith(".csv"):
         parts = next(csv.reader([value], skipinitialspace=True), [])
         return [(name, number) for name, _, number in (part.rpartition("=") for part in parts)] or [("", "")]
@@ -51,20 +51,20 @@ def _pairs(value: str) -> list[tuple[str, str]]:
 
 
 def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int]) -> list[float] | None:
-    """Return the weight of each class, on average 1 over the training samples; None for "none".
+    """Return the weight of each class, with a mean of 1 over the training samples; None for "none".
 
-    So the mean of the weighted losses over a step's own samples, which depends on no other step and no rank, is an
-    unbiased estimate of PyTorch's weighted mean over the whole set: sum of weight x loss / sum of weights.
+    So the mean of the weighted losses over a step's samples, which depends on no other step or rank, is an unbiased
+    estimate of PyTorch's weighted mean over the whole set: sum of weight x loss / sum of weights.
 
-    "balanced" is scikit-learn's: samples / (classes that occur x samples of the class).
+    "balanced" is as in scikit-learn: samples / (classes that occur x samples of the class).
 
     Args:
-        value: of `--class-weights`.
+        value: value of `--class-weights`.
         class_names: the name of each class.
-        counts: training samples of each class.
+        counts: number of training samples per class.
 
     Raises:
-        UserError: for a class that the data lacks, and if no sample has a weight.
+        UserError: for a class that the data lacks, and if all samples have weight 0.
     """
     if value == "none":
         return None

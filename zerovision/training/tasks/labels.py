@@ -1,4 +1,4 @@
-"""One label of each image: probabilities and scores, and the training loss of each sample, of hard or soft targets."""
+"""One label per image: probabilities and scores, and each sample's training loss for hard or soft targets."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Weighted = Iterable[tuple[float, torch.Tensor]]
 
 
 class OneLabel:
-    """Each image is of one class; what else may be learned is a subclass.
+    """Each image has one class; other tasks are subclasses.
 
     Args:
         num_classes: C.
 
     Attributes:
-        name: of `--task`.
-        output: what makes probabilities of logits, in words.
-        thresholds: float64 [C], the probability from which on a class is predicted; None if one is, the most probable.
+        name: name of `--task`.
+        output: a phrase for how logits become probabilities.
+        thresholds: float64 [C], the probability from which a class is predicted; None if only the most probable one is.
     """
 
     name: TaskName = "multiclass"
@@ -46,23 +46,23 @@ class OneLabel:
         self.num_classes = num_classes
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
-        """Return the task of judging images by labels, and what the model's classes know these by.
+        """Return the task for evaluating images, and their labels in the model's classes.
 
         Args:
             data: the images.
-            numbers: int64, the model's number of each of their classes.
+            numbers: int64, the model's index of each of their classes.
         """
         return self, numbers
 
     def to(self, device: torch.device) -> OneLabel:
-        """Return the task of batches on a device."""
+        """Return the task for batches on a device."""
         return self
 
     def check_use(self, flags: str, why: str) -> None:
-        """Raise a UserError if these flags are of another task."""
+        """Raise a UserError if these flags belong to another task."""
 
     def hits(self, best: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return which of the best classes, int64 [B, k], are a sample's own: bool [B, k]."""
+        """Return which of the top classes, int64 [B, k], are the sample's own: bool [B, k]."""
         return hits_of(best, labels, None)
 
     def sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -70,32 +70,35 @@ class OneLabel:
         return sample_losses(logits, labels)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return those of logits [B, C], float32."""
+        """Return the probabilities for logits [B, C], float32."""
         return logits.float().softmax(1)
 
     def mean_probabilities(self, weighted: Weighted, temperature: float | None) -> torch.Tensor:
-        """Return what is said of images, float32 [B, C]: of the weight and the logits [B, C] of each view of them."""
+        """Return the mean probabilities of images, float32 [B, C], from the weight and logits [B, C] of each view."""
         logarithms = mean_log_probabilities(weighted)
         if temperature is not None:
             logarithms = (logarithms / temperature).log_softmax(1)
         return logarithms.exp()
 
     def chosen(self, probabilities: np.ndarray) -> list[int] | None:
-        """Return the classes that an image has by its probabilities [C]; None if it has the most probable one."""
+        """Return the classes chosen by an image's probabilities [C]; None if that is just the most probable one."""
         return None
 
     def recorder(self, *, keeps_probabilities: bool = False) -> SampleRecorder:
-        """Return what keeps the scores of an evaluation."""
+        """Return the recorder of an evaluation's scores."""
         return SampleRecorder(self, keeps_probabilities=keeps_probabilities)
 
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
-        """Return scores with what all probabilities give; a collective; the arguments are those of `mean_areas`."""
+        """Return scores with those computed from all probabilities; for the arguments, see `mean_areas`.
+
+        This is a collective.
+        """
         assert scores.details is not None
         return replace(scores, areas=mean_areas(own, order, scores.details.labels.numpy().__eq__, world))
 
 
 def mean_log_probabilities(weighted: Weighted) -> torch.Tensor:
-    """Return the logarithm of the weighted mean of probabilities, float32 [B, C], of weights and logits [B, C]."""
+    """Return the logarithm of the weighted mean of probabilities, float32 [B, C], from weights and logits [B, C]."""
     return torch.stack([logits.float().log_softmax(1) + math.log(weight) for weight, logits in weighted]).logsumexp(0)
 
 
@@ -108,18 +111,18 @@ def build_loss(
     build: Callable[[TaskSettings, torch.Tensor | None], Loss] | None = None,
     around: Callable[[Loss], Loss] | None = None,
 ) -> Loss:
-    """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
+    """Build the loss of a run, which depends only on the micro-batch; for an ensemble it is the mean over its members.
 
     Args:
         config: the run's configuration.
         class_names: the name of each class.
         counts: training samples of each class.
         device: device of the logits.
-        build: as one of `LOSSES`; None for that of `config.loss`.
-        around: from the loss of logits [B, C] to that of an ensemble's, [B, C, members], too; None for the mean.
+        build: one of `LOSSES`; None for that of `config.loss`.
+        around: extends the loss of logits [B, C] to an ensemble's logits [B, C, members]; None for the mean.
 
     Raises:
-        UserError: for class weights that do not fit the data, and a threshold that all targets are above or below.
+        UserError: for class weights that do not fit the data, and a threshold above or below all targets.
     """
     _check_threshold(config, len(class_names))
     weights = class_weights(config.class_weights, class_names, counts)
@@ -154,8 +157,8 @@ def _check_threshold(config: TaskSettings, classes: int) -> None:
 def cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
     """Build PyTorch's cross-entropy, times the weight of the target's class.
 
-    PyTorch's own weights multiply what smoothing gives the other classes, too: of two classes, one that is 20 times as
-    frequent would be trained to be taken for the other.
+    PyTorch's own weights also multiply the smoothed targets of other classes: of two classes, one that is 20 times as
+    frequent would then be trained to be predicted as the other.
     """
     smoothing = config.label_smoothing
 
@@ -171,7 +174,7 @@ def cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
 
 
 def binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
-    """Build the mean over the classes of each one's binary cross-entropy, as timm's `BinaryCrossEntropy`.
+    """Build the binary cross-entropy averaged over the classes, like timm's `BinaryCrossEntropy`.
 
     Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
     """
@@ -190,7 +193,7 @@ def binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> 
 
 
 def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weight of each sample's class, float32 [B]; of a mixed one, the mean over its classes."""
+    """Return the weight of each sample's class, float32 [B]; for a mixed sample, the mean over its classes."""
     return weights[batch.labels] if batch.targets is None else batch.targets @ weights
 
 

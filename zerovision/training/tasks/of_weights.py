@@ -1,4 +1,4 @@
-"""The task of trained weights, as their file says it."""
+"""The task of trained weights, from their file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def task_of(metadata: Mapping[str, Any]) -> OneLabel:
     """Return the task of weights.
 
     Args:
-        metadata: what `zerovision.training.checkpoint.weights.read_metadata` returned.
+        metadata: the result of `zerovision.training.checkpoint.weights.read_metadata`.
     """
     num_classes, thresholds = len(metadata["class_names"]), metadata["extra"].get(THRESHOLDS)
     if thresholds is None:

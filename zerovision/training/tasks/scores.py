@@ -1,4 +1,4 @@
-"""Exact scores: of training as sums over all ranks, of evaluation sample by sample; padding has no weight."""
+"""Exact scores: sums over all ranks in training, sample by sample in evaluation; padding has no weight."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ SORTED_AT_ONCE = 2**22  # probabilities
 
 
 class Areas(NamedTuple):
-    """Means over the classes that have samples; NaN of none, or of probabilities that are not finite.
+    """Means over the classes with samples; NaN if there are none, or for non-finite probabilities.
 
     Attributes:
-        auroc: area under the receiver operating characteristic: the share of pairs of a sample of the class and
-            another one in which the first has the higher probability, ties counting half (Mann and Whitney 1947;
-            Hanley and McNeil 1982, https://doi.org/10.1148/radiology.143.1.7063747); of classes that do not have all
-            samples.
-        map: mean average precision: of the samples of a class, the mean share of that class among all samples with
-            at least the same probability.
+        auroc: area under the receiver operating characteristic: among pairs of a sample in the class and one outside,
+            the share in which the first has the higher probability, ties counting half (Mann and Whitney 1947; Hanley
+            and McNeil 1982, https://doi.org/10.1148/radiology.143.1.7063747); for classes that do not have all samples.
+        map: mean average precision: averaged over the samples of a class, the share of that class among all samples
+            with at least the same probability.
     """
 
     auroc: float
@@ -45,7 +44,7 @@ class Areas(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleScores:
-    """Scores of each sample of an evaluation: on the CPU, in the order of their indices.
+    """Scores of each sample in an evaluation, on the CPU, in the order of their indices.
 
     Attributes:
         indices: int64 [N], positions in the data set.
@@ -74,15 +73,15 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class Scores:
-    """Averages over the samples with weight, and each sample's scores and the classes' areas if they are known.
+    """Averages over the samples with weight, and, if known, each sample's scores and the classes' areas.
 
-    Of several labels, top-1 and top-5 are the shares of the samples that have the class, or one of those, with the
-    highest logits.
+    With several labels, top-1 and top-5 are the shares of samples that have the class with the highest logit, or one of
+    the five highest.
 
     Attributes:
-        counts: of the classes, if they are not those of the most probable ones.
+        counts: counts of the classes, if they are not those of the most probable classes.
         thresholds: float64 [C], the probability from which on a class is predicted; None if one is, the most probable.
-        task: of `--task`, of classes that are predicted by thresholds.
+        task: the value of `--task` if classes are predicted by thresholds.
     """
 
     loss: float
@@ -101,8 +100,8 @@ class ScoreSums:
 
     Args:
         num_classes: C.
-        device: of the batches.
-        sets: float32 [S, C] there, the classes of each label; None if it is one.
+        device: device of the batches.
+        sets: float32 [S, C] on that device, the classes of each label; None if it is one class.
     """
 
     def __init__(self, num_classes: int, device: torch.device, sets: torch.Tensor | None = None) -> None:
@@ -138,7 +137,7 @@ class ScoreSums:
         self._sums.zero_()
 
     def restore(self, state: torch.Tensor) -> None:
-        """Set the sums to what `state` returned."""
+        """Set the sums to the result of `state`."""
         self._sums.copy_(state)
 
     def keep_if(self, applied: bool | torch.Tensor, state: torch.Tensor) -> None:
@@ -148,7 +147,7 @@ class ScoreSums:
         self._sums.copy_(state if applied is False else torch.where(applied, self._sums, state))
 
     def reduce(self, world: World) -> Scores:
-        """Return the averages over all ranks' samples, NaN of none; a collective, and a sync with the device."""
+        """Return the averages over all ranks' samples, NaN if there are none; a collective with a device sync."""
         sums = sum_over_ranks(self._sums, world.data)
         copy_from_main([sums], world.replica)  # all decide by the same bits
         loss, top1, top5, count = sums.tolist()
@@ -160,8 +159,8 @@ class SampleRecorder:
     """Keeps the scores of an evaluation, sample by sample, on the device; nothing is read back before `gather`.
 
     Args:
-        task: what the images were to tell.
-        keeps_probabilities: whether to keep those of all classes, 4 bytes each, for the areas under curves.
+        task: the task of the evaluation.
+        keeps_probabilities: whether to keep the probabilities of all classes, 4 bytes each, for the areas under curves.
     """
 
     def __init__(self, task: OneLabel, *, keeps_probabilities: bool) -> None:
@@ -170,7 +169,7 @@ class SampleRecorder:
         self._probabilities: list[torch.Tensor] | None = [] if keeps_probabilities else None
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:
-        """Add one batch: as `ScoreSums.add`, with the positions of the samples in the data set, int64 [B]."""
+        """Add one batch like `ScoreSums.add`, with the positions of the samples in the data set, int64 [B]."""
         best = logits.topk(self._top_k, dim=1).indices
         hits, probabilities = self._task.hits(best, labels), self._task.probabilities(logits)
         confidences = probabilities.gather(1, best[:, :1])[:, 0]
@@ -182,7 +181,7 @@ class SampleRecorder:
             self._probabilities.append(probabilities)
 
     def gather(self, world: World) -> Scores:
-        """Return the averages and every sample's scores, the same on every rank; a collective, and a sync.
+        """Return the averages and every sample's scores, the same on every rank; a collective with a sync.
 
         The samples are summed in the order of their indices, so that the number of ranks changes no digit.
         """
@@ -215,8 +214,8 @@ def mean_areas(
 
     Args:
         own: this rank's batches of probabilities, float32 [B, C].
-        order: int64 [N], of the samples that count among the rows of all ranks.
-        has: from a class to whether each of them is of it, bool [N].
+        order: int64 [N], positions of the counted samples among the rows of all ranks.
+        has: returns which samples belong to a class, bool [N].
         world: the ranks.
     """
     found, at_once = [], max(SORTED_AT_ONCE // max(len(order), 1), 1)
@@ -230,7 +229,7 @@ def mean_areas(
 
 
 def _areas_of(probabilities: np.ndarray, is_own: np.ndarray) -> tuple[float | None, float | None]:
-    """Return AUROC and average precision of a class, each None if it is not defined; float32 and bool [N]."""
+    """Return AUROC and average precision of a class, each None if undefined; arguments are float32 and bool [N]."""
     own, others = np.sort(probabilities[is_own]), np.sort(probabilities[~is_own])
     if not len(own):
         return None, None
@@ -242,10 +241,10 @@ def _areas_of(probabilities: np.ndarray, is_own: np.ndarray) -> tuple[float | No
 
 
 def hits_of(best: torch.Tensor, labels: torch.Tensor, sets: torch.Tensor | None) -> torch.Tensor:
-    """Return which of the best classes, int64 [B, k], are a sample's own: bool [B, k]; for sets see `ScoreSums`."""
+    """Return which of the top classes, int64 [B, k], are the sample's own: bool [B, k]; for sets see `ScoreSums`."""
     return best == labels[:, None] if sets is None else sets[labels].gather(1, best) > 0
 
 
 def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return each sample's cross entropy [B] in float32, whatever the training loss is."""
+    """Return each sample's cross entropy [B] in float32, for any training loss."""
     return F.cross_entropy(logits.float(), labels, reduction="none")

@@ -1,4 +1,4 @@
-"""The settings of what is learned: the loss, a teacher, and the score that chooses the best epoch."""
+"""The settings of the task: the loss, a teacher, and the score that chooses the best epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings(RunSettings):
-    """What is learned, and what says how well."""
+    """The loss, a teacher, and the score that chooses the best epoch."""
 
     loss: str = option(
         "cross_entropy",
@@ -67,10 +67,10 @@ class TaskSettings(RunSettings):
 
     @property
     def embedding(self) -> int:
-        """Numbers that the network gives for an image in place of one for each class; 0 if it does not."""
+        """Number of outputs per image instead of one per class; 0 for a classifier."""
         return EMBEDDING_SIZE if self.loss == "supcon" else 0
 
 
 def asked_task(config: Any) -> Task:
-    """Return what the settings of a run ask to learn."""
+    """Return the task that a run's settings choose."""
     return next(task for task in (kind(config) for kind in TASKS) if task.is_asked())

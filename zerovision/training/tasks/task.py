@@ -1,6 +1,6 @@
-"""What a training learns; each task but the usual one has a folder of its own here.
+"""The interface of a task, which is what a training learns; each task but the usual one has a folder here.
 
-`settings.TASKS` is the table of tasks; a new one is a folder and a line there.
+`settings.TASKS` is the table of tasks; a new one needs a folder and a line there.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Forward = Callable[..., int]
 
 
 class Task(Mode):
-    """What a training learns: here the one class of each image; what another task leaves as it is here is done alike.
+    """What a training learns: in this class, one class per image; other tasks override what differs.
 
     Attributes:
-        views: how often each image of a step is in it at least.
-        compares: whether the loss is one over all images of a step, which then go through the network twice.
-        tells_one_class: whether the network's outputs are a number for each class, of which an image has one.
-        usual: settings that have another default with it.
-        loss_scale: the size of the training loss, beside that of cross-entropy.
-        identity: what a checkpoint and the run that resumes from it must agree on, beside the recipe.
-        data: of the run.
-        world: of the run.
+        views: how often each image occurs at least in a step.
+        compares: whether there is one loss over all images of a step, which then go through the network twice.
+        tells_one_class: whether the network has one output per class, and an image has one class.
+        usual: settings with another default in this task.
+        loss_scale: the size of the training loss relative to cross-entropy.
+        identity: what a checkpoint and the run that resumes from it must have in common, besides the recipe.
+        data: data of the run.
+        world: world of the run.
         keeps_probabilities: whether an evaluation does, as `SampleRecorder`.
     """
 
@@ -68,7 +68,7 @@ class Task(Mode):
             yield f"{of['bce_target_threshold']} is of {of['loss']} bce only: give both, or none."
 
     def chunks(self) -> dict[str, int]:
-        """Return how many images go through the network at a time, by its setting, if a step is divided by that."""
+        """Return the setting for how many images go through the network at a time, if a step is divided by it."""
         return {}
 
     # Of a run.
@@ -77,7 +77,7 @@ class Task(Mode):
         """Take the data of a run; a collective.
 
         Raises:
-            UserError: on all ranks, if it cannot be learned of these.
+            UserError: on all ranks, if the task cannot be learned from this data.
         """
         from zerovision.training.tasks.class_scores import check_best_by
         from zerovision.training.world.collectives import agreed
@@ -96,11 +96,11 @@ class Task(Mode):
         self.keeps_probabilities = agreed(check, world)
 
     def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
-        """Return how a step trains.
+        """Return the function that trains a step.
 
         Args:
-            leaves: of the step.
-            of_losses: from a loss of each image to the step that trains on it.
+            leaves: the step's leaves.
+            of_losses: turns a loss per image into the step that trains on it.
 
         Raises:
             UserError: if the settings do not fit the data.
@@ -113,23 +113,26 @@ class Task(Mode):
         return build_loss(self.config, self.data.class_names, self.data.train_counts, self.world.device, **parts)
 
     def readers(self, build: Callable[..., tuple[Loader, Loader]]) -> tuple[Loader, Loader]:
-        """Return the loaders of training and validation batches; `build` takes sets that are read beside these."""
+        """Return the loaders of training and validation batches; `build` takes additional sets to read."""
         return build()
 
     def notes(self, weights: str) -> list[str]:
-        """Return what the user may not expect of a run that writes these weights."""
+        """Return notes on what users may not expect of these weights."""
         return []
 
     def before_training(self, train: Loader, forward: Forward, say: Callable[[str], None]) -> int:
-        """Do what is done once, if steps are left; return the signal that ended it, 0 for none; a collective."""
+        """Do one-time work before training, if steps are left; return the signal that ended it, or 0; a collective."""
         return 0
 
     def classifier(self, forward: Forward) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-        """Return a signal as `before_training`, and from the outputs for images to logits [B, C]; a collective."""
+        """Return a signal like `before_training`, and a function from outputs for images to logits [B, C].
+
+        This is a collective.
+        """
         return 0, lambda outputs: outputs
 
     def recorder(self, thresholds: np.ndarray | None = None) -> SampleRecorder:
-        """Return what keeps the scores of an evaluation; for the thresholds see `OneLabel`."""
+        """Return the recorder of an evaluation's scores; for the thresholds see `OneLabel`."""
         from zerovision.training.tasks.labels import OneLabel
 
         return OneLabel(len(self.data.class_names)).recorder(keeps_probabilities=self.keeps_probabilities)

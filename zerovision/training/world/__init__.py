@@ -1,1 +1,1 @@
-"""The ranks: how they find and talk to each other."""
+"""The ranks: how they find each other and communicate."""

@@ -57,8 +57,8 @@ def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
 def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the elementwise mean of a tensor [n] over all ranks; a collective.
 
-    They are added as fp32 in the order of the ranks, whatever n is: an all-reduce would add some elements in another
-    order. Values of 16 bits also come back as such.
+    They are added as fp32 in rank order for any n, whereas an all-reduce would add some elements in another order.
+    16-bit values are returned as 16-bit values.
     """
     if world.size == 1:
         return values
@@ -78,8 +78,8 @@ def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
 def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -> None:
     """Replace tensors of one dtype by rank 0's, or another rank's, in place; a collective.
 
-    The tensors may be on the CPU, whatever the ranks' device is. Each broadcast is of some 32 MB, or of one tensor:
-    a whole model is not copied at once.
+    The tensors may be on the CPU for any device of the ranks. Each broadcast has about 32 MB, or one tensor, so a whole
+    model is never copied at once.
     """
     if world.size == 1:
         return
@@ -94,10 +94,10 @@ def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -
 
 
 def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> int:
-    """Return how many ranks every machine has, which a flag needs to be the same number; a collective.
+    """Return the number of ranks per machine, which a flag requires to be equal; a collective.
 
     Raises:
-        UserError: on all ranks, if machines have different numbers of them.
+        UserError: on all ranks, if machines have different numbers of ranks.
     """
     sizes = {*gather_objects(world.local_size, world)}
     if len(sizes) > 1:
@@ -116,7 +116,7 @@ def error_on_any_rank(error: str | None, world: World) -> str | None:
 
 
 def agreed(action: Callable[[], Result], world: World) -> Result:
-    """Run an action on every rank; if any raises a `UserError`, raise it on all. A collective."""
+    """Run an action on every rank; if any raises a `UserError`, raise it on all; a collective."""
     message = None
     result: Any = None
     try:
@@ -132,8 +132,8 @@ def agreed(action: Callable[[], Result], world: World) -> Result:
 def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's small value, in rank order, on every rank; a collective of `world.signal_group` or `group`.
 
-    Values travel as JSON, so tuples arrive as lists, and floats with their bits; nothing received is unpickled, which
-    could run code. A value that JSON does not have raises TypeError.
+    Values are sent as JSON, so tuples arrive as lists, and floats keep their bits. Nothing received is unpickled, which
+    could run code. A value that JSON does not support raises TypeError.
     """
     message = _encode(value)
     if world.size == 1:
@@ -151,7 +151,7 @@ def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = N
 
 
 def broadcast_object(value: Any, world: World) -> Any:
-    """Return rank 0's small value on every rank; a collective. Values are those of `gather_objects`."""
+    """Return rank 0's small value on every rank; for allowed values, see `gather_objects`; a collective."""
     message = _encode(value)
     if world.size > 1:
         length = torch.tensor([len(message)])

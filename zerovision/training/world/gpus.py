@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by nvidia-smi or device files, and CUDA_VISIBLE_DEVICES; imports no torch."""
+"""The GPUs of this machine, from nvidia-smi or device files, and CUDA_VISIBLE_DEVICES; does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DEVICE_FILES = Path("/dev")
 
 
 def machine_gpus() -> list[str]:
-    """Return the number of every GPU of this machine.
+    """Return the index of every GPU of this machine.
 
-    A container that is given GPUs to compute with alone has no nvidia-smi (nor NVML), and nvidia-smi fails if it is
-    older or newer than the driver: then CUDA's numbers of the device files that this process may use.
+    A container with GPUs only for compute has no nvidia-smi (nor NVML), and nvidia-smi fails if it does not match the
+    driver. Then CUDA's indices of the device files that this process may use are returned.
     """
     try:
         listing = subprocess.run(

@@ -1,7 +1,7 @@
-"""Which rank this process is, by the variables of the launcher that started it.
+"""Finds this process's rank from the variables of its launcher.
 
-Our launchers, torchrun and its like (accelerate with `--multi_gpu`, on CPUs too) set RANK, LOCAL_RANK and WORLD_SIZE;
-srun numbers its processes in variables of its own.
+torchrun and its like (accelerate with `--multi_gpu`, on CPUs too) and our own launchers set RANK, LOCAL_RANK and
+WORLD_SIZE. srun uses other variables.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def launched_world() -> tuple[int, int, int, int]:
 
 
 def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:
-    """Let the ranks that this launcher will start know how it was started."""
+    """Tell the ranks that this launcher will start how it was started."""
     typed = as_typed(" ".join([*start, script])).split()
     words = [*start, shown_path(ENTRIES / script)] if typed[-1] == script else typed
     os.environ[_LINE_VARIABLE] = shlex.join([*words, *arguments])
 
 
 def remembered_line() -> dict[str, str]:
-    """Return the variable of `remember_line`, for ranks on other machines; empty without."""
+    """Return the variable of `remember_line` for ranks on other machines, or an empty dict."""
     return {name: os.environ[name] for name in (_LINE_VARIABLE,) if name in os.environ}
 
 
 def line_to_go_on(run_name: str, otherwise: Sequence[str]) -> str:
-    """Return the line that goes on with a run: as it was typed for our launcher, or another one, and two flags."""
+    """Return the command that continues a run: as typed for our launcher or another one, with two flags."""
     words = shlex.split(os.environ.get(_LINE_VARIABLE, "")) or otherwise
     flags, pairs = ("--run-name", "--resume"), zip(["", *words], words, strict=False)
     kept = [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
@@ -69,7 +69,7 @@ def environment_for_ranks() -> dict[str, str]:
     """Return the environment for a launcher that this process starts.
 
     Raises:
-        UserError: if this process is itself a rank that a launcher started, or in one of several pods.
+        UserError: if this process is itself a launcher's rank, or in one of several pods.
     """
     environment = dict(os.environ)
     if environment.get("MASTER_PORT") == PORT_OF_NONE:  # another thread trains, alone, in this process
@@ -84,12 +84,12 @@ def environment_for_ranks() -> dict[str, str]:
 
 
 def adopt_rank() -> None:
-    """Give a process of srun torchrun's variables, by which PyTorch, engines and we know the ranks.
+    """Give a process of srun torchrun's variables, which PyTorch, the engines and our code use.
 
-    Does nothing if they are set, or if the process is the only one.
+    It does nothing if they are set, or if the process is the only one.
 
     Raises:
-        UserError: if several processes were started or asked for, and this one cannot know its rank or the others.
+        UserError: if several processes were started or requested, and this one cannot know its rank or the others.
     """
     refuse_a_pod_alone(os.environ)
     if os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") == "1":  # a job of one pod
@@ -108,10 +108,10 @@ def adopt_rank() -> None:
 
 
 def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
-    """Refuse to train here alone if the variables say that this is one of several pods, each a node of one training.
+    """Refuse to train alone if the variables show that this is one of several pods, each a node of one training.
 
-    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, and no LOCAL_RANK; its newer versions, and TrainJob, the
-    defaults of torchrun's flags, as PET_NNODES.
+    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, without LOCAL_RANK; its newer versions and TrainJob set
+    defaults for torchrun's flags, such as PET_NNODES.
 
     Raises:
         UserError: if it is one of several.
@@ -129,12 +129,12 @@ def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
 
 
 def job_port(job: int) -> int:
-    """Return a Slurm job's own port: jobs of one user, and tasks of one array, may share a node."""
+    """Return a port specific to a Slurm job, because jobs of one user, and tasks of one array, may share a node."""
     return _FIRST_JOB_PORT + job % _JOB_PORTS
 
 
 def _numbers_of_srun() -> tuple[int, ...] | None:
-    """Return rank, local rank, all ranks and ranks of this machine of a task of one srun; None of any other process."""
+    """Return rank, local rank, total ranks and ranks on this machine for an srun task; None for any other process."""
     # Not SLURM_NTASKS, which is also set in the shell of a job; a pseudo-terminal is an interactive shell's.
     size, node = _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_NODEID")
     # '2(x3),1' are 2 tasks on each of 3 nodes, and 1 on the fourth.

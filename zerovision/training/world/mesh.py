@@ -1,6 +1,6 @@
-"""Division of the ranks into a mesh: which share one copy of the model, in which way, and which read other images.
+"""Divides the ranks into a mesh: ranks that share one copy of the model, and ranks that read different images.
 
-The numbers of ranks along the last dimension are consecutive: those are neighbours on a machine.
+Ranks along the last dimension have consecutive numbers, so they are neighbours on a machine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
 
     Args:
         world: the ranks.
-        mesh: how many share it in which way, by the setting that asks for it; a divisor of the ranks. The world stays
-            as it is if none do.
+        mesh: by setting, how many ranks share it in this way; the product divides the number of ranks. The world is
+            unchanged if none do.
     """
     mesh = {name: size for name, size in mesh.items() if size > 1}
     if not mesh:
@@ -34,7 +34,7 @@ def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
 
 
 def along(dimension: int, numbers: torch.Tensor, world: World) -> World:
-    """Return this rank's group along a dimension of a tensor of all ranks' numbers; a collective."""
+    """Return this rank's group along a dimension of a tensor of all rank numbers; a collective."""
     rows = numbers.movedim(dimension, -1).reshape(-1, numbers.shape[dimension]).tolist()
     own = next(row for row in rows if world.rank in row)
     if len(own) == 1:
@@ -49,5 +49,5 @@ def along(dimension: int, numbers: torch.Tensor, world: World) -> World:
 
 
 def _own_group(rows: list[list[int]], backend: str) -> dist.ProcessGroup:
-    """Return this rank's group of several that have all ranks; a collective."""
+    """Return this rank's group among several that together have all ranks; a collective."""
     return cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rows, COLLECTIVE_TIMEOUT, backend=backend)[0])

@@ -1,4 +1,4 @@
-"""The sizes of a mesh of ranks; imports no torch, as the launchers check them too."""
+"""The sizes of a mesh of ranks; does not import torch, because launchers check them too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zerovision.training.base.errors import UserError
 
 
 def data_ranks(ranks: int, mesh: Mapping[str, int]) -> int:
-    """Return how many groups of ranks read different images; arguments as of `mesh.form_mesh`.
+    """Return the number of groups of ranks that read different images; for the arguments, see `mesh.form_mesh`.
 
     Raises:
-        UserError: if the ranks cannot be divided so.
+        UserError: if the ranks cannot be divided like this.
     """
     whole = math.prod(mesh.values())
     groups, rest = divmod(ranks, whole)

@@ -1,4 +1,4 @@
-"""A machine's addresses and network interfaces, the one by which others reach it, and free ports."""
+"""A machine's addresses and network interfaces, the interface over which others reach it, and free ports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_addresses() -> list[tuple[str, str, str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether other machines cannot use this address: 127.0.0.1, Debian's 127.0.1.1, ::1, or not an address."""
+    """Return whether other machines cannot use this address: 127.0.0.1, Debian's 127.0.1.1, ::1, or an invalid one."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -39,7 +39,7 @@ def interface_of(address: str, addresses: Sequence[Sequence[str]]) -> str:
 
 
 def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -> str:
-    """Return the address in one network with any of the other machines', else the first one, '' if there is none.
+    """Return the address in the same network as any other machine's, else the first address, or ''.
 
     Args:
         others: addresses of other machines.
@@ -61,11 +61,11 @@ def route_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Return the interface by which other machines reach this one, from the route to one of them; '' if unclear.
+    """Return the interface over which other machines reach this one, from the route to one of them; '' if unclear.
 
     Args:
-        host: name or address of a machine that all know. If it is this one, and its name resolves to a loopback
-            address, the route out of the local network is used (to an unassigned address of RFC 5737).
+        host: name or address of a machine known to all. If it is this one and resolves to a loopback address, the route
+            out of the local network is used (to an unassigned address of RFC 5737).
     """
     address = route_towards(host)
     if is_loopback(address):
@@ -77,7 +77,7 @@ def interface_towards(host: str) -> str:
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return the wanted port (0: any) if a process could listen on it now, on all addresses as torch's store does.
+    """Return the requested port (0: any) if a process could listen on it now, on all addresses like torch's store.
 
     Raises:
         OSError: if it is in use.
@@ -90,7 +90,7 @@ def free_port(wanted: int = 0) -> int:
 
 
 def port_if_free(wanted: int) -> int:
-    """Return the wanted port if it is free, else 0."""
+    """Return the requested port if it is free, else 0."""
     try:
         return free_port(wanted)
     except OSError:
@@ -98,17 +98,17 @@ def port_if_free(wanted: int) -> int:
 
 
 def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -> None:
-    """Refuse GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME if they choose none of this machine's interfaces.
+    """Raise an error if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME match none of this machine's interfaces.
 
-    gloo takes exact names; NCCL names by their beginning ('=' before them: exactly these, '^': all but these), each
-    perhaps with a port behind it. Both take several with commas.
+    gloo takes exact names; NCCL takes prefixes ('=' in front: exact names, '^': all others), each optionally with a
+    port. Both take several, separated by commas.
 
     Args:
-        environment: the variables that the ranks will have.
-        has_gpus: whether the ranks use NCCL beside gloo.
+        environment: the ranks' variables.
+        has_gpus: whether the ranks use NCCL besides gloo.
 
     Raises:
-        UserError: if nothing is chosen.
+        UserError: if nothing matches.
     """
     present = [name for name, entries in psutil.net_if_addrs().items() if {one.family for one in entries} & IP]
     gloo, nccl = (environment.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))

@@ -1,4 +1,4 @@
-"""Training and evaluating inside somebody's Python process, such as a notebook, without changing that process."""
+"""Lets training and evaluation run inside a user's Python process, such as a notebook, without changing it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ _GENERATORS = threading.RLock()  # one thread would restore what another has dra
 
 @contextmanager
 def preserved_process() -> Iterator[None]:
-    """Restore what a run changes in its process, unless a launcher started it; a decorator, too.
+    """Restore what a run changes in its process, unless a launcher started it; also a decorator.
 
-    Restored are signal handlers, the hook for exceptions, the environment, the CPU's random generators and PyTorch's
-    global settings; the process group is destroyed. The process of a launched rank belongs to the run: a signal that
-    comes after its end must still find the run's handlers. If another thread trains or evaluates, this one waits for
-    its end.
+    It restores signal handlers, the exception hook, the environment, the CPU's random generators and PyTorch's global
+    settings, and destroys the process group. A launched rank's process belongs to the run: a signal after its end must
+    still find the run's handlers. If another thread trains or evaluates, this one waits for it to end.
 
     Raises:
-        UserError: if the process has a process group already.
+        UserError: if the process already has a process group.
     """
     if not _IN_USE.acquire(blocking=False):
         print("note: another thread of this process trains or evaluates: waiting for its end", file=sys.stderr)

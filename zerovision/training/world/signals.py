@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1: a handler that only sets a flag, and the agreement of all ranks to stop or to save."""
+"""Handles SIGINT, SIGTERM and SIGUSR1: a handler only sets a flag, and all ranks agree to stop or to save."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILED = 1000  # no signal's number, and larger than any: a rank cannot continue
 
 
 class StopDecision(NamedTuple):
-    """What all ranks do next: the signal to stop by (0 for none; or `FAILED`), and whether to save."""
+    """What all ranks do next: the signal to stop for (0 for none, or `FAILED`), and whether to save."""
 
     stop_signal: int
     save_due: bool
@@ -47,21 +47,21 @@ class StopRequest:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> None:
-        """Handle the stop signals in this process, if it can be done from this thread."""
+        """Handle the stop signals in this process, if this thread can."""
         if can_handle_signals():
             for number in STOP_SIGNALS:
                 signal.signal(number, self._remember)
 
     def request(self, signal_number: int) -> None:
-        """Stop as if this signal had come."""
+        """Stop as if this signal had been received."""
         self._signal_number = self._signal_number or signal_number
 
     def request_save(self) -> None:
-        """Ask for a save: of several ranks after the step after the next, of a single rank after the next."""
+        """Request a save: after the next step on a single rank, or one step later on several ranks."""
         self._save_due = True
 
     def poll(self, world: World, *, failure: int = 0) -> StopDecision:
-        """Return what any rank had received or requested by the previous poll, the same on all ranks; a collective.
+        """Return what any rank had received or requested by the previous poll, equal on all ranks; a collective.
 
         Args:
             world: the ranks.
@@ -92,15 +92,16 @@ class StopRequest:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> bool:
-        """Wait, by rank 0's clock, and return whether a signal ended it, on all ranks; a collective.
+        """Wait, by rank 0's clock, and return on all ranks whether a signal ended the wait; a collective.
 
-        From now on one signal more ends the run at once; a rank of several ends its process, as it can ask no other.
+        From now on, one more signal ends the run at once; one of several ranks ends its process, because it cannot ask
+        the others.
 
         Args:
             world: the ranks.
-            seconds: to wait.
-            step: of the run.
-            is_stopping: whether the first signal is what the wait is about: only a second one ends it.
+            seconds: seconds to wait.
+            step: the run's step.
+            is_stopping: whether a first signal caused the wait, so that only a second one ends it.
             clock: returns seconds that never go back.
             sleep: waits for so many seconds.
         """
@@ -152,7 +153,7 @@ def can_handle_signals() -> bool:
 
 @contextlib.contextmanager
 def handling_stop_signals(handler: Callable[[int, FrameType | None], object] | None = None) -> Iterator[None]:
-    """Restore the handlers of the stop signals when the block ends, within which `handler` may take their place."""
+    """Restore the handlers of the stop signals after the block; inside it, `handler` replaces them, if given."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS} if can_handle_signals() else {}
     try:
         for number in before if handler else ():

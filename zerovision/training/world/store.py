@@ -1,4 +1,4 @@
-"""The ranks' store, opened by rank 0 on one address."""
+"""The ranks' store, which rank 0 opens on one address."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def open_store(
     """Open the ranks' store, or connect to it.
 
     Args:
-        address: of the store, on the host of rank 0.
-        port: of the store.
+        address: address of the store, on the host of rank 0.
+        port: port of the store.
         timeout: how long to wait for the others, now and in every request to the store.
-        run_id: of this start, the prefix of all keys: processes of another run or start that come to the same port do
-            not mix with these.
-        is_host: whether this is rank 0, which opens it: on this one address, not on all of its host's as PyTorch does.
+        run_id: identifier of this start, the prefix of all keys; processes of another run or start that use the same
+            port do not interfere.
+        is_host: whether this is rank 0, which opens the store, only on this address and not on all of the host's, as
+            PyTorch would.
         is_alone: whether all ranks run on one host.
 
     Raises:
-        UserError: the port is in use, or the address is unknown.
+        UserError: if the port is in use, or the address is unknown.
     """
     descriptor = _listen(address, port, is_alone=is_alone) if is_host else None
     store = dist.TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=descriptor)
@@ -38,7 +39,7 @@ def open_store(
 
 
 def _listen(address: str, port: int, *, is_alone: bool) -> int:
-    """Return a socket that listens on this address only, or on all of this host's if others cannot reach it."""
+    """Return a socket that listens only on this address, or on all of this host's if others cannot reach it."""
     try:
         family, kind, protocol, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:

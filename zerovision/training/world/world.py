@@ -32,17 +32,17 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks, or among those of one group of a mesh.
+    """This process among all ranks, or among one group of a mesh.
 
     Attributes:
-        rank: of this process, from 0.
-        local_rank: among the ranks of this machine.
-        local_size: ranks on this machine.
-        size: ranks on all machines.
-        device: of this rank.
+        rank: rank of this process, from 0.
+        local_rank: index among the ranks of this machine.
+        local_size: number of ranks on this machine.
+        size: number of ranks on all machines.
+        device: device of this rank.
         signal_group: gloo group for small values and for stopping, None for a single rank.
         save_group: gloo group for the thread that writes checkpoints, None for a single rank and in groups of a mesh.
-        group: of collectives of tensors; None for all ranks.
+        group: group of collectives of tensors; None for all ranks.
         mesh: this rank's groups, if the ranks form a mesh, see `zerovision.training.world.mesh`.
     """
 
@@ -68,15 +68,15 @@ class World:
 
     @property
     def replica(self) -> World:
-        """The ranks that share one copy of the model, and so the same images."""
+        """The ranks that share one copy of the model, and thus the same images."""
         return self.mesh.replica if self.mesh else self.alone()
 
     def dimension(self, name: str) -> World:
-        """Return this rank's group along a dimension of the mesh that is not that of data."""
+        """Return this rank's group along a dimension of the mesh other than data."""
         return self.mesh.dimensions[name] if self.mesh and name in self.mesh.dimensions else self.alone()
 
     def __deepcopy__(self, _copied: dict[int, Any]) -> World:
-        """Return itself: a copy of a layer that several ranks compute is computed by the same ones."""
+        """Return itself, because a copied layer is computed by the same ranks."""
         return self
 
     def alone(self) -> World:
@@ -84,7 +84,7 @@ class World:
         return World(0, 0, 1, 1, self.device)
 
     def units(self) -> tuple[str, str]:
-        """Return what reads images of its own, in words: one, and all of them with their number."""
+        """Return the words for what reads its own images: one of them, and all with their number."""
         unit = "GPU" if self.device.type == "cuda" else "CPU rank"
         ranks = self.size // self.data.size
         one, short = (unit, unit) if ranks == 1 else (f"group of {ranks} {unit}s", "group")
@@ -103,7 +103,7 @@ class World:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's groups in ranks that are divided into data x replica.
+    """A rank's groups if the ranks are divided into data x replica.
 
     Attributes:
         data: see `World.data`.
@@ -171,8 +171,8 @@ def stop_world() -> None:
 def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
     """Return the arguments of `init_process_group` for joining the group; none for PyTorch's own rendezvous.
 
-    Our launchers give every start an id. It is removed from the environment, so that the processes that a rank starts
-    do not inherit it.
+    Our launchers give every start an id, which is removed from the environment, so that a rank's child processes do not
+    inherit it.
 
     Raises:
         UserError: see `open_store`.
@@ -188,7 +188,7 @@ def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
 
 
 def _choose_interface(*, is_alone: bool) -> None:
-    """Set gloo's and NCCL's interface to the one on the route to the master, unless the launcher or the user has.
+    """Set gloo's and NCCL's interface to the one on the route to the master, unless it is already set.
 
     By default gloo uses the address that the host's own name resolves to: 127.0.1.1 on Debian, or one in a network
     without the other machines. NCCL reads '=name' as exactly this interface; it does not use loopback.
@@ -226,9 +226,9 @@ def _configure_libraries(*, deterministic: bool) -> None:
 
 
 def _choose_device(local_rank: int, local_size: int) -> torch.device:
-    """Return this rank's GPU; without GPUs the CPU, of which each rank gets its share of the cores.
+    """Return this rank's GPU, or without GPUs the CPU, with a share of the cores.
 
-    2 ranks with 2 threads each on 2 cores took 15 times as long.
+    For comparison, 2 ranks with 2 threads each on 2 cores took 15 times as long.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong is said in one line
@@ -249,9 +249,9 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
 
 
 def _refuse_unusable_gpus() -> None:
-    """Raise a UserError with torch's reason if this machine has GPUs, which torch cannot use, and they are not hidden.
+    """Raise a UserError with torch's reason if this machine has visible GPUs that torch cannot use.
 
-    A CPU is asked for by an empty CUDA_VISIBLE_DEVICES.
+    An empty CUDA_VISIBLE_DEVICES selects the CPU.
     """
     gpus = usable_gpus()
     if not gpus:

@@ -2,8 +2,8 @@
 
 A cache is a folder of two files. `pixels` is only ever appended to; entry i of `index` contains the offset of image i,
 the digest of its file, and a checksum over the entry, the name of the cache and the pixels, which is verified on every
-read. So a torn, stale or foreign entry is never taken for an image, whatever was killed when: the image is decoded
-again.
+read. So a torn, stale or foreign entry is never used, whatever process was killed at whatever time: the image is
+decoded again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ImageCache:
 
     Args:
         folder: An existing folder; its name is part of every checksum.
-        max_bytes: Most bytes of `pixels`; images beyond are not kept.
+        max_bytes: Most bytes of `pixels`; further images are not kept.
         channels: C.
 
     Attributes:
@@ -122,7 +122,7 @@ class ImageCache:
 
 @contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Take the exclusive `flock` of an open file for the block, at most until the process ends."""
+    """Hold the exclusive `flock` of an open file during the block, at most until the process ends."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         yield
@@ -137,15 +137,15 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[ImageCache | None, str]:
-    """Open the cache of a data set, or make it.
+    """Open the cache of a data set, or create it.
 
     Args:
         options: `cache` is "ram" or "disk".
-        key: A file name that changes with everything that decides the pixels.
+        key: A file name that depends on everything that decides the pixels.
         expected_bytes: Estimated size of the whole set.
 
     Returns:
-        The cache, None to go without, and one line for the user.
+        The cache, or None, and one line for the user.
     """
     root, bound = _location(options)
     try:
@@ -165,7 +165,7 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
 
 
 def _location(options: DataOptions) -> tuple[Path, int]:
-    """Return the folder of the caches, each in a folder named by its key, and the most bytes of all together."""
+    """Return the folder of all caches, each in a subfolder named by its key, and the limit on their bytes."""
     bound = int(options.cache_gb * 1e9)
     if options.cache == "disk":
         return options.root / "images", bound or DISK_BYTES

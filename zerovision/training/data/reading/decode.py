@@ -1,10 +1,10 @@
-"""From the bytes of an image file of unknown origin to 8-bit pixels: at full size, or shrunk while decoding.
+"""Decodes untrusted image files to 8-bit pixels, at full size or shrunk while decoding.
 
-The scale is 1/8, 1/4 or 1/2, the smallest that leaves the shorter side 2 S pixels or more, else 1: it depends on the
-file and the image size S only, not on the crop. So a cache of shrunk images contains exactly the pixels that are
-decoded without one. JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which saves most of the work; other
-files are decoded by Pillow and averaged over blocks. Pillow also decides about every file in which libjpeg-turbo finds
-anything unusual.
+The scale is the smallest of 1/8, 1/4, 1/2 and 1 that leaves the shorter side 2 S pixels or more. It depends only on the
+file and the image size S, not on the crop, so a cache of shrunk images contains exactly the pixels that are decoded
+without it. JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which saves most of the work; other files are
+decoded by Pillow and averaged over blocks. Pillow also handles every file in which libjpeg-turbo finds anything
+unusual.
 
 Pillow's defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, return the
 first frame of an animation silently, only warn of a decompression bomb, and `verify()` passes truncated files. So every
@@ -51,16 +51,16 @@ BITS_PER_SAMPLE, _PLANAR_CONFIGURATION, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_Z
 
 
 def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int = MAX_PIXELS) -> Decoder:
-    """Return the decoder `name` of `settings.DECODERS`, for images that the model sees at `image_size`.
+    """Return the decoder `name` of `settings.DECODERS`, for models with images of `image_size`.
 
     Args:
-        name: Of the decoder.
+        name: Name of the decoder.
         image_size: In pixels.
         channels: 1 (grey), 3 (RGB) or 4 (RGBA).
-        max_pixels: Most pixels of a file; one with more is refused before it is decoded.
+        max_pixels: Most pixels of a file; larger ones are refused before decoding.
 
     Raises:
-        UserError: Another number of channels.
+        UserError: For another number of channels.
     """
     if channels not in CHANNEL_MODES:
         raise UserError(
@@ -79,18 +79,18 @@ def decode(
     channels: int = 3,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
-    """Return an image, or the part that `choose` takes of it: uint8 [h, w, C]; the same file gives the same pixels.
+    """Return an image, or the part that `choose` takes: uint8 [h, w, C]; the same file always gives the same pixels.
 
     Args:
         data: The file.
-        choose: Takes a part of the image; of a JPEG only that is decoded, if it is safe.
-        notes: Gets what is odd about an image that can be used.
-        shrink_to: The image size that it is shrunk for, as far as that allows; 0: every pixel is decoded.
+        choose: Takes a part of the image; only that part of a JPEG is decoded, if that is safe.
+        notes: Gets remarks about unusual but usable images.
+        shrink_to: The image size to shrink for, if possible; 0 to decode every pixel.
         channels: A key of `CHANNEL_MODES`.
         max_pixels: Most pixels (width x height) that the header may declare; checked before decoding.
 
     Raises:
-        Refused: Not an image, truncated, more than `max_pixels`, or values of unknown scale.
+        Refused: If it is not an image, truncated, larger than `max_pixels`, or has values of unknown scale.
     """
     pixels = None
     if shrink_to:
@@ -105,7 +105,7 @@ def decode(
 def _decode_jpeg(
     data: bytes, choose: BoxChooser | None, notes: list[str], shrink_to: int, max_pixels: int
 ) -> np.ndarray | None:
-    """Decode a JPEG of grey or of three colours by libjpeg-turbo: uint8 [h, w, 3]; None or ValueError if it cannot."""
+    """Decode a grey or three-color JPEG with libjpeg-turbo: uint8 [h, w, 3]; None or ValueError if it cannot."""
     full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK") or full_height * full_width > max_pixels:
         return None
@@ -140,17 +140,17 @@ def _orientation(data: bytes, max_pixels: int) -> int:
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return height and width of an image in pixels, by the file's header.
+    """Return height and width of an image in pixels, from the file's header.
 
     Raises:
-        Refused: There is no header.
+        Refused: If there is no header.
     """
     with opened(data, max_pixels) as image:
         return image.height, image.width
 
 
 def shrunk_bytes(height: int, width: int, image_size: int, channels: int = 3) -> int:
-    """Return the size of the image that `decode` gives of one with these sides, shrunk to `image_size`, in bytes."""
+    """Return the bytes of an image with these sides after `decode` shrinks it for `image_size`."""
     numerator = scale_numerator(height, width, image_size)
     return channels * -(-height * numerator // 8) * -(-width * numerator // 8)
 
@@ -164,7 +164,7 @@ def crop(pixels: np.ndarray, choose: BoxChooser | None) -> np.ndarray:
 
 
 def scale_numerator(height: int, width: int, image_size: int) -> int:
-    """Return the scale of an image in eighths, 1, 2, 4 or 8: that of Pillow's `draft` to twice the image size."""
+    """Return the scale of an image in eighths, 1, 2, 4 or 8, as in Pillow's `draft` with twice the image size."""
     return next((n for n in SCALE_NUMERATORS if image_size and min(height, width) * n // 8 >= 2 * image_size), 8)
 
 
@@ -178,7 +178,7 @@ def reduced(image: Image.Image, image_size: int = 0) -> np.ndarray:
 def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     """Open a file of one of `pillow_formats`, by its content, without decoding it.
 
-    Up to `max_pixels` Pillow takes it for no bomb. Whatever goes wrong in the block is raised as Refused.
+    Pillow does not treat images up to `max_pixels` as bombs. Any error in the block is raised as Refused.
     """
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
@@ -192,9 +192,9 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
 def load(
     data: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str] | None = None
 ) -> Decoded:
-    """Return what `convert` makes of an image that is decoded completely, upright; raise Refused as `decode`.
+    """Return the result of `convert` for a completely decoded, upright image; for errors, see `decode`.
 
-    Of several frames or pages the first is used.
+    The first of several frames or pages is used.
     """
     with opened(data, max_pixels) as image:
         _check_header(image, max_pixels)
@@ -239,22 +239,22 @@ _SCALED_TO_8_BITS = {
 
 
 def _scale_transparent_colour(image: Image.Image) -> None:
-    """Convert the transparent colour of a PNG to the depth that its pixels will have; before they are loaded."""
+    """Convert the transparent color of a PNG to the future depth of its pixels, before they are loaded."""
     scale = _SCALED_TO_8_BITS.get(str(image.tile[0].args)) if isinstance(image, PngImageFile) and image.tile else None
     if scale and "transparency" in image.info:
         image.info["transparency"] = scale(image.info["transparency"])
 
 
 def is_deep_grey(image: Image.Image) -> bool:
-    """Whether an image is grey of more than 8 bits."""
+    """Whether an image is grey with more than 8 bits."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
 def to_channels(image: Image.Image, channels: int) -> Image.Image:
-    """Convert an image of any mode to 8 bits, grey (`channels` 1), RGB (3) or RGBA (4).
+    """Convert an image of any mode to 8 bits: grey (`channels` 1), RGB (3) or RGBA (4).
 
-    Grey of 12 or 16 bits is scaled from its full range; floats are expected in 0..1; transparent pixels are composited
-    on white, except for RGBA. Grey is that of ITU-R BT.601 (0.299 red + 0.587 green + 0.114 blue).
+    12- and 16-bit grey is scaled from its full range; floats must be in 0..1; transparent pixels are composited on
+    white, except for RGBA. Grey follows ITU-R BT.601 (0.299 red + 0.587 green + 0.114 blue).
 
     Raises:
         ValueError: The scale of its pixels is unknown.
@@ -269,7 +269,7 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _deep_grey(image: Image.Image) -> Image.Image:
-    """Convert grey of more than 8 bits to mode L, or LA if one of its levels is transparent.
+    """Convert grey with more than 8 bits to mode L, or LA if one of its levels is transparent.
 
     Raises:
         ValueError: The scale of its pixels is unknown.
@@ -286,13 +286,13 @@ def _deep_grey(image: Image.Image) -> Image.Image:
 
 
 def white_of(image: Image.Image) -> int:
-    """Return which number of a grey image of more than 8 bits becomes white."""
+    """Return the value that becomes white in a grey image with more than 8 bits."""
     bits = _tag(image, BITS_PER_SAMPLE)
     return 1 if image.mode == "F" else 2 ** (bits[0] if bits else 16) - 1  # 12 bits come in a container of 16
 
 
 def _tag(image: Image.Image, number: int) -> Any:
-    """Return a tag of a TIFF of 16 bits or fewer, None of any other file."""
+    """Return a tag of a TIFF with 16 bits or fewer, None for any other file."""
     if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
         return image.tag_v2.get(number)
     return None

@@ -1,6 +1,6 @@
-"""Image files: which formats are read, their bytes, and why one cannot be used.
+"""Image files: the supported formats, their bytes, and why a file cannot be used.
 
-Pillow refuses a PNG for large and damaged texts and colour profiles, which its pixels do not need: they are taken out.
+Pillow refuses a PNG for large or damaged texts and color profiles, which its pixels do not need, so they are removed.
 `read_file` is the only place where the bytes of image files are read.
 """
 
@@ -25,14 +25,14 @@ _HEIF_READER = "pillow_heif"  # of the package pillow-heif
 
 
 class _Optional(NamedTuple):
-    """A format that is read where a library is.
+    """A format that needs an optional library.
 
     Attributes:
-        pillow_name: Pillow's.
-        extensions: Of its files, in small letters.
-        brands: That its files begin with, after "ftyp" (ISO/IEC 14496-12).
-        is_here: Whether the library is.
-        cure: What to do where it is not.
+        pillow_name: Pillow's name.
+        extensions: Extensions of its files, in lower case.
+        brands: The brands at the start of its files, after "ftyp" (ISO/IEC 14496-12).
+        is_here: Whether the library is installed.
+        cure: What to do if it is not.
     """
 
     pillow_name: str
@@ -58,7 +58,7 @@ CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in eac
 
 
 class Refused(Exception):
-    """Why an image cannot be used; whoever knows its name adds that, see `named`."""
+    """Why an image cannot be used; the caller adds its name, see `named`."""
 
 
 _PNG_SIGNATURE, _ARRAY_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
@@ -69,29 +69,29 @@ _PNG_ORIENTATION = b"eXIf"
 
 @cache
 def pillow_formats() -> tuple[str, ...]:
-    """Return Pillow's names of the formats that are allowed: other decoders, such as EPS, start external programs."""
+    """Return Pillow's names of the allowed formats; other decoders, such as EPS, start external programs."""
     if "HEIF" in (names := tuple(each.pillow_name for each in _FOUND)):
         import_module(_HEIF_READER).register_heif_opener()
     return ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", *names)
 
 
 def is_array(content: bytes) -> bool:
-    """Whether a file is one of NumPy's, of one array."""
+    """Whether a file is a NumPy file with one array."""
     return content.startswith(_ARRAY_SIGNATURE)
 
 
 def unknown_format(content: bytes) -> str:
-    """Describe a file that has none of these formats, with a cure if there is one."""
+    """Describe a file in an unknown format, with a remedy if there is one."""
     brand = content[8:12] if content[4:8] == b"ftyp" else b""
     found = next((f"a file of {each.pillow_name}: {each.cure}" for each in _MISSING if brand in each.brands), None)
     return found or "not an image of a known format"
 
 
 def without_metadata(content: bytes) -> bytes:
-    """Return a PNG file without the chunks that its pixels and their orientation do not need.
+    """Return a PNG file without the chunks that its pixels and orientation do not need.
 
-    A file without such chunks, or of another format, is returned as it is, the same object. Chunks are those of the
-    PNG specification (third edition), 5.3: length, kind, data, checksum.
+    A file without such chunks, or in another format, is returned as the same object. Chunks are defined in the PNG
+    specification (third edition), 5.3: length, kind, data, checksum.
     """
     if not content.startswith(_PNG_SIGNATURE):
         return content
@@ -116,7 +116,7 @@ class ImageError(UserError):
     """An image that cannot be used.
 
     Attributes:
-        path: The file, or the position of the image in a data set that is no folder of files.
+        path: The file, or the image's position in a data set without files.
         reason: One line.
     """
 
@@ -132,8 +132,8 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
     """Return the content of a regular file, without waiting for a FIFO or reading a device.
 
     Raises:
-        ImageError: The file is missing, not a regular one, or larger than `max_bytes`.
-        FileServerError: It cannot be read now, see `patiently`.
+        ImageError: If the file is missing, not a regular file, or larger than `max_bytes`.
+        FileServerError: If it cannot be read now, see `patiently`.
     """
     try:
         return patiently(lambda: _content(path, max_bytes), path)
@@ -162,11 +162,11 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 @contextmanager
 def named(path: str | os.PathLike[str], found: dict[str, str] | None = None) -> Iterator[list[str]]:
-    """Yield a list for notes on an image that is decoded in the block; raise its refusal with its name.
+    """Yield a list for notes on an image that is decoded in the block; raise a refusal with the image's name.
 
     Args:
-        path: Of the image.
-        found: Gets the notes by the path, in one line.
+        path: Path of the image.
+        found: Gets the notes by path, in one line.
     """
     notes: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""Images as the numbers that their files contain: arrays in .npy files, and grey image files of more than 8 bits."""
+"""Reads images as raw numbers: arrays in .npy files, and grey image files with more than 8 bits."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _PNG_BITS = 24  # where a PNG has the bits of a channel
 
 
 def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
-    """Return an image for `evaluation_transform`: uint8 or float32 [C, H, W], by the rule of `data.values`.
+    """Return an image for `evaluation_transform`: uint8 or float32 [C, H, W], scaled as in `data.values`.
 
     Args:
-        content: of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
-        wanted: type of the numbers, see `to_values`.
-        channels: C; grey ones are read as three equal channels.
-        max_pixels: of an image file, see `decode`.
+        content: content of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
+        wanted: the required type of the numbers, see `to_values`.
+        channels: C; grey images are read as three equal channels.
+        max_pixels: most pixels of an image file, see `decode`.
 
     Raises:
-        Refused: if it cannot be read, or has other numbers or channels than those that the model was trained on.
+        Refused: if it cannot be read, or has other types or channels than the model was trained on.
     """
     numbers = _numbers_in(content, wanted, max_pixels)
     found = numbers.shape[-1] if numbers.ndim else 0
@@ -61,11 +61,11 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
 
 
 def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[str, int]:
-    """Return the type of an image's numbers, as of `to_values`, and its channels.
+    """Return the type of an image's numbers, see `to_values`, and its number of channels.
 
     Raises:
         ImageError: if it cannot be read.
-        UserError: for a type that is not read.
+        UserError: for an unsupported type.
     """
     with named(path):
         numbers = _numbers_in(content, "uint16", max_pixels)
@@ -73,7 +73,7 @@ def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> 
 
 
 def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
-    """Return a note if the images of more than 8 bits among some of a set fill little of their range, else none."""
+    """Return a note if sampled images with more than 8 bits use little of their range."""
     count = len(source.labels)
     chosen = np.linspace(0, count - 1, min(count, IMAGES_LOOKED_AT)).astype(int).tolist()
     source.expect(chosen)
@@ -101,12 +101,12 @@ def decode_numbers(
     channels: int,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
-    """Return the numbers of a file, uint8 or float32 [h, w, C]; else as `decode`."""
+    """Return the numbers in a file, uint8 or float32 [h, w, C]; otherwise like `decode`."""
     return crop(read_numbers(data, kind, channels, max_pixels).permute(1, 2, 0).numpy(), choose)
 
 
 def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
-    """Return what a file contains, grey images as [H, W, 1]."""
+    """Return the numbers in a file, grey images as [H, W, 1]."""
     if is_array(content):
         numbers = _read_array(content)
     else:
@@ -117,8 +117,8 @@ def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
 def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
     """Return the values of an image file in their own dtype, [H, W] or [H, W, C].
 
-    Colours of a palette and the like are read as RGB. Pillow has more than 8 bits for grey images alone: colours of
-    more are refused.
+    Palettes and other color modes are read as RGB. Pillow supports more than 8 bits only for grey images, so deeper
+    colors are refused.
     """
     is_grey, bits = is_deep_grey(image), _bits_of(image, content)
     if bits > 8 and not is_grey:
@@ -127,16 +127,16 @@ def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
 
 
 def _bits_of(image: Image.Image, content: bytes) -> int:
-    """Return the bits of a channel of a PNG or TIFF file, 8 of any other."""
+    """Return the bits per channel of a PNG or TIFF file, 8 for other files."""
     if isinstance(image, TiffImageFile):
         return max(image.tag_v2.get(BITS_PER_SAMPLE, (8,)))
     return content[_PNG_BITS] if image.format == "PNG" else 8
 
 
 def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
-    """Return the largest number of an image of whole numbers of more than 8 bits, and which one becomes white.
+    """Return the largest value in an integer image with more than 8 bits, and the value that becomes white.
 
-    Of colours Pillow reads the upper 8 bits alone. None of any other image, and of one that cannot be read.
+    For colors, Pillow reads only the upper 8 bits. Return None for any other image and for unreadable ones.
     """
 
     def largest(image: Image.Image) -> tuple[int, int]:
@@ -159,7 +159,7 @@ def _read_array(content: bytes) -> np.ndarray:
 
 
 def _narrowed(numbers: np.ndarray, wanted: str) -> np.ndarray:
-    """Return int32 numbers, which Pillow makes of some files of 16 bits, as the type that is wanted if all fit."""
+    """Return int32 numbers, which Pillow gives for some 16-bit files, as the required type if all fit."""
     if numbers.dtype != np.int32 or wanted == FLOATS or not numbers.size:
         return numbers
     limits = np.iinfo(wanted)

@@ -1,4 +1,4 @@
-"""From an image to what a trained model takes: the one reader of `predict`, of its page, and of `preprocess`."""
+"""Turns an image into a trained model's input, for `predict`, the `serve` page, and `preprocess`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from zerovision.training.data.values import BYTES
 
 
 class ModelInput:
-    """Reads images as the evaluation of a training reads them.
+    """Reads images as a training's evaluation does.
 
     Args:
-        preprocessing: That of the model.
-        decode: A name of `DECODERS`; default: that of the training.
-        max_pixels: Of an image file, see `decode`.
+        preprocessing: The model's preprocessing.
+        decode: A name in `DECODERS`; default: the training's.
+        max_pixels: Most pixels of an image file, see `decode`.
     """
 
     def __init__(self, preprocessing: Preprocessing, decode: str = "", max_pixels: int = MAX_PIXELS) -> None:
@@ -35,12 +35,12 @@ class ModelInput:
         """Return the input for an image file, or a .npy file of one image: float32 [C, S, S].
 
         Args:
-            path: Of the file.
-            content: Of the file, if it was read before.
+            path: Path of the file.
+            content: Content of the file, if already read.
             found: Gets notes, see `named`.
 
         Raises:
-            ImageError: It cannot be used.
+            ImageError: If it cannot be used.
         """
         content, values = read_file(path) if content is None else content, self.preprocessing.values
         with named(path, found) as notes:
@@ -49,7 +49,7 @@ class ModelInput:
             return self._of_pixels(self._decoder(content, notes=notes))
 
     def read_picture(self, image: Image.Image) -> torch.Tensor:
-        """As `read`, of an image that Pillow has opened: what of its file, as long as that is not decoded."""
+        """Like `read`, for an image that Pillow has opened; reads its file unless it is already decoded."""
         content = _undecoded(image)
         if content is not None:
             return self.read(os.fspath(getattr(image, "filename", "")) or "the image", content)
@@ -65,7 +65,7 @@ class ModelInput:
 
 
 def _undecoded(image: Image.Image) -> bytes | None:
-    """Return the file behind an image if Pillow has only read its header, else None."""
+    """Return the file of an image if Pillow has only read its header, else None."""
     stream = getattr(image, "fp", None)
     if stream is None or not getattr(image, "tile", None) or image.tell():  # decoded, or not the first frame
         return None

@@ -1,7 +1,7 @@
-"""Files behind URLs: what fsspec gives of them, within a time limit, and tried again as files of a file server are.
+"""Reads files from URLs with fsspec, with a time limit and retries.
 
-Credentials are those that fsspec's packages find themselves, such as `~/.aws`, `~/.netrc` or `hf auth login`. A URL
-with some is refused, because logs and the run's folder contain it, and no message has what a server redirects to.
+fsspec's packages find credentials themselves, in `~/.aws`, `~/.netrc` or from `hf auth login`. A URL that contains some
+is refused, because logs and the run's folder contain the URL; messages never contain a redirect's target.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = tuple[int, int]  # size in bytes, and what changes with the content: of 
 
 
 class RemotePath(PurePosixPath):
-    """A URL, whose parts are those of a path."""
+    """A URL with the interface of a path."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -42,7 +42,7 @@ def redacted(text: str) -> str:
 
 
 def check_url(text: str) -> bool:
-    """Return whether this is a URL; raise a UserError if it cannot be read, or has what logs must not show."""
+    """Return whether this is a URL; raise a UserError if it is invalid, or has parts that logs must not show."""
     scheme, separator, rest = text.partition("://")
     given = f"--data {redacted(text)}"
     if separator and (scheme not in PACKAGES or not rest.strip("/")):
@@ -57,7 +57,7 @@ def check_url(text: str) -> bool:
 
 @functools.cache
 def _file_system(scheme: str, process: int) -> Any:
-    """Return fsspec's file system for a process; another one needs its own."""
+    """Return fsspec's file system for this process; each process needs its own."""
     options: dict[str, Any] = {} if scheme == "hf" else {"use_listings_cache": False}
     if scheme in ("http", "https"):
         options["client_kwargs"] = {"trust_env": True}  # ~/.netrc, and proxies
@@ -83,16 +83,16 @@ def _ask_once(file: PurePath, method: str, **options: Any) -> Any:
 
 
 def ask(file: PurePath, method: str, **options: Any) -> Any:
-    """Return what a method of fsspec's file system gives for a file, tried again, see `patiently`.
+    """Return the result of a method of fsspec's file system for a file, with retries, see `patiently`.
 
     Raises:
-        OSError: For what does not pass.
+        OSError: For a permanent error.
     """
     return patiently(functools.partial(_ask_once, file, method, **options), file)
 
 
 def _as_os_error(error: BaseException) -> OSError:
-    """Return an error with a number that says whether it may pass, and a reason without secrets."""
+    """Return an error whose number says whether it may be temporary, and a reason without secrets."""
     if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, for whatever happens at HTTP
         error = error.__cause__
     holders = (error, getattr(error, "response", None))
@@ -109,7 +109,7 @@ def _as_os_error(error: BaseException) -> OSError:
 
 
 def state_of(file: PurePath) -> State:
-    """Return the state of a file, `UNMARKED` if its server tells no change; raise OSError if it has none."""
+    """Return the state of a file, `UNMARKED` if its server reports no changes; raise OSError if it has none."""
     facts = ask(file, "info")
     if type(facts.get("size")) is not int:
         raise OSError(errno.EINVAL, "its size is not known")
@@ -119,14 +119,14 @@ def state_of(file: PurePath) -> State:
 
 
 def files_below(folder: RemotePath) -> list[RemotePath]:
-    """Return the files in a folder and its folders, sorted; raise OSError as `ask`."""
+    """Return the files in a folder and its subfolders, sorted; for errors, see `ask`."""
     own = _entries(folder)
     inner = [_entries(path) for path, is_folder in own.items() if is_folder]
     return sorted(path for entries in (own, *inner) for path, is_folder in entries.items() if not is_folder)
 
 
 def _entries(folder: RemotePath) -> dict[RemotePath, bool]:
-    """Return what is in a folder, and whether it is a folder; a page of links may lead anywhere."""
+    """Return a folder's entries, and whether it is a folder; a page of links may lead anywhere."""
     names = {entry["name"]: entry["type"] == "directory" for entry in ask(folder, "ls", detail=True)}
     scheme = str(folder).partition("://")[0]
     found = {RemotePath(n if "://" in n else f"{scheme}://{n}"): is_folder for n, is_folder in names.items()}

@@ -1,4 +1,4 @@
-"""Files behind URLs: fetched whole into a folder of this machine, of which those not used for longest are removed."""
+"""Files behind URLs: downloaded whole into a local folder, whose least recently used files are removed."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def checksum_of(file: Path) -> int:
 
 
 class Copies:
-    """Local copies of remote files, for all processes of a machine. A copy has the state of its file as size and time.
+    """Local copies of remote files, shared by all processes of a machine. A copy's size and time are the file's state.
 
     Args:
-        folder: Of the copies.
-        max_bytes: Most bytes in it, beside what is being fetched; all processes may exceed them by a fiftieth.
+        folder: Folder of the copies.
+        max_bytes: Most bytes in it, besides current downloads; all processes together may exceed this by a fiftieth.
         files: The files.
-        states: Of each, see `state_of`.
+        states: State of each file, see `state_of`.
 
     Attributes:
-        paths: Of the copies, which may be missing.
-        checksums: Of the files, see `checksum_of`; `UNKNOWN_CHECKSUM` where it is not known.
+        paths: Paths of the copies, which may be missing.
+        checksums: Checksums of the files, see `checksum_of`; `UNKNOWN_CHECKSUM` if unknown.
     """
 
     def __init__(self, folder: Path, max_bytes: int, files: Sequence[PurePath], states: Sequence[State]) -> None:
@@ -64,11 +64,11 @@ class Copies:
         self._pool: ThreadPoolExecutor | None = None
 
     def fetch(self, number: int) -> Path:
-        """Return the copy of a file by its number, once it is there.
+        """Return the copy of a file by its index, once it exists.
 
         Raises:
-            UserError: It cannot be had, or has changed.
-            FileServerError: The server does not answer now.
+            UserError: If it is not available, or has changed.
+            FileServerError: If the server does not answer now.
         """
         path, times = self.paths[number], (time.time_ns(), self.states[number][1])
         try:
@@ -86,7 +86,7 @@ class Copies:
         return path
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Begin to fetch files that will be read."""
+        """Start to fetch files that will be read."""
         for number in dict.fromkeys(numbers):
             if number not in self._coming and not self.paths[number].exists():
                 self._pool = self._pool or ThreadPoolExecutor(CONNECTIONS)
@@ -130,7 +130,7 @@ class Copies:
             raise OSError(errno.EIO, DAMAGED)
 
     def _count(self, added: int, newest: Path) -> None:
-        """Count bytes together with the other processes; look for what goes after each fiftieth of the bound."""
+        """Count bytes together with the other processes; look for files to remove after each fiftieth of the limit."""
         counter = os.open(self.folder / COUNTER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(counter, fcntl.LOCK_EX)
@@ -160,12 +160,12 @@ class Copies:
 
 
 class RemoteArchive(Archive):
-    """Reads archives behind URLs from their copies, by what reads these.
+    """Reads archives behind URLs from their local copies.
 
     Args:
-        copies: Of the files.
-        archive: What reads them.
-        folder: Of files that are an image each, by the names below it; None of archives.
+        copies: Copies of the files.
+        archive: Reads the copies.
+        folder: Folder of single image files, named relative to it; None for archives.
     """
 
     is_remote = True

@@ -1,6 +1,6 @@
-"""Tries again what a file server, or a machine short of something, refuses for a moment.
+"""Retries operations that a file server, or a machine short of resources, refuses temporarily.
 
-Such an error says nothing about the file: it never makes an image a bad one, which would be left out of the training.
+Such an error says nothing about the file, so it never makes an image a bad one, which training would leave out.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ PASSING = frozenset(getattr(errno, name) for name in (*_OF_THE_SERVER, *_OF_THE_
 def patiently(
     action: Callable[[], Result], path: str | os.PathLike[str], waits_s: Sequence[float] = WAITS_SECONDS
 ) -> Result:
-    """Return what `action` returns; if it fails with an error that may pass, try again after 1, 2 and 4 s.
+    """Return the result of `action`; after a possibly temporary error, retry after 1, 2 and 4 s.
 
     Args:
         action: Reads the file or folder at `path`; may be called several times.
-        path: For the message.
-        waits_s: Before each further try.
+        path: The path, for messages.
+        waits_s: Seconds before each retry.
 
     Raises:
-        FileServerError: It failed with such an error each time.
-        OSError: It failed with another one.
+        FileServerError: If it fails with such an error each time.
+        OSError: If it fails with another error.
     """
     try:
         return action()
@@ -53,11 +53,11 @@ def patiently(
 
 
 class FolderEntry:
-    """An `os.DirEntry` that asks the server as `patiently` does: it does where an entry is a link, or of no known type.
+    """An `os.DirEntry` that asks the server with retries if the entry is a link or has an unknown type.
 
     Attributes:
-        name: As an entry of its folder.
-        path: Of the folder, and the name.
+        name: The entry's name.
+        path: Path of the folder, and the name.
     """
 
     __slots__ = ("_entry", "name", "path")
@@ -66,11 +66,11 @@ class FolderEntry:
         self._entry, self.name, self.path = entry, entry.name, entry.path
 
     def is_dir(self) -> bool:
-        """Whether it is, or leads to, a folder."""
+        """Whether it is a folder or a link to one."""
         return patiently(self._entry.is_dir, self.path)
 
     def is_file(self) -> bool:
-        """Whether it is, or leads to, a regular file."""
+        """Whether it is a regular file or a link to one."""
         return patiently(self._entry.is_file, self.path)
 
     def is_symlink(self) -> bool:
@@ -78,12 +78,12 @@ class FolderEntry:
         return patiently(self._entry.is_symlink, self.path)
 
     def stat(self) -> os.stat_result:
-        """Return the status of the file that it is, or leads to."""
+        """Return the status of the file, following links."""
         return patiently(self._entry.stat, self.path)
 
 
 def entries_of(folder: str | os.PathLike[str]) -> list[FolderEntry]:
-    """Return the entries of a folder, sorted by name; the errors are those of `patiently`."""
+    """Return the entries of a folder, sorted by name; for errors, see `patiently`."""
 
     def listed() -> list[FolderEntry]:
         with os.scandir(folder) as scan:
@@ -93,12 +93,12 @@ def entries_of(folder: str | os.PathLike[str]) -> list[FolderEntry]:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """As `os.path.isdir`, which takes a server's silence for a no; the error is that of `patiently`."""
+    """Like `os.path.isdir`, but raise the error of `patiently` if the server does not answer."""
     return _is(stat.S_ISDIR, path)
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """As `os.path.isfile`, likewise."""
+    """Like `os.path.isfile`, but raise the error of `patiently` if the server does not answer."""
     return _is(stat.S_ISREG, path)
 
 

@@ -1,4 +1,4 @@
-"""Sources of raw images: arrays in memory, or encoded images, which are files or lie in archives."""
+"""Sources of raw images: arrays in memory, or encoded images in files or archives."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Source:
     """Raw images by position.
 
     Attributes:
-        channels: C of the images as they are read.
-        values: Type that their numbers had; all but uint8 are read as float32.
+        channels: C of the images as read.
+        values: Original type of the numbers; all types but uint8 are read as float32.
         labels: int64 [N].
-        in_memory: Whether reading needs no decoding.
-        cache_folder: Where decoded images are kept; None if they are not.
-        digests: Of the files that are read from now on, by position, see `digest_of`; None to collect none.
-        notes: On the images that are read from now on and are odd, by path; None to collect none.
-        loss_weights: float32 [N], of the samples' losses in training; None if all are 1.
+        in_memory: Whether the images need no decoding.
+        cache_folder: Folder of the decoded images' cache, or None.
+        digests: Digests of files that are read, by position, see `digest_of`; None to collect none.
+        notes: Notes on unusual images that are read, by path; None to collect none.
+        loss_weights: float32 [N], weights of the samples' training losses; None if all are 1.
     """
 
     channels: int
@@ -54,7 +54,7 @@ class Source:
     loss_weights: torch.Tensor | None = None
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes of it: uint8 or float32 [C, h, w].
+        """Return the image, or the part that `choose` takes: uint8 or float32 [C, h, w].
 
         Raises:
             ImageError: The image cannot be read.
@@ -62,7 +62,7 @@ class Source:
         raise NotImplementedError
 
     def expect(self, indices: Iterable[int]) -> None:
-        """Begin to fetch images that will be read, if they are far away and not in a cache."""
+        """Start to fetch images that will be read, if they are remote and not cached."""
 
     def name(self, index: int) -> str:
         """Return the path of the image, or its position."""
@@ -70,9 +70,9 @@ class Source:
 
 
 class ArraySource(Source):
-    """Images of one size in memory: uint8 [N, C, H, W], or float32 as of `to_values`.
+    """Images of one size in memory: uint8 [N, C, H, W], or float32 see `to_values`.
 
-    Grey ones are read as three equal channels, unless `channels` is 1.
+    Grey images are read as three equal channels, unless `channels` is 1.
     """
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
@@ -80,10 +80,10 @@ class ArraySource(Source):
         self.channels = channels or (3 if images.shape[1] == 1 else images.shape[1])
 
     def in_channels(self, channels: int) -> ArraySource:
-        """Return the images as they are read with another number of channels; itself for 0, its own number.
+        """Return the source with another number of channels; itself for 0 or its own number.
 
         Raises:
-            UserError: They cannot be converted: only grey and RGB are, into each other.
+            UserError: If they cannot be converted; only grey and RGB can, into each other.
         """
         if channels in (0, self.channels):
             return self
@@ -107,7 +107,7 @@ class ArraySource(Source):
 
 
 def grey(images: torch.Tensor) -> torch.Tensor:
-    """Return the grey levels, [N, 1, H, W], of RGB images, uint8 or float32 [N, 3, H, W]: Pillow's, of ITU-R BT.601."""
+    """Return Pillow's grey levels (ITU-R BT.601), [N, 1, H, W], of RGB images, uint8 or float32 [N, 3, H, W]."""
     shares = torch.tensor([19595, 38470, 7471])[:, None, None]  # of 2^16
     parts = images.split(IMAGES_CONVERTED)
     if images.is_floating_point():
@@ -116,18 +116,18 @@ def grey(images: torch.Tensor) -> torch.Tensor:
 
 
 class FileSource(Source):
-    """Encoded images: files, or in archives.
+    """Encoded images, in files or archives.
 
     Args:
-        images: Which ones.
+        images: The table of images.
         decoder: Decodes an image.
         cache: Keeps decoded images.
         first_in_cache: Position of the first image in the cache.
-        channels: C of what the decoder gives.
-        values: Type that the numbers in the files have.
+        channels: C of the decoded images.
+        values: Type of the numbers in the files.
 
     Attributes:
-        images: The argument.
+        images: The table of images.
     """
 
     in_memory = False
@@ -177,14 +177,14 @@ class FileSource(Source):
 
 
 def digest_of(content: bytes) -> int:
-    """Return 63 bits of a file's sha256, never `UNKNOWN`: equal ones mean the same file, byte for byte."""
+    """Return 63 bits of a file's sha256, never `UNKNOWN`; equal digests mean byte-identical files."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1 or 1
 
 
 def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -> tuple[list[FileSource], list[str]]:
     """Return the source of each part, with the decoder and the cache that the options name, and notes.
 
-    A third part, that of a test, is read once: it is not cached.
+    A third part, the test part, is read once and not cached.
     """
     channels, max_pixels, cached = options.image_channels or 3, options.max_megapixels * 10**6, parts[:2]
     values, cache, note = BYTES, None, ""
@@ -210,7 +210,7 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
 
 
 def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
-    """Return a name that changes with everything that decides the pixels of shrunk images, and their order."""
+    """Return a name that depends on everything that decides the pixels of shrunk images, and their order."""
     pixels = f"{image_size}" if channels == 3 else f"{image_size}x{channels}"
     root = os.fspath(parts[0].root)
     digest = hashlib.sha256(f"{CACHE_FORMAT}\0{pixels}\0{root}\0".encode("utf-8", "surrogateescape"))
@@ -221,7 +221,7 @@ def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
 
 
 def _sides(images: Images, max_pixels: int) -> list[tuple[int, int]]:
-    """Return height and width of some images, evenly spaced, that can be read."""
+    """Return the height and width of some readable images, evenly spaced."""
     rows, sides = np.linspace(0, len(images) - 1, min(len(images), HEADERS_READ)).astype(int).tolist(), []
     images.expect(rows)
     for row in rows:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, which takes the place of PyTorch's engine and follows JSON files of its own."""
+"""DeepSpeed's ZeRO, which replaces PyTorch's engine and is configured by JSON files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """What DeepSpeed alone follows."""
+    """The settings that only DeepSpeed uses."""
 
     deepspeed_config: str = path_option("", "DeepSpeed JSON file to use instead of the strategy's own.")
 
     @property
     def has_own_sharding(self) -> bool:
-        """Whether a file of the user's says what is sharded, so that nothing else may change it."""
+        """Whether the user's file defines the sharding, which nothing else may then change."""
         return bool(self.deepspeed_config)
 
 

@@ -1,8 +1,8 @@
-"""From a strategy's JSON file to DeepSpeed's configuration; nothing but DeepSpeed follows these files.
+"""Turns a strategy's JSON file into DeepSpeed's configuration; only DeepSpeed uses these files.
 
-One number has one owner: the JSON file has DeepSpeed's sharding and communication, the command line has the rest
-(batch, accumulation, clipping, precision, offload). A key that the command line owns is refused in the file.
-This module imports neither torch nor DeepSpeed.
+Each number has one owner: the JSON file has DeepSpeed's sharding and communication, the command line the rest (batch,
+accumulation, clipping, precision, offload). The file must not contain a key that a flag sets. This module imports
+neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
 
     Args:
         strategy: a key of `STRATEGIES`.
-        override: another file to read in place of the strategy's own; '' reads the strategy's own.
+        override: another file to read instead of the strategy's own, or ''.
 
     Raises:
-        UserError: naming file and key, if the file is missing or malformed, or has a key that is unknown, of the wrong
-            type, `auto` or owned by the command line, or another ZeRO stage than the strategy's.
+        UserError: with file and key, if the file is missing or malformed, has a key that is unknown, of the wrong type,
+            `auto` or owned by the command line, or has another ZeRO stage than the strategy.
     """
     path = Path(override) if override else strategy_file(strategy)
     try:
@@ -62,7 +62,7 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
 
 
 def keys_of_deepspeed_alone(strategy_json: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a checked JSON that ask for something that no other engine does."""
+    """Return the keys of a checked JSON that no other engine supports."""
     zero = strategy_json.get("zero_optimization", {})
     return sorted({*strategy_json} - {"zero_optimization"} | _MORE_THAN_ADVICE & {*zero})
 
@@ -74,7 +74,7 @@ def deepspeed_config(strategy_json: Mapping[str, Any], setup: EngineSetup) -> di
     DeepSpeed keeps weights, gradients and optimizer state in fp32 under every strategy.
 
     Args:
-        strategy_json: what `read_strategy_json` returned.
+        strategy_json: the result of `read_strategy_json`.
         setup: batch size, accumulation, clipping and offload of the engine.
 
     Returns:

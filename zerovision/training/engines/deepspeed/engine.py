@@ -39,7 +39,7 @@ class DeepSpeedEngine(Engine):
     """A model whose training state DeepSpeed ZeRO shards."""
 
     def __init__(self, setup: EngineSetup, config: dict[str, Any]) -> None:
-        """Shard the model and its optimizer as DeepSpeed's configuration says; a collective."""
+        """Shard the model and its optimizer according to DeepSpeed's configuration; a collective."""
         os.environ["DS_ACCELERATOR"] = setup.data.device.type  # else DeepSpeed looks for one, and warns of none
         import deepspeed
 
@@ -72,7 +72,7 @@ class DeepSpeedEngine(Engine):
             self._engine.compile()
 
     def _count_once(self, rule: torch.optim.Optimizer) -> None:
-        """Correct rules that count steps per group: DeepSpeed calls them once for each part of the weights."""
+        """Correct rules that count steps per group, because DeepSpeed calls them for each part of the weights."""
         for group in rule.param_groups:
             if "step" in group:
                 group["step"] = self._applied_steps
@@ -108,7 +108,7 @@ class DeepSpeedEngine(Engine):
 
     @contextlib.contextmanager
     def _parts_written(self) -> Iterator[None]:
-        """Let the model compute with what the block writes to this rank's parts of the weights; a collective."""
+        """Copy the changes that the block makes to this rank's parts of the weights into the model; a collective."""
         zero = self._engine.optimizer
         if self._is_stage_3:
             zero.checkpoint_event_prologue()  # releases whole weights, which would be those of before
@@ -159,7 +159,7 @@ class DeepSpeedEngine(Engine):
         return hasattr(self._engine.optimizer, "fp32_partitioned_groups_flat")
 
     def _flat_partitions(self) -> list[torch.Tensor]:
-        """Return this rank's flat fp32 parts of the weights, which are the inner optimizer's parameters."""
+        """Return this rank's flat fp32 parts of the weights, the inner optimizer's parameters."""
         zero = self._engine.optimizer
         return zero.fp32_partitioned_groups_flat if self._is_stage_3 else zero.single_partition_of_fp32_groups
 
@@ -172,10 +172,10 @@ class DeepSpeedEngine(Engine):
 
 
 def _forget_destroyed_group() -> None:
-    """Let DeepSpeed make its copy of the process group anew.
+    """Let DeepSpeed renew its copy of the process group.
 
-    It keeps the first for the life of the process (`groups._clone_world_group`), also if that was destroyed: as by an
-    earlier run in this process.
+    DeepSpeed keeps the first one for the life of the process (`groups._clone_world_group`), even if an earlier run in
+    this process destroyed it.
     """
     from deepspeed.utils import groups
 
@@ -188,7 +188,7 @@ def _forget_destroyed_group() -> None:
 
 @functools.cache
 def _sign_build_locks() -> None:
-    """Let the locks of this process's builds of operators say where it runs, see `zerovision.launch.process_tree`."""
+    """Let this process's locks on operator builds say where it runs, see `zerovision.launch.process_tree`."""
     from torch.utils.file_baton import FileBaton
 
     acquire = FileBaton.try_acquire
@@ -203,7 +203,7 @@ def _sign_build_locks() -> None:
 
 
 class TimedBackend:
-    """DeepSpeed's backend, `deepspeed.comm.comm.cdb`, or a work of it, whose calls count as communication."""
+    """DeepSpeed's backend, `deepspeed.comm.comm.cdb`, or one of its work handles; calls count as communication."""
 
     COLLECTIVES = (
         *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
@@ -231,7 +231,7 @@ def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
 def _stage_1_and_2_shards(
     parameters: Mapping[str, nn.Parameter], flats: Mapping[str, torch.Tensor]
 ) -> Iterator[ParameterShard]:
-    """ZeRO 1 and 2: the group's parameters one after another, cut into one part per rank."""
+    """ZeRO 1 and 2: the group's parameters are concatenated and cut into one part per rank."""
     for name, parameter in parameters.items():
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:  # else all of it is on other ranks
@@ -242,7 +242,7 @@ def _stage_1_and_2_shards(
 def _stage_3_shards(
     parameters: Mapping[str, nn.Parameter], flats: Mapping[str, torch.Tensor]
 ) -> Iterator[ParameterShard]:
-    """ZeRO 3: each parameter is cut over the ranks by itself; the padding of its last part is left out."""
+    """ZeRO 3: each parameter is cut over the ranks separately, without the padding of its last part."""
     start = 0
     for name, parameter in parameters.items():
         size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]

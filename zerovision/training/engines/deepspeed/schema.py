@@ -1,8 +1,8 @@
 """A strict check of a user's DeepSpeed JSON, before DeepSpeed's own lenient one.
 
-DeepSpeed ignores misspelt top-level keys (`zero_optimisation` silently trains at stage 0) and reads some `auto`
-values as false; here each gets one line with file and key.
-Key names and types follow DeepSpeed's configuration reference (https://www.deepspeed.ai/docs/config-json/).
+DeepSpeed ignores misspelt top-level keys (`zero_optimisation` silently trains at stage 0) and reads some `auto` values
+as false; here each mistake gets one line with file and key. Key names and types follow DeepSpeed's configuration
+reference (https://www.deepspeed.ai/docs/config-json/).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KINDS = {"flag": BOOL, "text": TEXT, "list": LIST, "count": COUNT, "number": NUM
 
 
 def _keys(words: str) -> dict[str, Any]:
-    """Return what each key of words `key:kind` is expected to be."""
+    """Return the expected kind of each key from words `key:kind`."""
     return {key: KINDS[kind] for key, kind in (word.split(":") for word in words.split())}
 
 
@@ -81,7 +81,7 @@ def check_deepspeed_json(content: Any, path: Path) -> None:
         path: the file, for messages.
 
     Raises:
-        UserError: naming every key that is unknown or refused, or whose value is wrong.
+        UserError: with every key that is unknown, refused, or has a wrong value.
     """
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: expected a JSON object, as in deepspeed_configs/.")
@@ -91,7 +91,7 @@ def check_deepspeed_json(content: Any, path: Path) -> None:
 
 
 def _mistakes(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield a sentence for each key that must not be there, or has a wrong value."""
+    """Yield a sentence for each key that is not allowed or has a wrong value."""
     for key, value in section.items():
         name = prefix + key
         expected = schema.get(key)

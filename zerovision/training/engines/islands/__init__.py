@@ -1,4 +1,4 @@
-"""Islands: groups of ranks that train by themselves, and take an outer step together now and then (DiLoCo)."""
+"""Islands: groups of ranks that train independently, and periodically take an outer step together (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class IslandSettings:
-    """How ranks train apart."""
+    """The settings of local steps."""
 
     local_steps: int = option(
         1,
@@ -41,7 +41,7 @@ class IslandSettings:
 
 
 class DiLoCo(Way):
-    """Groups of ranks that train by themselves between outer steps."""
+    """Groups of ranks that train independently between outer steps."""
 
     flag = "local_steps"
     # Each has an engine, an optimizer and statistics of its own; fp16 would have another loss scale on each.
@@ -56,10 +56,10 @@ class DiLoCo(Way):
         return 2 + (self.config.outer_precision == "bf16")
 
     def divide_ranks(self, names: Iterable[str] | None, world: World) -> tuple[dict[str, Any], int, list[str]]:
-        """As many as the run is meant to have, else one per machine.
+        """Return the intended number of islands, by default one per machine.
 
-        A run that goes on keeps what it is meant to have, but fewer islands train if the ranks that are left cannot be
-        divided into as many.
+        A resumed run keeps its intended number, but trains fewer islands if the remaining ranks cannot be divided into
+        as many.
         """
         from zerovision.training.engines.islands.engine import number_of_islands, usable_islands
         from zerovision.training.world.collectives import gather_objects, ranks_per_machine

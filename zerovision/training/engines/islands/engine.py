@@ -1,19 +1,20 @@
-"""Islands: equal groups of ranks of which each trains the model by itself, as a run of these ranks alone would.
+"""Islands: equal groups of ranks, each of which trains the model like a separate run.
 
-`OuterSteps` brings them together now and then. In between their weights differ, and their moments always do. So a
-checkpoint contains those of each: island 0's by the parameters' names, island i's as 'island i/NAME'. What all have in
-common, such as frozen weights, it contains once.
+`OuterSteps` synchronizes them periodically. In between their weights differ, and their moments always do, so a
+checkpoint contains those of each island: island 0's under the parameters' names, island i's as 'island i/NAME'. Common
+values, such as frozen weights, are saved once.
 
-A run may go on with another number of islands: the last ones are dropped, and new ones begin as `_of_own_island` says.
+A run may resume with another number of islands: the last ones are dropped, and new ones start as `_of_own_island`
+describes.
 
-The outer step is that of DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1): the weights
-that all islands began with, less the mean of those that they have come to, is the gradient of a step of SGD with
-Nesterov momentum. Its weights are the outer ones, which are evaluated and exported; islands keep the moments of their
-own optimizers.
+The outer step is that of DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1): the gradient is
+the weights with which all islands began, minus the mean of their current weights, and SGD with Nesterov momentum
+applies it. The results are the outer weights, which are evaluated and exported; islands keep their own optimizers'
+moments.
 
-The outer state is in the optimizer's state beside the moments, as averages of the weights are: so it is sharded, saved
-and resumed as those. With `--outer-precision bf16` what rounding has kept back of an island's way is in it, too, and is
-added to its next one: error feedback (Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847).
+The outer state is stored in the optimizer's state beside the moments, like averages of the weights, so it is sharded,
+saved and resumed like them. With `--outer-precision bf16` it also contains the rounding error of an island's change,
+which is added to the next one: error feedback (Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ APPLIED_STEPS = "island/applied_steps"  # kept beside the buffers, which each ra
 
 
 def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
-    """Return into how many islands ranks can be divided, all of whole machines or of equal parts of one; 1 always."""
+    """Return the possible numbers of islands, of whole machines or equal parts of one; always includes 1."""
 
     def is_usable(islands: int) -> bool:
         length, rest = divmod(ranks, islands)
@@ -61,15 +62,18 @@ def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
 
 
 class IslandEngine(TorchEngine):
-    """The engine of this rank's island, which begins with the weights that all begin with.
+    """The engine of this rank's island, which begins with the common weights.
 
     Attributes:
-        peers: the ranks, one of each island in their order, that have the same part of the training state.
+        peers: the ranks, one per island in order, with the same part of the training state.
         everyone: all ranks.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Divide the ranks into islands of neighbours, and distribute the model over each; a collective of all."""
+        """Divide the ranks into islands of neighbours, and distribute the model over each.
+
+        A collective of all ranks.
+        """
         copy_from_main([*setup.module.parameters()], setup.world)
         numbers = torch.arange(setup.world.size).view(setup.groups, -1)
         super().__init__(dataclasses.replace(setup, world=along(1, numbers, setup.world)))
@@ -78,14 +82,17 @@ class IslandEngine(TorchEngine):
             raise AgreedError("--local-steps: fp16 would have another loss scale on each island, use --precision fp32.")
 
     def step(self) -> StepResult | None:
-        """As of every engine; whether it was applied is a tensor: other islands learn of it when outcomes are read."""
+        """See `Engine.step`.
+
+        `applied` is a tensor, because other islands learn about it only when outcomes are read.
+        """
         result = super().step()
         if result is None or isinstance(result.applied, torch.Tensor):
             return result
         return StepResult(torch.tensor(result.applied, device=self._world.device), result.gradient_norm)
 
     def state(self) -> EngineState:
-        """As of every engine; the outer state and what is frozen are among the parts of island 0."""
+        """See `Engine.state`; island 0 has the outer state and the frozen weights."""
         own, frozen = super().state(), frozen_parameters(self.module).keys()
         shapes = dict(own.shapes)
         for island in range(1, self.peers.size):
@@ -104,7 +111,7 @@ class IslandEngine(TorchEngine):
         buffers: Mapping[str, torch.Tensor],
         applied_steps: int,
     ) -> None:
-        """As of every engine."""
+        """See `Engine.load_state`."""
         prefix, frozen = _prefix(self.peers.rank), frozen_parameters(self.module).keys()
         own = {
             kind: take if kind in (OUTER_WEIGHTS, OUTER_MOMENTUM) else _of_own_island(tensors, kind, prefix, frozen)
@@ -116,19 +123,19 @@ class IslandEngine(TorchEngine):
 
 
 def _prefix(island: int) -> str:
-    """Return what precedes the names of an island's parameters in a checkpoint."""
+    """Return the prefix of an island's parameter names in a checkpoint."""
     return f"island {island}/" if island else ""
 
 
 def number_of_islands(names: Iterable[str]) -> int:
-    """Return how many islands a checkpoint has, given the names of its parameters."""
+    """Return the number of islands in a checkpoint, given its parameter names."""
     return 1 + max((int(found[1]) for found in map(FURTHER.match, names) if found), default=0)
 
 
 def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
-    """Return a shard by its name in a checkpoint, without the outer state, which island 0 saves.
+    """Return a shard with its name in a checkpoint, without the outer state, which island 0 saves.
 
-    The checkpoint's format takes what has no moments at all for frozen: then it keeps the outer state.
+    A shard without any moments would count as frozen in the checkpoint's format, so it then keeps the outer state.
     """
     inner = {kind: tensor for kind, tensor in shard.tensors.items() if kind not in (OUTER_WEIGHTS, OUTER_MOMENTUM)}
     has_moments = inner.keys() != {WEIGHTS}
@@ -136,10 +143,10 @@ def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
 
 
 def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, frozen: Collection[str]) -> TakeBox:
-    """Return what takes an island's tensors of a kind out of a checkpoint's, by the parameters' names.
+    """Return the function that reads an island's tensors of one kind from a checkpoint, by parameter name.
 
-    An island that the checkpoint has not begins with the outer weights, nothing left to send, and island 0's moments:
-    with zeros its first steps would be too long, because the count of steps corrects their bias no more.
+    An island that is not in the checkpoint begins with the outer weights, no rounding error, and island 0's moments.
+    With zero moments its first steps would be too long, because the step count no longer corrects their bias.
     """
 
     def take(name: str, box: tuple[slice, ...]) -> torch.Tensor:
@@ -154,13 +161,13 @@ def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, froze
 
 
 class OuterSteps(Averages):
-    """Takes an outer step after every so many steps of the islands, and after the last of the run.
+    """Takes an outer step after every few steps of the islands, and after the last step of the run.
 
     Args:
-        engine: of this rank's island, before its state is restored.
-        config: how many steps lie between two outer steps, and their learning rate, momentum and precision.
-        total_steps: of the run.
-        loggers: of the run.
+        engine: engine of this rank's island, before its state is restored.
+        config: the number of steps between outer steps, and their learning rate, momentum and precision.
+        total_steps: steps of the run.
+        loggers: the run's loggers.
     """
 
     def __init__(
@@ -181,7 +188,7 @@ class OuterSteps(Averages):
             state |= {kind: torch.zeros_like(weights) for kind in zeros}
 
     def describe(self) -> list[str]:
-        """Return what the islands do, for the log."""
+        """Describe the islands, for the log."""
         config, engine = self._config, self._engine
         rounds = -(-self._total_steps // config.local_steps)
         return [
@@ -192,14 +199,14 @@ class OuterSteps(Averages):
         ]
 
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
-        """Take an outer step if it is time, whether or not this island's step changed its weights; a collective."""
+        """Take an outer step if it is due, whether or not this island's step changed its weights; a collective."""
         since = step % self._config.local_steps
         if not since or step == self._total_steps:
             self._take_outer_step(step, since or self._config.local_steps)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """See `Averages`: with the outer weights."""
+        """See `Averages`; uses the outer weights."""
         with_outer = partial(exchange_with, kind=OUTER_WEIGHTS)
         self._engine.change_weights(with_outer)
         yield
@@ -207,11 +214,11 @@ class OuterSteps(Averages):
 
     @torch.no_grad()
     def _take_outer_step(self, step: int, local_steps: int) -> None:
-        """Let all islands go on from new outer weights and averaged statistics of BatchNorm; a collective.
+        """Let all islands continue from new outer weights and averaged BatchNorm statistics; a collective.
 
         Args:
-            step: of the run.
-            local_steps: of the round that ends with it.
+            step: the run's step.
+            local_steps: number of steps in the round that ends here.
         """
         start, peers, states = time.perf_counter(), self._engine.peers, self._engine.optimizer.state
         sent = []

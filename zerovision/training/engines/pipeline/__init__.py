@@ -1,4 +1,4 @@
-"""Pipelines: consecutive layers, or members of an ensemble, on ranks of their own."""
+"""Pipelines: consecutive layers, or members of an ensemble, on separate ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a model is cut into stages."""
+    """The settings of pipelines."""
 
     pipeline_parallel: int = option(
         1,
@@ -44,7 +44,7 @@ class PipelineSettings:
 
 
 class Pipeline(Way):
-    """Consecutive layers, or members of an ensemble, on ranks of their own."""
+    """Consecutive layers, or members of an ensemble, on separate ranks."""
 
     flag = "pipeline_parallel"
     division = "each rank has consecutive layers, or members of an ensemble"
@@ -80,7 +80,7 @@ class Pipeline(Way):
             )
 
     def check_micro_batches(self) -> None:
-        """Raise a UserError if its schedule cannot pass a step's micro-batches through the stages."""
+        """Raise a UserError if the schedule cannot pass a step's micro-batches through the stages."""
         stages, micro_batches = self.config.pipeline_parallel, self.config.gradient_accumulation_steps
         flag = f"--pipeline-schedule {self.config.pipeline_schedule}"
         if micro_batches < stages:
@@ -96,7 +96,7 @@ class Pipeline(Way):
             )
 
     def waits(self) -> float:
-        """Return the share, if all stages take equally long.
+        """Return the share of a step in which a rank waits, if all stages take equally long.
 
         Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
         """
@@ -123,5 +123,5 @@ class Pipeline(Way):
 
 
 def stages_per_rank(schedule: str) -> int:
-    """Return the stages of each rank: an interleaved schedule goes round twice."""
+    """Return the number of stages per rank: two in an interleaved schedule."""
     return 2 if schedule == "interleaved" else 1

@@ -1,7 +1,7 @@
-"""Where a network can be cut into stages, and where it is.
+"""Finds where a network can be cut into stages, and chooses the cuts.
 
-A cut is the entry of a module: behind it nothing is used of all that was computed before but that module's input. The
-network's operations on tensors without data tell, so no model has a table of its blocks.
+A cut is the entry of a module after which only that module's input is used of all earlier results. It is found from the
+network's operations on tensors without data, so no model needs a table of its blocks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MOST_NAMES = 40  # that a message lists
 
 @dataclass(frozen=True)
 class Call:
-    """A module's only call; times are numbers of events: operations, entries and exits of modules.
+    """A module's only call; times count events: operations, and entries and exits of modules.
 
     Attributes:
         start: when it was entered.
         end: when it was left.
-        operations: of the network before it.
-        output: what it returned, on the meta device.
+        operations: number of the network's operations before it.
+        output: its output, on the meta device.
     """
 
     start: int
@@ -43,14 +43,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a network does with images of one shape, on the meta device.
+    """A network's execution on images of one shape, on the meta device.
 
     Attributes:
-        calls: by name, of the modules that are called once, in the order in which they are entered.
-        features: by name, the inputs of the modules at whose entry the network can be cut.
-        first_uses: when a parameter or buffer is first used, by name; none of those that nothing uses.
+        calls: by name, the calls of modules that are called once, in order of entry.
+        features: by name, the inputs of modules at whose entry the network can be cut.
+        first_uses: by name, when a parameter or buffer is first used; without unused ones.
         images: its input [B, C, H, W].
-        output: of the network.
+        output: the network's output.
         draws: whether it draws random numbers.
     """
 
@@ -62,12 +62,12 @@ class Trace:
     draws: bool
 
     def stage_of(self, name: str, cuts: Sequence[str]) -> int:
-        """Return the stage that a parameter or buffer belongs to: the only one that uses it, the first if none does."""
+        """Return the stage of a parameter or buffer: the only one that uses it, or the first if none does."""
         return bisect_right([self.calls[cut].start for cut in cuts], self.first_uses.get(name, -1))
 
 
 class _Operations(TorchDispatchMode):
-    """Notes from when to when every tensor is needed, in numbers of events, see `Call`."""
+    """Records the time span in which each tensor is needed, in events, see `Call`."""
 
     def __init__(self, weights: Iterable[torch.Tensor], images: torch.Tensor) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _Operations(TorchDispatchMode):
         return results
 
     def event(self) -> int:
-        """Count an event, and return how many were before it."""
+        """Count an event, and return the number of earlier ones."""
         self.time += 1
         return self.time - 1
 
@@ -105,9 +105,9 @@ class _Operations(TorchDispatchMode):
         return first < start <= last < end
 
     def needed(self) -> list[int]:
-        """Return for each time how many tensors that were there before are needed later.
+        """Return, for each time, how many earlier tensors are needed later.
 
-        A weight that was used before and is used again counts, too.
+        A weight that was used before and is used again also counts.
         """
         changes = [0] * (self.time + 2)
         for key, last in self.lasts.items():
@@ -119,11 +119,11 @@ class _Operations(TorchDispatchMode):
 
 
 def trace(empty: nn.Module, shape: Sequence[int]) -> Trace:
-    """Run a network without data, and find out where it can be cut.
+    """Run a network without data, and find where it can be cut.
 
     Args:
-        empty: the network, of `zerovision.models.dry_run.without_data`.
-        shape: of the images, [B, C, H, W].
+        empty: the network from `zerovision.models.dry_run.without_data`.
+        shape: the images' shape, [B, C, H, W].
     """
     images = torch.empty(tuple(shape), device="meta")
     names = {id(tensor): name for name, tensor in (*empty.named_parameters(), *empty.named_buffers())}
@@ -163,22 +163,22 @@ def trace(empty: nn.Module, shape: Sequence[int]) -> Trace:
 
 
 def places_to_cut(traced: Trace) -> list[str]:
-    """Return one name for each place where the network can be cut, in their order: the outermost module's."""
+    """Return one name for each place where the network can be cut, in order: the outermost module's."""
     names = {traced.calls[name].operations: name for name in reversed(traced.features)}
     return [names[operations] for operations in sorted(names)]
 
 
 def named_cuts(traced: Trace, split: str, stages: int, label: str) -> list[str]:
-    """Return the cuts that a user has named.
+    """Return the cuts that the user named.
 
     Args:
         traced: the network.
-        split: names of modules, with commas between them.
-        stages: that it is cut into.
-        label: of the setting, for messages.
+        split: names of modules, separated by commas.
+        stages: number of stages.
+        label: name of the setting, for messages.
 
     Raises:
-        UserError: for a name at which the network cannot be cut, and for another number or order than it takes.
+        UserError: for a name at which the network cannot be cut, and for a wrong number or order of names.
     """
     names = [name.strip() for name in split.split(",")]
     for name in names:
@@ -194,7 +194,7 @@ def named_cuts(traced: Trace, split: str, stages: int, label: str) -> list[str]:
 
 
 def check_places(traced: Trace, stages: int, label: str) -> None:
-    """Raise a UserError if the network cannot be cut into so many stages; `label` is the setting that asks for them."""
+    """Raise a UserError if the network cannot be cut into this many stages; `label` names the setting."""
     places = places_to_cut(traced)
     if not places:
         raise UserError(
@@ -209,12 +209,12 @@ def check_places(traced: Trace, stages: int, label: str) -> None:
 
 
 def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) -> list[str]:
-    """Return the cuts with which the costliest stage costs least, found by dynamic programming.
+    """Return the cuts that minimize the cost of the costliest stage, by dynamic programming.
 
     Args:
-        places: where it can be cut.
-        costs: of the pieces between them: of that before the first, between the first two, ..., after the last.
-        stages: at most one more than there are places.
+        places: places where it can be cut.
+        costs: costs of the pieces: before the first place, between the first two, ..., after the last.
+        stages: number of stages, at most one more than places.
     """
     sums = [0.0, *accumulate(costs)]
     pieces = len(costs)
@@ -231,9 +231,9 @@ def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) ->
 
 
 def deal_members(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return the numbers of the members of each rank: the costliest first, each to the rank that has least.
+    """Return the members of each rank: the costliest first, each assigned to the rank with the least cost.
 
-    Graham 1969: the busiest rank has at most 4/3 of what it has at best.
+    The busiest rank has at most 4/3 of the optimum (Graham 1969).
     """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
@@ -245,7 +245,7 @@ def deal_members(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float], cuts: Sequence[str]) -> list[float]:
-    """Return each stage's share of the costs; arguments as of `balanced_cuts`."""
+    """Return each stage's share of the costs; for the arguments, see `balanced_cuts`."""
     before = [traced.calls[cut].operations for cut in cuts]
     totals = [0.0] * (len(cuts) + 1)
     for place, cost in zip(("", *places), costs, strict=True):
@@ -254,7 +254,7 @@ def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float
 
 
 def names_of_stages(traced: Trace, names: Iterable[str], cuts: Sequence[str]) -> list[list[str]]:
-    """Deal names of parameters or buffers out to the stages, see `Trace.stage_of`."""
+    """Assign names of parameters or buffers to the stages, see `Trace.stage_of`."""
     dealt: list[list[str]] = [[] for _ in range(len(cuts) + 1)]
     for name in names:
         dealt[traced.stage_of(name, cuts)].append(name)

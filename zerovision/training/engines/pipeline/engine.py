@@ -1,8 +1,8 @@
 """PyTorch's engine with consecutive layers on neighbouring ranks.
 
 `torch.distributed.pipelining` schedules the micro-batches. Gradients are added along the same tree over the leaves of a
-step, each leaf has its own BatchNorm statistics, and the state of the random generator goes from stage to stage with a
-leaf: the weights are the same bits as without the pipeline.
+step, each leaf has its own BatchNorm statistics, and the state of the random generator passes from stage to stage with
+a leaf. So the weights are bit-identical to those without the pipeline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterl
 def _choose_cuts(
     setup: EngineSetup, config: Any, network: nn.Module, images: torch.Tensor, traced: Trace, count: int
 ) -> list[str]:
-    """Return the cuts that are asked for, or those that balance the stages; a collective."""
+    """Return the requested cuts, or those that balance the stages; a collective."""
     ranks, world, schedule = config.pipeline_parallel, setup.world, config.pipeline_schedule
     agreed(lambda: check_places(traced, count, f"--pipeline-parallel {ranks}"), world)
     places = places_to_cut(traced)
@@ -69,18 +69,18 @@ def _choose_cuts(
 
 
 class PipelineEngine(TorchEngine):
-    """A model of which this rank has one stage, or one of each round of an interleaved schedule.
+    """A model of which this rank has one stage, or one per round of an interleaved schedule.
 
     Attributes:
         pipeline: the ranks that have the stages.
-        count: of the stages.
+        count: number of stages.
     """
 
     def __init__(self, setup: EngineSetup, config: Any) -> None:
-        """Cut the model, release what other ranks have, and distribute the stages; a collective.
+        """Cut the model, release other ranks' layers, and distribute the stages; a collective.
 
         Raises:
-            UserError: on all ranks, if it cannot be cut so.
+            UserError: on all ranks, if it cannot be cut like this.
         """
         pipeline, module = setup.world.dimension("pipeline_parallel"), setup.module
         count = pipeline.size * stages_per_rank(config.pipeline_schedule)
@@ -108,11 +108,11 @@ class PipelineEngine(TorchEngine):
         self._works: list[Any] = []  # sends under way, with what they send
 
     def train(self, loss: Loss, given: StepInput, clock: SpanClock) -> StepResult:
-        """Train on this rank's micro-batches of a step, which are of one shape, and update the weights; a collective.
+        """Train on this rank's micro-batches of a step, which have one shape, and update the weights; a collective.
 
         Args:
-            loss: of images, computed on the last rank alone.
-            given: of the step.
+            loss: computes the images' losses; only called on the last rank.
+            given: the step's input.
             clock: measures forward and backward; waiting for other stages counts as communication.
         """
         self._batches, self._outputs = [*given.batches], list[torch.Tensor]()
@@ -134,7 +134,7 @@ class PipelineEngine(TorchEngine):
         return result
 
     def _note_outputs(self, size: int, shape: torch.Size) -> None:
-        """Tell every rank of the losses [size] and logits of a shape that the last one has; a collective."""
+        """Send the last rank's losses [size] and logits of a shape to every rank; a collective."""
         columns = size + shape.numel()
         rows = torch.empty(len(self._batches), columns, device=self._world.device)
         if self._outputs:
@@ -146,11 +146,11 @@ class PipelineEngine(TorchEngine):
         self._batches = []
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """See `Engine.forward`; in evaluation alone. Every rank of the pipeline returns the logits; a collective."""
+        """See `Engine.forward`; only in evaluation. Every rank of the pipeline returns the logits; a collective."""
         return self._received_logits(*self._start_forwards([images])[0])
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """See `Engine.outputs`: stages work on different batches at the same time."""
+        """See `Engine.outputs`; stages work on different batches at the same time."""
         batches, waiting = iter(batches), list[tuple[Batch, torch.Tensor, Any]]()
         while following := [*islice(batches, self.pipeline.size)]:
             started = self._start_forwards([batch.images for batch in following])
@@ -161,10 +161,12 @@ class PipelineEngine(TorchEngine):
             yield batch, self._received_logits(logits, work)
 
     def _start_forwards(self, batches: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any]]:
-        """Run this rank's stages on batches of images in evaluation, each stage on all of them before its next stage.
+        """Run this rank's stages on batches of images in evaluation.
+
+        Each stage processes all batches before the next begins.
 
         Returns:
-            the logits of each batch, and on other ranks than the last the work that brings them.
+            the logits of each batch; on ranks other than the last, also the pending work that receives them.
         """
         assert not self.module.training
         pipeline, started = self.pipeline, list[tuple[torch.Tensor, Any]]()
@@ -238,7 +240,10 @@ class PipelineEngine(TorchEngine):
         return (losses * batch.weights).sum() * self._given.loss_scale * self._factor
 
     def run_stage(self, stage: int, inputs: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Run a stage in training, from the number of a micro-batch or the row that was received to the row to send."""
+        """Run a stage in training.
+
+        Its input is a micro-batch's number or a received row, its output the row to send.
+        """
         if stage:
             features = self._staged.traced(shape).features[self._staged.cuts[stage - 1]]
             result = self._staged.run(stage, self._boundaries[stage - 1].receive(inputs, features.shape), shape)
@@ -251,7 +256,7 @@ class PipelineEngine(TorchEngine):
         return self._boundaries[stage].send(result)
 
     def output_of(self, stage: int, shape: torch.Size) -> torch.Tensor:
-        """Return what a stage's module returns, without data: a row, or after the last stage logits."""
+        """Return the output of a stage's module without data: a row, or, after the last stage, logits."""
         traced = self._staged.traced(shape)
         if stage == self.count - 1:
             return torch.empty_like(traced.output, dtype=torch.float32, requires_grad=True)
@@ -260,7 +265,7 @@ class PipelineEngine(TorchEngine):
 
     @contextmanager
     def forward_of(self, stage: int, leaf: int) -> Iterator[None]:
-        """Prepare for the forward of a leaf, and pass on the random generator's state after it."""
+        """Prepare for the forward of a leaf, and pass the random generator's state on after it."""
         self.buffers.select(leaf)
         # Of other groups and tags than the schedule's messages.
         group, tag = self.pipeline.signal_group, stage * self._accumulation_steps + leaf
@@ -278,7 +283,7 @@ class PipelineEngine(TorchEngine):
 
     @contextmanager
     def backward_of(self, stage: int, leaf: int) -> Iterator[None]:
-        """Add up what the backward of a leaf computes."""
+        """Add up the gradients of a leaf's backward."""
         own = stage // self.pipeline.size
         with self._clock.backward:
             self._distribution.begin_backward(leaf, own)
@@ -292,7 +297,7 @@ class PipelineEngine(TorchEngine):
 
 
 def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collection[str]) -> None:
-    """Replace the parameters and buffers that are not kept by ones without data."""
+    """Replace parameters and buffers that are not in `kept` with tensors without data."""
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     empty: dict[int, torch.Tensor] = {}
     places = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -311,7 +316,7 @@ def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collectio
 
 @dataclass(frozen=True)
 class Pipelined:
-    """Each micro-batch has a loss of its own, which the last stage computes; all ranks learn of it afterwards."""
+    """Each micro-batch has its own loss, which the last stage computes; all ranks receive it afterwards."""
 
     loss: Loss
 
@@ -322,7 +327,7 @@ class Pipelined:
 
 
 class _StageModule(nn.Module):
-    """A stage as PyTorch's schedules see it. The network is no child of it: it has no parameters of its own."""
+    """A stage in the form that PyTorch's schedules use. The network is not a child of it, so it has no parameters."""
 
     def __init__(self, engine: PipelineEngine, number: int, shape: torch.Size) -> None:
         super().__init__()
@@ -334,7 +339,7 @@ class _StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """A stage whose forward and backward know of their leaf."""
+    """A stage whose forward and backward know their leaf."""
 
     def __init__(self, engine: PipelineEngine, number: int, shape: torch.Size) -> None:
         self._engine = engine

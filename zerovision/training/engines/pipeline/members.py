@@ -1,8 +1,8 @@
-"""PyTorch's engine with the members of an ensemble on ranks of their own, which all see the same images.
+"""PyTorch's engine with the members of an ensemble on separate ranks, which all see the same images.
 
-Nothing goes from member to member, so all compute at the same time, and then exchange their logits. Every rank has the
-loss over all members, and backward goes through its own ones. Gradients are added along the same tree as on one rank,
-and so is their norm: the weights are the same bits.
+Members are independent, so all compute at the same time, and then exchange their logits. Every rank has the loss over
+all members, and backward runs through its own. Gradients and their norm are added along the same tree as on one rank,
+so the weights are bit-identical.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class MembersEngine(TorchEngine):
     """An ensemble of which this rank has some members."""
 
     def __init__(self, setup: EngineSetup, config: Any) -> None:
-        """Deal the members out to the ranks, of which there are no more, and distribute those of each; a collective."""
+        """Assign the members to the ranks, at most one rank per member, and distribute each rank's members.
+
+        This is a collective.
+        """
         assert isinstance(setup.module, Ensemble)
         module, world = setup.module, setup.world
         self._pipeline = world.dimension("pipeline_parallel")
@@ -57,7 +60,7 @@ class MembersEngine(TorchEngine):
     def _gather(self, answers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the logits of all members, float32 [B, classes] each, given this rank's own; a collective.
 
-        Those of the others are constants.
+        The other ranks' logits are constants.
         """
         most, shape = max(map(len, self._dealt)), answers[0].shape
         row = answers[0].new_zeros(most, *shape)

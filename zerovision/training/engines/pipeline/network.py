@@ -1,8 +1,8 @@
 """One stage of a network, computed by the network's own forward.
 
-What comes before the stage returns tensors without data, in no time. At the stage's entry they are replaced by what the
-stage before has computed, and at the entry of the next stage the forward ends. So every line between the modules runs
-where the model's author has put it.
+Modules before the stage return tensors without data, at almost no cost. At the stage's entry these are replaced by the
+previous stage's output, and at the entry of the next stage the forward ends. So all code between the modules runs as
+the model's author wrote it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zerovision.training.engines.pipeline.cuts import Trace, trace
 
 
 class _Reached(BaseException):
-    """The entry of the next stage is reached; no model's own `except Exception` catches it."""
+    """Raised at the entry of the next stage; a model's `except Exception` does not catch it."""
 
     def __init__(self, features: torch.Tensor) -> None:
         super().__init__()
@@ -28,10 +28,10 @@ class _Reached(BaseException):
 
 
 class StagedNetwork:
-    """Runs the stages of a network that this rank has, one at a time.
+    """Runs this rank's stages of a network, one at a time.
 
     Args:
-        module: the network; whole, as yet.
+        module: the whole network.
 
     Attributes:
         cuts: names of the modules with which the stages but the first begin.
@@ -48,7 +48,7 @@ class StagedNetwork:
         self._hidden: dict[int, list[str]] = {}  # by stage, weights that are used before it, not in a module
 
     def traced(self, shape: Sequence[int]) -> Trace:
-        """Return what the network does with images of a shape, [B, C, H, W]."""
+        """Return the trace of the network for images of a shape, [B, C, H, W]."""
         key = tuple(shape)
         if key not in self._traces:
             self._traces[key] = trace(self._empty, key)
@@ -59,8 +59,8 @@ class StagedNetwork:
 
         Args:
             cuts: names of the modules with which the stages but the first begin.
-            own: numbers of the stages that this rank has.
-            network: the module, or a wrapper of it: what runs.
+            own: indices of this rank's stages.
+            network: what runs: the module, or a wrapper of it.
             traced: the network for any images.
         """
         self.cuts, self._network = [*cuts], network
@@ -85,11 +85,11 @@ class StagedNetwork:
 
         Args:
             stage: its number.
-            inputs: images, or for another than the first stage the features that the one before returned.
-            shape: of the images.
+            inputs: images for the first stage, else the previous stage's features.
+            shape: the images' shape.
 
         Returns:
-            Features, or the network's output if it is the last stage.
+            Features, or the network's output for the last stage.
         """
         self._traced = self.traced(shape)
         self._start = self._start_of(stage, self._traced)
@@ -106,7 +106,7 @@ class StagedNetwork:
 
     @contextmanager
     def _without_data(self, names: Iterable[str]) -> Iterator[None]:
-        """Let what comes before the stage compute without data, also with weights of another stage of this rank."""
+        """Let modules before the stage compute without data, even with weights of another stage on this rank."""
         kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for name in names:
             owner, _, attribute = name.rpartition(".")

@@ -1,11 +1,10 @@
-"""What goes from one stage to the next, and what a run on the device tells before a network is cut.
+"""The tensors between stages, and measurements on the device before a network is cut.
 
-Kernels choose their order of summation by how tensors lie in memory. So a stage gets its input, and the gradient of its
-output, laid out as they would be without the cut, and computes the same bits. Tensors travel as rows of numbers.
+Kernels choose their order of summation by the memory layout of tensors. So a stage gets its input, and the gradient of
+its output, in the layout that they have without the cut, and computes the same bits. Tensors are sent as flat rows.
 
-How long the pieces of a network take, and how tensors lie in memory, only a run on the device tells. Rank 0 has all
-layers at that time, runs one micro-batch through them together with the ranks that compute them with it, and tells the
-others.
+The time of a network's pieces and the layout of tensors can only be measured on the device. Rank 0, which then has all
+layers, runs one micro-batch with the ranks that compute layers together with it, and sends the results to the others.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from zerovision.training.world.world import World
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor lies in memory.
+    """The memory layout of a tensor.
 
     Attributes:
         order: its dimensions, from the outermost to the innermost.
-        repeated: dimensions along which one value stands for all, as in the gradient of a mean.
+        repeated: dimensions along which one value is repeated, as in the gradient of a mean.
     """
 
     order: tuple[int, ...]
@@ -43,7 +42,7 @@ class TensorLayout:
         return tensor.permute(self.order).reshape(-1)
 
     def unpack(self, row: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor of this shape again, given what `pack` returned: a view of it."""
+        """Return the tensor in this shape as a view of the result of `pack`."""
         inverse = [self.order.index(dimension) for dimension in range(len(self.order))]
         tensor = row.view([shape[dimension] for dimension in self.order]).permute(inverse)
         for dimension in self.repeated:
@@ -52,7 +51,7 @@ class TensorLayout:
 
 
 def layout_of(tensor: torch.Tensor) -> TensorLayout:
-    """Return how a tensor lies in memory."""
+    """Return the memory layout of a tensor."""
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dimension: -strides[dimension])  # stable
     repeated = [dimension for dimension in order if strides[dimension] == 0 and tensor.shape[dimension] > 1]
@@ -61,13 +60,13 @@ def layout_of(tensor: torch.Tensor) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What goes over a cut.
+    """The tensors that pass a cut.
 
     Attributes:
-        dtype: of features and their gradients.
+        dtype: dtype of features and their gradients.
         features: their layout in training.
-        gradients: that of their gradients.
-        evaluated: that of the features in evaluation.
+        gradients: the layout of their gradients.
+        evaluated: the layout of features in evaluation.
     """
 
     dtype: torch.dtype
@@ -76,11 +75,11 @@ class Boundary:
     evaluated: TensorLayout
 
     def send(self, features: torch.Tensor) -> torch.Tensor:
-        """Return features as [n], contiguous; the gradient that comes back is laid out again."""
+        """Return features as [n], contiguous; the returning gradient gets its layout back."""
         return _Send.apply(features, self)
 
     def receive(self, row: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the features that `send` was given; the gradient becomes [n], contiguous."""
+        """Return the features that were passed to `send`; their gradient becomes [n], contiguous."""
         return _Receive.apply(row, self, tuple(shape))
 
 
@@ -113,7 +112,7 @@ _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 
 class _Passage:
-    """Notes when a forward passes each place, and the tensors that do."""
+    """Records when a forward passes each place, and the tensors that pass."""
 
     def __init__(self, module: nn.Module, places: Sequence[str]) -> None:
         self.times: list[float] = []
@@ -143,7 +142,7 @@ class _Passage:
 
 
 def images_to_try(setup: EngineSetup) -> torch.Tensor:
-    """Return a micro-batch of random images on the ranks' device, as images lie in memory."""
+    """Return a micro-batch of random images on the ranks' device, in the layout of real images."""
     shape = (max(setup.batch_size, FEWEST_IMAGES), *(setup.image_shape or ()))
     return torch.empty(shape, device=setup.world.device, memory_format=torch.channels_last).uniform_()
 
@@ -156,13 +155,13 @@ def _runs(world: World) -> bool:
 def measure_pieces(
     network: nn.Module, module: nn.Module, places: Sequence[str], images: torch.Tensor, world: World
 ) -> list[float]:
-    """Return the seconds of a forward between the places, on every rank as rank 0 has measured them; a collective.
+    """Return the seconds of a forward between the places, measured on rank 0, on every rank; a collective.
 
-    The least of a few runs counts. Of backward nothing is known but that it takes about twice as long.
+    The minimum of a few runs counts. Backward is only known to take about twice as long.
 
     Args:
         network: runs the module.
-        module: with the places.
+        module: module that contains the places.
         places: names of modules, in the order in which they are entered.
         images: [B, C, H, W] on the ranks' device.
         world: the ranks.
@@ -184,7 +183,7 @@ def measure_pieces(
 def boundaries_at(
     network: nn.Module, module: nn.Module, cuts: Sequence[str], images: torch.Tensor, world: World
 ) -> list[Boundary]:
-    """Return what goes over each cut, on every rank as rank 0 has seen it; a collective. Arguments as above."""
+    """Return the boundary at each cut, measured on rank 0, on every rank; a collective. Arguments as above."""
     rows: list[Any] = []
     if _runs(world):
         with undone(module, images.device):

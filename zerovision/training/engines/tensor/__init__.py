@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks that compute every layer together, each with a part of its weights."""
+"""Tensor parallelism: ranks that compute every layer together, each with a part of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSettings:
-    """How many ranks compute a layer together."""
+    """The settings of tensor parallelism."""
 
     tensor_parallel: int = option(
         1,

@@ -1,7 +1,7 @@
 """Tensor parallelism: layers that several ranks compute together, with plain tensors as parameters.
 
 PyTorch's `parallelize_module` makes DTensors, which flat buffers cannot hold. Here a rank's layers are smaller layers
-of the same classes, so that every strategy shards them over the data dimension as it does any model's. The exchange is
+of the same classes, so that every strategy shards them over the data dimension like any model. The exchange is
 Megatron's (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, figure 3): the outputs of a region are added in
 forward, the gradients of its input in backward.
 """
@@ -29,11 +29,11 @@ from zerovision.training.world.world import World
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a parameter: pieces of it along one dimension, one after another.
+    """A rank's part of a parameter: consecutive pieces along one dimension.
 
     Attributes:
-        shape: of the whole parameter.
-        dimension: that is cut.
+        shape: shape of the whole parameter.
+        dimension: the dimension that is cut.
         pieces: first index and length of each piece along it.
     """
 
@@ -42,11 +42,11 @@ class Cut:
     pieces: tuple[tuple[int, int], ...]
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the part of a whole parameter."""
+        """Return a copy of this part of a whole parameter."""
         return torch.cat([whole.narrow(self.dimension, *piece) for piece in self.pieces], self.dimension)
 
     def boxes(self, shard: ParameterShard) -> Iterator[ParameterShard]:
-        """Yield a shard of the part as shards of the whole parameter: one in each piece that it lies in."""
+        """Yield a shard of the part as shards of the whole parameter, one for each piece that it overlaps."""
         low = shard.offsets[self.dimension]
         high, start = low + shard.tensors[WEIGHTS].shape[self.dimension], 0
         for first, length in self.pieces:
@@ -64,11 +64,11 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPart(ModelPart):
-    """What this rank has of the parameters that its tensor group divides; all others every rank of it has whole.
+    """This rank's part of the parameters that its tensor group divides; every rank has the others whole.
 
     Attributes:
         group: the tensor group.
-        cuts: by name, of the parameters that are divided.
+        cuts: by name, the cuts of divided parameters.
     """
 
     group: World
@@ -81,7 +81,7 @@ class TensorPart(ModelPart):
         return self.group.is_main or name in self.cuts
 
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See `ModelPart`: they are the same but for rounding, and the weights would drift apart."""
+        """See `ModelPart`; they differ only by rounding, but the weights would drift apart."""
         copy_from_main([parameter.grad for parameter in parameters if parameter.grad is not None], self.group)
 
     def sum(self, squares: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class TensorPart(ModelPart):
 
 
 class _CopyToRanks(torch.autograd.Function):
-    """Identity whose gradient is the sum of the ranks': each computes with the whole input."""
+    """The identity; its gradient is summed over the ranks, because each uses the whole input."""
 
     @staticmethod
     def forward(context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
@@ -112,7 +112,7 @@ class _CopyToRanks(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of the ranks' values; each rank has the whole gradient of it."""
+    """The sum of the ranks' values; each rank has its whole gradient."""
 
     @staticmethod
     def forward(_context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
@@ -124,7 +124,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """The ranks' features [..., n / ranks] as [..., n]; each rank has the whole gradient of them."""
+    """The ranks' features [..., n / ranks] gathered as [..., n]; each rank has their whole gradient."""
 
     @staticmethod
     def forward(context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
@@ -174,7 +174,7 @@ class _DividedOutputs(nn.Module):
 
 
 class _DividedDropout(nn.Module):
-    """The base of a dropout of divided features, which draws what one rank would draw for all of them."""
+    """The base of a dropout of divided features, which draws what a single rank would draw for all features."""
 
     tensor_group: World
     place: tuple[int, int, int]  # the features of all ranks, the first of this one, and the dimension
@@ -195,12 +195,13 @@ class _DividedDropout(nn.Module):
 
 
 def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart:
-    """Leave a rank's part in the layers that a plan divides; no collective.
+    """Reduce the layers that a plan divides to a rank's part; not a collective.
 
     Args:
-        module: the network, whole, the same on all ranks, before an optimizer has its parameters.
-        plan: of it.
-        group: the ranks that divide it. Without a process group they exchange nothing: to count what a rank does.
+        module: the whole network, equal on all ranks, before an optimizer gets its parameters.
+        plan: its plan.
+        group: the ranks that divide it. Without a process group they exchange nothing, which is used to count a rank's
+            work.
     """
     cuts = dict[str, Cut]()
     for name, (region, units) in plan.regions.items():
@@ -239,9 +240,9 @@ def _split_region(module: nn.Module, name: str, region: Region, units: int, grou
 
 
 def _use_own_width(layer: Any) -> None:
-    """Let EVA's attention compute with its own heads' width: its forward takes that of its input.
+    """Let EVA's attention use the width of its own heads; its forward uses that of its input.
 
-    `AttentionRope` is the same but for that, and for biases that are parameters of their own. That of the keys is 0.
+    `AttentionRope` differs only in that and in having separate parameters for biases. The bias of the keys is 0.
     """
     layer.num_kv_heads, layer.num_kv_groups = layer.num_heads, 1
     layer.attn_dim = layer.num_heads * layer.head_dim
@@ -255,13 +256,13 @@ def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], 
 
 
 def _share(units: int, group: World) -> tuple[int, int]:
-    """Return the first of this rank's heads or features and their number: as many as the others', or one less."""
+    """Return the first and the number of this rank's heads or features; numbers differ by at most one between ranks."""
     low, high = (units * rank // group.size for rank in (group.rank, group.rank + 1))
     return low, high - low
 
 
 def _part_of(tensor: torch.Tensor, dimension: int, blocks: int, units: int, group: World) -> Cut:
-    """Return this rank's part of each of the equal blocks along a dimension, which have `units` heads or features."""
+    """Return this rank's part of each equal block along a dimension; blocks have `units` heads or features."""
     first, count = _share(units, group)
     length = tensor.shape[dimension] // blocks
     width = length // units
@@ -280,7 +281,7 @@ def _take_part(module: nn.Module, name: str, cut: Cut) -> None:
 
 
 def _become(layer: nn.Module, base: type[nn.Module], group: World) -> None:
-    """Give a layer the forward of `base`; as a class, so that its parameters keep their names."""
+    """Give a layer the forward of `base` by changing its class, so that its parameters keep their names."""
     layer.__class__ = _subclass(base, type(layer))  # type: ignore[arg-type]
     layer.tensor_group = group  # type: ignore[assignment]  # no module
 

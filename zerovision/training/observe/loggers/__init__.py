@@ -1,6 +1,6 @@
-"""Where a run's numbers go: console, text log, JSON lines, TensorBoard and trackers, behind one small interface.
+"""The destinations of a run's numbers: console, text log, JSON lines, TensorBoard and trackers.
 
-A new logger is one subclass of `RunLogger` and one line in `LOGGERS`. Only rank 0 builds any.
+A new logger is one subclass of `RunLogger` and one line in `LOGGERS`. Only rank 0 has loggers.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def open_loggers(
         settings: the run's whole configuration.
         folder: where the files go.
         facts: of `zerovision.training.observe.environment.describe_run`.
-        more: files that describe it, name -> content.
-        first_step: the run's first step, 0 unless it resumes: steps from there on that were logged before are void.
+        more: more files that describe it, name -> content.
+        first_step: the run's first step, 0 unless it resumes; earlier logs of later steps are void.
     """
     from zerovision.training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
 

@@ -1,4 +1,4 @@
-"""A confusion matrix as a picture, drawn by Pillow: a plotting library would take a tenth of a short epoch."""
+"""Draws a confusion matrix with Pillow, because a plotting library would take a tenth of a short epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAPTION = "rows: true class; columns: predicted class, in the same order"
 
 
 def confusion_picture(confusion: torch.Tensor, class_names: Sequence[str]) -> np.ndarray:
-    """Draw a confusion matrix; the darker a cell, the larger its share of the true class.
+    """Draw a confusion matrix; darker cells have a larger share of the true class.
 
     Args:
         confusion: int64 [classes, classes], rows are true classes, columns predicted ones.

@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, the configuration as text, a sample of augmented images, the confusion matrix as a picture."""
+"""Writes to TensorBoard: scalars, the configuration, a sample of augmented images, and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TensorBoardLogger(RunLogger):
         self._write_scalars(scalars | _time_and_speed(point), point.step)
 
     def epoch(self, point: EpochPoint) -> None:
-        """Write the scalars of an epoch, and the confusion matrix of the first, the last, and some between."""
+        """Write the scalars of an epoch, and the confusion matrices of the first, the last, and some other epochs."""
         scalars = {
             "epoch/train_loss": point.train_loss,
             "epoch/train_top1": point.train_top1,
@@ -77,7 +77,7 @@ class TensorBoardLogger(RunLogger):
         self._writer.close()
 
     def _write_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
-        """Write all in one record: one for each costs as much time for every scalar."""
+        """Write all scalars in one record, because each record takes time."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None]
         self._writer._get_file_writer().add_summary(Summary(value=values), step)
 

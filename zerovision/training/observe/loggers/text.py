@@ -31,7 +31,7 @@ class ConsoleLogger(RunLogger):
     """Prints messages, and progress as a bar on a terminal or as plain lines elsewhere.
 
     Args:
-        mode: 'auto', 'bar', 'lines', or 'off' for messages alone.
+        mode: 'auto', 'bar', 'lines', or 'off' for only messages.
     """
 
     def __init__(self, mode: str) -> None:
@@ -46,7 +46,7 @@ class ConsoleLogger(RunLogger):
         self._console.print(message, soft_wrap=True)
 
     def steps(self, point: StepPoint) -> None:
-        """Move the bar, or print a line once in ten seconds."""
+        """Move the bar, or print a line every ten seconds."""
         if self._is_quiet:
             return
         if self._use_bar:
@@ -56,7 +56,7 @@ class ConsoleLogger(RunLogger):
             self._last_line_at = time.monotonic()
 
     def epoch(self, point: EpochPoint) -> None:
-        """Replace the bar by the epoch's line."""
+        """Replace the bar with the epoch's line."""
         self.close()
         if not self._is_quiet:
             self.message(epoch_line(point))
@@ -112,7 +112,7 @@ class TextLogger(RunLogger):
 
 
 class EventLogger(RunLogger):
-    """Makes an event of everything: logging points ('step'), epochs ('epoch') and the run's end ('end') too."""
+    """Turns everything into events, including logging points ('step'), epochs ('epoch') and the run's end ('end')."""
 
     def steps(self, point: StepPoint) -> None:
         self.event("step", flatten(point))
@@ -130,7 +130,7 @@ class EventLogger(RunLogger):
 class JsonLinesLogger(EventLogger):
     """Writes metrics.jsonl: one JSON object per event, with its 'kind'.
 
-    After a resume steps appear again: the later line of a step is valid.
+    After a resume, steps appear again; the later line of a step is valid.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -145,7 +145,7 @@ class JsonLinesLogger(EventLogger):
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Remove the half line that a killed run may have left: the next one would be glued to it."""
+    """Remove a partial line that a killed run may have left, so that the next line does not continue it."""
     if path.exists():
         content = path.read_bytes()
         end = content.rfind(b"\n") + 1

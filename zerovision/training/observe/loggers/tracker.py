@@ -1,7 +1,7 @@
-"""Trackers such as Weights & Biases: a process of its own feeds each, `loggers.tracker_process`.
+"""Trackers such as Weights & Biases; a separate process feeds each, see `loggers.tracker_process`.
 
-A tracker's library imports for seconds, waits for networks and catches signals. What a step sees of it is a dict that
-is put into a queue, or dropped if the queue is full.
+A tracker's library takes seconds to import, waits for networks and catches signals. A step only puts a dict into a
+queue, or drops it if the queue is full.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MODULE = "zerovision.training.observe.loggers.tracker_process"
 
 
 class TrackerLogger(EventLogger):
-    """Passes events on to a tracker's process; nothing waits before the run's end.
+    """Passes events to a tracker's process; nothing waits before the run's end.
 
     Raises:
-        OSError: The folder for its log cannot be written, or no process started.
+        OSError: if the folder for its log cannot be written, or the process cannot be started.
     """
 
     def __init__(self, name: str, folder: RunFolder, config: Mapping[str, Any], first_step: int) -> None:
@@ -61,7 +61,7 @@ class TrackerLogger(EventLogger):
                 self._note(f"{MOST_WAITING} lines wait for it: it takes no more for now, training goes on")
 
     def delivered(self) -> None:
-        """Let it take the run's files; wait until it has, but not for ever."""
+        """Let it take the run's files, and wait for that, but not forever."""
         if self._is_done:
             return
         self._is_done = True
@@ -93,7 +93,7 @@ class TrackerLogger(EventLogger):
                 pass
 
     def _tell(self) -> None:
-        """Print what the process has to say; in a thread."""
+        """Print the process's messages; in a thread."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._note(line.decode(errors="replace").rstrip())

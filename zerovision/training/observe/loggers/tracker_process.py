@@ -1,7 +1,7 @@
-"""The process that feeds one tracker with the events that it reads from its standard input.
+"""The process that feeds one tracker with events from its standard input.
 
-It outlives Ctrl-C and a killed trainer, whose run it marks as killed. The first thing that the tracker's library raises
-is one line on standard output; what else it says goes to a log.
+It survives Ctrl-C and a killed trainer, whose run it marks as killed. The first error of the tracker's library becomes
+one line on standard output; its other output goes to a log.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Feeder:
         return run
 
     def feed(self) -> None:
-        """Pass on what comes until the trainer says that the run has ended, or is gone."""
+        """Pass events on until the trainer reports the end of the run, or is gone."""
         step, status = 0, "killed"
         for text in sys.stdin:
             if not text.endswith("\n"):  # of a trainer that was killed
@@ -77,7 +77,7 @@ class Feeder:
         self._attempt(self._run.close, status)
 
     def _hand_over(self, step: int) -> None:
-        """Give the tracker what the run has left."""
+        """Give the tracker the run's final files."""
         for name, file in PICTURES.items():
             if (path := self._folder.path / names.EVALUATION / file).exists():
                 self._attempt(self._run.picture, name, path, step)
@@ -86,7 +86,7 @@ class Feeder:
                 self._attempt(self._run.file, path)
 
     def _attempt(self, action: Any, *values: Any, means: str = "some of it is missing there") -> Any:
-        """Do what may raise anything, and return its result."""
+        """Call a function that may raise any error, and return its result."""
         try:
             return action(*values)
         except Exception as error:
@@ -104,7 +104,7 @@ def _numbers(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]
 
 
 def _end_after(trainer: int) -> None:
-    """End this process some time after its trainer, whatever the library waits for; in a thread."""
+    """End this process some time after its trainer, even if the library is waiting; in a thread."""
     while os.getppid() == trainer:
         time.sleep(1)
     time.sleep(SECONDS_AFTER_TRAINER)
@@ -112,7 +112,7 @@ def _end_after(trainer: int) -> None:
 
 
 def main(name: str, log_dir: str, run: str) -> None:
-    """Feed a tracker with a run of that name."""
+    """Feed a tracker with the run of this name."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()

@@ -1,7 +1,7 @@
-"""A run in each tracker: opened again by `known_as` after a resume; methods may raise what the tracker's library does.
+"""A run in each tracker, reopened by `known_as` after a resume; methods may raise any error of the tracker's library.
 
-Each goes where its library's own variables say, or else into the folder of all logs. `picture` and `file` get what the
-run has left; `close` gets 'finished', 'failed' or 'killed'; `refused` names the settings that the tracker did not take.
+Each writes where its library's variables say, or else into the folder of all logs. `picture` and `file` get the run's
+final files; `close` gets 'finished', 'failed' or 'killed'; `refused` names the settings that the tracker refused.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class MlflowRun:
             self.refused = self._set({key: str(value)[:LONGEST_VALUE] for key, value in config.items()}, end)
 
     def _set(self, parameters: dict[str, str], end: float) -> list[str]:
-        """Log parameters, and return which are refused: a server takes a batch of them as a whole, or none of it."""
+        """Log parameters, and return those refused; a server accepts a batch completely or not at all."""
         try:
             self._mlflow.log_params(parameters)
         except self._mlflow.MlflowException:

@@ -1,4 +1,4 @@
-"""Features by comparison: the views of an image, and images of one class, get alike ones."""
+"""Learns features by comparison: views of one image, and images of one class, get similar features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Contrastive(Task):
-    """Features by which images of one class are alike, to train a head on; no classifier."""
+    """Learns features that are similar within a class, to train a head on; there is no classifier."""
 
     goes_with: ClassVar[Values] = {
         **{"mixup": (0,), "cutmix": (0,), "distill": ("",), "class_weights": ("none",)},
@@ -56,7 +56,7 @@ class Contrastive(Task):
         return GradientCache(self.world.data, leaves, self.config.temperature, len(self.data.class_names))
 
     def readers(self, build: Callable[..., tuple[Loader, Loader]]) -> tuple[Loader, Loader]:
-        """See `Task`: beside these, of the training images without augmentation, which tell the classes."""
+        """See `Task`; also loads training images without augmentation, whose features give the classes."""
         from zerovision.training.data.datasets import ImageDataset
         from zerovision.training.data.loader import Loader
         from zerovision.training.data.sampler import EvaluationPlan

@@ -1,9 +1,9 @@
-"""Features by comparison: a loss over all images of a step in the memory of one micro-batch, and what tells classes.
+"""Features by comparison: a loss over all images of a step in the memory of one micro-batch, and k-NN votes.
 
 Gao et al. 2021 (https://arxiv.org/abs/2101.06983): the embeddings of all micro-batches are computed without a graph,
 the loss over all of them gives the gradient of each embedding, and a second pass takes it through the network, one
-micro-batch at a time. Dropout and augmentation are functions of the leaf, so that both passes compute the same.
-BatchNorm takes its statistics over a micro-batch in both, and its running ones are updated once, by the second.
+micro-batch at a time. Dropout and augmentation are functions of the leaf, so both passes compute the same. BatchNorm
+uses a micro-batch's statistics in both, and its running statistics are updated once, in the second.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MOST_COMPARED = 2**16  # training images; of a larger set every second, third, .
 
 @dataclass(frozen=True)
 class GradientCache:
-    """One loss over the embeddings of a step; every rank computes all of it: the same bits on any number of them.
+    """One loss over the embeddings of a step; every rank computes all of it, with the same bits on any number of ranks.
 
     Attributes:
         world: the ranks.
-        leaves: of a step.
-        temperature: of the loss, see `contrast`.
-        num_classes: of the data set.
+        leaves: the step's leaves.
+        temperature: temperature of the loss, see `contrast`.
+        num_classes: number of classes.
     """
 
     world: World
@@ -76,19 +76,19 @@ class GradientCache:
         return result
 
     def _of_all_leaves(self, own: list[torch.Tensor]) -> torch.Tensor:
-        """Return this rank's micro-batches [B, ...] and those of the others in the order of leaves; a collective."""
+        """Return the micro-batches [B, ...] of all ranks in the order of leaves; a collective."""
         rows = torch.stack(own)
         every = gather_rows(rows.reshape(-1), self.world).view(-1, *rows.shape[1:])
         return every[self.leaves.order()].flatten(0, 1)
 
 
 class Contrast(NamedTuple):
-    """What the comparison of N images gives.
+    """The result of comparing N images.
 
     Attributes:
-        losses: float32 [N], 0 for an image without another one of its class.
-        shares: float32 [N, classes], how similar an image is to the others of each class; the shares add up to 1.
-        gradient: float32 [N, D], of the sum of the losses with weight by the embeddings.
+        losses: float32 [N], 0 for an image without another one in its class.
+        shares: float32 [N, classes], an image's similarity to the others in each class; shares add up to 1.
+        gradient: float32 [N, D], gradient of the weighted sum of losses with respect to the embeddings.
     """
 
     losses: torch.Tensor
@@ -101,16 +101,16 @@ def contrast(
 ) -> Contrast:
     """Compare images by the angles between their embeddings: L_out, equation 2 of Khosla et al. 2020.
 
-    https://arxiv.org/abs/2004.11362. The anchors are taken a block at a time, always in the same order: memory is that
-    of a block, and the bits depend on the embeddings alone.
+    https://arxiv.org/abs/2004.11362. Anchors are processed in blocks, always in the same order, so memory is that of
+    one block, and the bits depend only on the embeddings.
 
     Args:
-        embeddings: float32 [N, D], of any length above 0.
+        embeddings: float32 [N, D], with any length above 0.
         labels: int64 [N].
-        weights: float32 [N]; images of weight 0 are neither anchors, nor compared with any.
-        temperature: by which the cosines are divided.
-        classes: of the data set.
-        rows: anchors of a block, a divisor of N.
+        weights: float32 [N]; images with weight 0 are neither anchors nor compared.
+        temperature: number by which the cosines are divided.
+        classes: number of classes.
+        rows: number of anchors in a block, a divisor of N.
     """
     leaves = embeddings.detach().requires_grad_()
     one_hot, losses, shares = F.one_hot(labels, classes).float(), [], []
@@ -134,20 +134,22 @@ def contrast(
 def log_votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
     """Return the logarithm of `votes`, float32 [B, classes], for features of any length and type.
 
-    One further vote is for all classes alike, so that no probability is 0.
+    One additional vote is shared equally by all classes, so that no probability is 0.
     """
     shares = votes(F.normalize(features.float()), bank, labels, classes)
     return ((NEIGHBOURS * shares + 1 / classes) / (NEIGHBOURS + 1)).log()
 
 
 def votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return the votes of the nearest for each class, weighted by their cosines: float32 [B, classes], 1 in all.
+    """Return the votes of the nearest images for each class, weighted by their cosines: float32 [B, classes].
+
+    Each row sums to 1.
 
     Args:
-        features: [B, F], of length 1.
-        bank: [N, F], of length 1.
-        labels: int64 [N], of the bank.
-        num_classes: of the data set.
+        features: [B, F], with length 1.
+        bank: [N, F], with length 1.
+        labels: int64 [N], labels of the bank.
+        num_classes: number of classes.
     """
     nearest = (features @ bank.T).topk(min(NEIGHBOURS, len(bank)), dim=1)
     weights = (nearest.values / TEMPERATURE).softmax(1)[:, None]

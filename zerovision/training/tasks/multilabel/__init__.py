@@ -1,4 +1,4 @@
-"""Several labels of each image."""
+"""Several labels per image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Multilabel(Task):
-    """The classes of each image, any number of them."""
+    """Learns any number of classes per image."""
 
     flag = "task"
     goes_with: ClassVar[Values] = {

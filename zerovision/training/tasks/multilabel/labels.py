@@ -1,4 +1,4 @@
-"""Several labels of each image: each class is a yes or no of its own, above a threshold of its own."""
+"""Several labels per image: each class is decided separately, with its own threshold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerovision.training.world.world import World
 
 
 def several_loss(config: TaskSettings, _: torch.Tensor | None) -> Loss:
-    """Build the mean over the classes of each one's binary cross-entropy, smoothed alike both ways, as in Keras."""
+    """Build the binary cross-entropy averaged over the classes, smoothed equally both ways, as in Keras."""
     smoothing = config.label_smoothing
 
     def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -31,7 +31,7 @@ def several_loss(config: TaskSettings, _: torch.Tensor | None) -> Loss:
 
 
 def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean binary cross-entropy of each image over its classes: float32 [B, K] each, to [B]."""
+    """Return each image's binary cross-entropy averaged over the classes: from float32 [B, K] each to [B]."""
     return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
 
 
@@ -40,8 +40,9 @@ class SeveralLabels(OneLabel):
 
     Args:
         classes: K.
-        thresholds: float64 [K], from which on classes are predicted; None for those of the best F1 of an evaluation.
-        sets: float32 [S, K], the classes that each label stands for; None of a task that judges no images.
+        thresholds: float64 [K], the probabilities from which classes are predicted; None for those with an evaluation's
+            best F1.
+        sets: float32 [S, K], the classes that each label stands for; None for a task that evaluates no images.
     """
 
     name = MULTILABEL
@@ -52,7 +53,7 @@ class SeveralLabels(OneLabel):
         self.thresholds, self._sets = thresholds, torch.empty(0, classes) if sets is None else sets
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
-        """See `OneLabel`: the labels of the images stay, and what each stands for gets the model's numbers."""
+        """See `OneLabel`; the labels stay, and the sets they stand for get the model's class indices."""
         assert data.sets is not None
         targets = data.sets.targets
         sets = torch.zeros(len(targets), self.num_classes).index_copy_(1, numbers, targets)
@@ -79,7 +80,7 @@ class SeveralLabels(OneLabel):
         return logits.float().sigmoid()
 
     def mean_probabilities(self, weighted: Weighted, temperature: float | None) -> torch.Tensor:
-        """See `OneLabel`: of plain images, for which the thresholds are."""
+        """See `OneLabel`; for plain images, to which the thresholds apply."""
         ((_, logits),) = weighted
         return self.probabilities(logits)
 
@@ -88,7 +89,7 @@ class SeveralLabels(OneLabel):
         return np.flatnonzero(probabilities >= self.thresholds).tolist()
 
     def recorder(self, *, keeps_probabilities: bool = True) -> SampleRecorder:
-        """See `OneLabel`: all probabilities are kept, in the end on every rank."""
+        """See `OneLabel`; all probabilities are kept, finally on every rank."""
         return SampleRecorder(self, keeps_probabilities=True)
 
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
@@ -104,9 +105,9 @@ class SeveralLabels(OneLabel):
 
 
 def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-    """Return for each class the threshold of the highest F1, half-way to the next lower probability: float64 [K].
+    """Return each class's threshold with the highest F1, half-way to the next lower probability: float64 [K].
 
-    Of equal ones the highest; 0.5 for a class without samples. Arguments: bool and float32 [N, K].
+    In a tie it is the highest; for a class without samples, 0.5. Arguments: bool and float32 [N, K].
     """
     found = np.full(targets.shape[1], 0.5)
     for number, (own, values) in enumerate(zip(targets.T, probabilities.T.astype(np.float64), strict=True)):

@@ -1,4 +1,4 @@
-"""Distillation: a network learns what a trained one answers to the same images."""
+"""Distillation: a network learns a trained one's outputs for the same images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_TEMPERATURE = 100
 
 
 class Distillation(Task):
-    """A teacher's answers, beside the one class of each image."""
+    """Learns a teacher's outputs besides the class of each image."""
 
     flag = "distill"
     goes_with: ClassVar[Values] = {"features": ("computed",)}
@@ -62,7 +62,7 @@ class Distillation(Task):
 
 
 def read_distill(word: str) -> tuple[float, float]:
-    """Return the temperature of `--distill kl:T[:ALPHA]`, and the share of the teacher's answers in the loss.
+    """Return the temperature in `--distill kl:T[:ALPHA]`, and the teacher's share of the loss.
 
     Raises:
         UserError: for any other word.

@@ -1,6 +1,6 @@
-"""`--teacher`: the trained network whose answers a run learns, found, checked, and told from others by its hash.
+"""`--teacher`: finds and checks the trained network whose outputs a run learns; its hash identifies it.
 
-Where nothing changes the images it answers once, before the first epoch, and not in each.
+If nothing changes the images, it answers once, before the first epoch, instead of in each.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ MOST_KEPT_BYTES = 2 * 10**9  # of answers, on each rank
 
 
 class Teacher:
-    """From a batch of a run, with images float32 [B, C, S, S] as its network takes them, to logits [B, classes].
+    """Maps a run's batch, with images float32 [B, C, S, S] prepared for its network, to logits [B, classes].
 
-    In evaluation mode, without gradients, in float32: a function of the images alone, the same on any rank.
+    It runs in evaluation mode, without gradients, in float32, so it depends only on the images, on any rank.
 
     Args:
         module: the network.
-        order: where each class of the data is among its own, int64 [classes].
+        order: index of each class of the data among its own, int64 [classes].
         own: means and standard deviations of its images, per channel, float64 [2, C].
         given: those of the run.
-        precision: of its arithmetic, as of the run's.
-        device: of the images.
+        precision: precision of its arithmetic, as of the run's.
+        device: device of the images.
 
     Attributes:
         digest: sha256 of its tensors.
-        kept: its answers to the training images, float32 [N, classes], which go before new ones; None without.
-        note: how the run prepares images otherwise than its own were, '' if it does not.
+        kept: its stored outputs for the training images, float32 [N, classes], used instead of new ones; or None.
+        note: how the run's preprocessing differs from the teacher's, or ''.
     """
 
     note = ""
@@ -87,15 +87,18 @@ class Teacher:
         self._normalization = None if torch.equal(own, given) else factors.float().to(device)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """Answer to a batch of training images."""
+        """Return the logits for a batch of training images."""
         if self.kept is None:
             return self.answer(batch.images)
         return self.kept.index_select(0, to_device(batch.indices, self.kept.device))
 
     def keep_answers(self, train: Loader, world: World, forward: Forward, say: Callable[[str], None]) -> int:
-        """Answer to each training image once, if it is the same in every epoch; as `Task.before_training`.
+        """Compute the outputs for each training image once, if it is the same in every epoch.
 
-        That has the bits of an answer in each epoch where they do not depend on an image's place in the batch.
+        See `Task.before_training`.
+
+        This gives the same bits as computing them in each epoch, if they do not depend on an image's place in the
+        batch.
         """
         begin, images = time.perf_counter(), len(train.dataset)
         if not train.dataset.is_constant or 4 * len(self._order) * images > MOST_KEPT_BYTES:
@@ -118,7 +121,7 @@ class Teacher:
 
     @torch.no_grad()
     def answer(self, images: torch.Tensor) -> torch.Tensor:
-        """Answer anew."""
+        """Compute the outputs again."""
         if self._normalization is not None:
             scale, offset = self._normalization
             images = images * scale + offset
@@ -161,11 +164,11 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
 
 
 def distilled(teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float, loss: Loss) -> Loss:
-    """Build the divergence from a teacher's softened answers, mixed with a loss of the labels.
+    """Build the divergence from a teacher's softened outputs, mixed with the labels' loss.
 
-    Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): times the temperature squared, so that the gradient's size
-    does not depend on it. The teacher sees the student's very images, augmented and mixed (Beyer et al. 2022,
-    https://arxiv.org/abs/2106.05237), and is asked once for all members of an ensemble.
+    Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): it is multiplied by the temperature squared, so that the
+    gradient's size does not depend on it. The teacher sees exactly the student's images, augmented and mixed (Beyer et
+    al. 2022, https://arxiv.org/abs/2106.05237), once for all members of an ensemble.
     """
 
     def both(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -182,16 +185,16 @@ def distilled(teacher: Callable[[Batch], torch.Tensor], temperature: float, shar
 
 
 def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[Names]) -> list[int]:
-    """Return which output of the teacher is which class of the data.
+    """Return the teacher's output for each class of the data.
 
     Args:
-        config: with its name, and perhaps those of its classes.
+        config: settings with its name, and perhaps those of its classes.
         data: the images.
-        number: of its outputs.
-        known: lists of their names, of which it may have several or none.
+        number: number of the teacher's outputs.
+        known: lists of the outputs' names, possibly several or none.
 
     Raises:
-        UserError: if it is not known of each of them.
+        UserError: if it is unknown for some class.
     """
     states = "--teacher-classes FILE, the data's name of each of its outputs, one a line"
     if config.teacher_classes:
@@ -230,7 +233,7 @@ def _stated_classes(path: str) -> Names:
 
 
 def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
-    """Return the network of a run or a file, its classes, and how its images were prepared."""
+    """Return the network of a run or a file, its classes, and its preprocessing."""
     given = Path(os.path.expanduser(config.teacher))
     logs = [Path(folder).expanduser().resolve() / "runs" for folder in (config.log_dir or log_folder(), log_folder())]
     places = [given, *(folder / WEIGHTS for folder in (given, *(log / config.teacher for log in logs)))]
@@ -246,7 +249,7 @@ def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
 
 
 def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, Outputs, Preparation]:
-    """Return a network with its published weights, what its classes are called, and how its images were prepared."""
+    """Return a network with its published weights, its class names, and its preprocessing."""
     try:
         published = published_config(config.teacher.removeprefix(TIMM))
         if not published["num_classes"]:

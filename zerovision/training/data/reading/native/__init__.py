@@ -1,4 +1,4 @@
-"""Decoding a part of a JPEG in C; without the compiled code whole images are decoded, somewhat slower."""
+"""Decodes a part of a JPEG in C; without the compiled code, whole images are decoded, which is slower."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ API_VERSION = 1
 
 
 def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
-    """Decode a part of a JPEG of grey or YCbCr pixels.
+    """Decode a part of a JPEG with grey or YCbCr pixels.
 
     Args:
         data: The file.
@@ -56,7 +56,7 @@ def library_path() -> Path:
 
 
 def compile_library() -> Path:
-    """Compile `crop_jpeg.c` into the environment, where a C compiler and libjpeg-turbo's headers are; return its path.
+    """Compile `crop_jpeg.c` into the environment, with a C compiler and libjpeg-turbo's headers; return its path.
 
     Raises:
         UserError: with what the compiler says.
