@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from commands import launch, run_command, train_alone
+from commands import launch, run_command, train_alone, train_here
 
 from zerovision.training.checkpoint.weights import read_metadata
 
@@ -50,7 +50,7 @@ def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_
     mine.write_text((EXAMPLES / "own_augmentation.py").read_text())
     flags = [*f"{SMALL} --augmentation turned --log-dir {tmp_path} --plugin {mine}".split()]
     alone = ["--model-type=basic_cnn", "--batch-size=16", "--workers=1", "--gradient-accumulation-steps=2"]
-    assert train_alone(*alone, *flags, "--run-name=one", "--epochs=2").returncode == 0
+    assert train_here(*alone, *flags, "--run-name=one", "--epochs=2").returncode == 0
     for epochs, more in (("1", ()), ("2", ("--resume", "auto"))):
         result = launch("basic_cnn", "ddp", "2", "16", epochs, *flags, "--run-name=two", "--workers=0", *more)
         assert result.returncode == 0, result.stderr
@@ -58,7 +58,7 @@ def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_
     assert read_metadata(one)["extra"]["epoch"] == 2
     assert one.read_bytes() == two.read_bytes()
     mine.write_text(mine.read_text().replace("RandomRotation(15)", "RandomRotation(16)"))
-    changed = train_alone(*alone, *flags, "--run-name=one", "--epochs=3", "--resume=auto")
+    changed = train_here(*alone, *flags, "--run-name=one", "--epochs=3", "--resume=auto")
     assert changed.returncode == 2
     assert "was made with another plug-in: entry 0 is 'mine.py@" in changed.stderr
     assert changed.stderr.count("\n") == 1
