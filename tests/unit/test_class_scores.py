@@ -99,18 +99,29 @@ def test_of_the_loss_less_is_better():
         assert merit(name, 0.25) == (-0.25 if name == "loss" else 0.25)
         assert merit(name, merit(name, 3.5)) == 3.5
         assert merit(name, math.nan) == merit(name, None) == -math.inf
-    assert Progress().after_epoch(-7.0, is_best=True, has_diverged=False).best_score == -7.0
+    assert Progress().after_epoch(-7.0, 7.0, is_best=True, has_diverged=False).best_score == -7.0
 
 
-def test_the_best_epoch_is_the_first_of_the_best_numbers():
+def test_the_best_epoch_is_that_of_the_lowest_loss_among_those_of_the_best_score():
     lines = [
-        {"epoch": 1, "best_by": "auroc", "score": math.nan},
-        {"epoch": 2, "best_by": "auroc", "score": 0.6},
-        {"epoch": 3, "best_by": "auroc", "score": 0.9, "diverged": "the validation loss is inf"},
-        {"epoch": 4, "best_by": "auroc", "score": 0.6},
+        {"epoch": 1, "best_by": "auroc", "score": math.nan, "val_loss": 0.1},
+        {"epoch": 2, "best_by": "auroc", "score": 0.6, "val_loss": 0.5},
+        {"epoch": 3, "best_by": "auroc", "score": 0.9, "val_loss": math.inf, "diverged": "the validation loss is inf"},
+        {"epoch": 4, "best_by": "auroc", "score": 0.6, "val_loss": 0.4},
+        {"epoch": 5, "best_by": "auroc", "score": 0.6, "val_loss": 0.4},
+        {"epoch": 6, "best_by": "auroc", "score": 0.5, "val_loss": 0.3},
     ]
-    assert best_epoch(lines)["epoch"] == 2
+    assert best_epoch(lines)["epoch"] == 4
     assert best_epoch(lines[:1]) is best_epoch([]) is None
+    progress, best = Progress(), []
+    for line in lines:
+        score = merit("auroc", line["score"])
+        is_best = "diverged" not in line and progress.is_beaten_by(score, line["val_loss"])
+        progress = progress.after_epoch(score, line["val_loss"], is_best=is_best, has_diverged=False)
+        best.append((progress.best_epoch, progress.epochs_without_better))
+    assert best == [(0, 1), (2, 0), (2, 1), (4, 2), (4, 3), (4, 4)], "early stopping waits for a better score"
+    of_older_checkpoint = Progress(epoch=2, best_epoch=2, best_score=0.6)
+    assert not of_older_checkpoint.is_beaten_by(0.6, 0.4)
 
 
 def test_an_epoch_whose_score_is_no_number_is_never_the_best(tmp_path, monkeypatch):

@@ -180,7 +180,7 @@ def _train(watched: WatchedStep) -> None:
         if state.progress.step < run.plan.steps_per_epoch:
             train_one_epoch(run, run.readers.train.epoch(state.progress.epoch, state.progress.step))
             state.engine.buffers.average(run.world.data)
-        state.progress = state.progress.after_epoch(0.0, is_best=False, has_diverged=False)
+        state.progress = state.progress.after_epoch(0.0, 0.0, is_best=False, has_diverged=False)
         state.sums.reset()
     watched.after = watched.parameters()
     watched.hashes = watched.hasher.line()

@@ -73,12 +73,11 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
     diverged = find_divergence((train_loss or 0.0) / run.task.loss_scale, scores.loss, choices)
     of_epoch = score_of(scores, best_by, len(names))
     score = merit(best_by, of_epoch)
-    before = state.progress.best_score if state.progress.best_epoch else -math.inf
     write_best = None
-    if diverged is None and score > before:  # of a score that is not a number never
+    if diverged is None and state.progress.is_beaten_by(score, scores.loss):
         write_best, diverged = _keep_best(run, scores)
     is_best = write_best is not None
-    state.progress = state.progress.after_epoch(score, is_best=is_best, has_diverged=diverged is not None)
+    state.progress = state.progress.after_epoch(score, scores.loss, is_best=is_best, has_diverged=diverged is not None)
     memory = peak_memory_per_rank(world)
     lowest, lowest_recall = count_classes(scores, len(names)).lowest_recall
     point = EpochPoint(

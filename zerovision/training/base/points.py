@@ -53,9 +53,7 @@ def merit(score: str, value: float | None) -> float:
 
     A missing value and NaN are worse than all others.
     """
-    if value is None or math.isnan(value):
-        return -math.inf
-    return -value if score == "loss" else value
+    return -math.inf if value is None or math.isnan(value) else -value if score == "loss" else value
 
 
 def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
@@ -64,10 +62,10 @@ def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def best_epoch(epochs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the line of the first epoch with the best score, None if no score is a number."""
-    ranked = ((merit(*score_in(line)), -line["epoch"], line) for line in epochs if not line.get("diverged"))
-    best = max(ranked, key=lambda one: one[:2], default=(-math.inf, 0, None))
-    return best[2] if best[0] > -math.inf else None
+    """Return the line of the best epoch, None if no score is a number; at a tie as `Progress.is_beaten_by`."""
+    numbers = [line for line in epochs if not line.get("diverged") and merit(*score_in(line)) > -math.inf]
+    ranks = [(merit(*score_in(line)), merit("loss", line.get("val_loss")), -line["epoch"]) for line in numbers]
+    return numbers[ranks.index(max(ranks))] if ranks else None
 
 
 class DeviceUse(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 
@@ -15,8 +16,10 @@ class Progress:
         step: the optimizer step of that epoch to continue with, from 0; if only the evaluation is left, the number of
             steps per epoch.
         best_score: the best validation score so far, more is better: see `zerovision.training.base.points.merit`.
-        best_epoch: the epoch with that score, from 1; 0 before the first evaluation.
-        epochs_without_better: number of evaluations since then, for early stopping.
+        best_epoch: the epoch with that score, from 1; of several the one with the lowest validation loss; 0 before the
+            first evaluation.
+        best_loss: the validation loss of that epoch; 0, which no other is below, if it was not saved.
+        epochs_without_better: number of evaluations since the first with that score, for early stopping.
         skipped_steps: optimizer steps skipped so far because a gradient was not finite.
         bad_steps_in_row: how many of the latest steps were skipped.
         diverged_epochs_in_row: how many of the latest epochs diverged, see `zerovision.training.epoch`.
@@ -26,19 +29,27 @@ class Progress:
     step: int = 0
     best_score: float = -1.0
     best_epoch: int = 0
+    best_loss: float = 0.0
     epochs_without_better: int = 0
     skipped_steps: int = 0
     bad_steps_in_row: int = 0
     diverged_epochs_in_row: int = 0
 
-    def after_epoch(self, score: float, *, is_best: bool, has_diverged: bool) -> Progress:
-        """Return the position at the start of the next epoch, given the merit of this one's validation score."""
+    def is_beaten_by(self, score: float, loss: float) -> bool:
+        """Return whether an epoch with this merit and this validation loss is better than the best so far."""
+        return score > -math.inf and (not self.best_epoch or (score, -loss) > (self.best_score, -self.best_loss))
+
+    def after_epoch(self, score: float, loss: float, *, is_best: bool, has_diverged: bool) -> Progress:
+        """Return the position at the start of the next epoch, given the merit and the loss of this one's validation."""
         return dataclasses.replace(
             self,
             epoch=self.epoch + 1,
             step=0,
             best_score=score if is_best else self.best_score,
             best_epoch=self.epoch + 1 if is_best else self.best_epoch,
-            epochs_without_better=0 if is_best else self.epochs_without_better + 1,
+            best_loss=loss if is_best else self.best_loss,
+            epochs_without_better=0
+            if is_best and self.is_beaten_by(score, math.inf)
+            else self.epochs_without_better + 1,
             diverged_epochs_in_row=self.diverged_epochs_in_row + 1 if has_diverged else 0,
         )

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import IO
 
 # In a run's own folder.
-CONFIG = "config.json"
-ENVIRONMENT = "environment.json"
-METRICS = "metrics.jsonl"
+CONFIG, ENVIRONMENT = "config.json", "environment.json"
+METRICS, WEIGHTS = "metrics.jsonl", "model.safetensors"
 CHOICE = "choice.txt"  # what `train` has chosen, and why
 LEARNING_RATE, BATCH_SIZE = "learning_rate.json", "batch_size.json"  # of searches for them
 IMAGES = "images.csv.gz"  # what was trained on
-WEIGHTS = "model.safetensors"
 EVALUATION, TEST_EVALUATION = "evaluation", "evaluation-test"
-EXPORT = "export"
-CHECKPOINTS = "checkpoints"
+EXPORT, CHECKPOINTS = "export", "checkpoints"
 TRACKERS = "trackers"  # folder: of each tracker, the run's name there and what its library says
 REPORT, CARD = "report.html", "README.md"
 # In its folder of checkpoints.

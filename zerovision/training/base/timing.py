@@ -107,9 +107,8 @@ class SpanClock:
 
         The thread that writes checkpoints is not measured, nor is the recording of a CUDA graph.
         """
-        if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
-            return False
-        return not self._marks.is_capturing()
+        is_training = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        return is_training and not self._marks.is_capturing()
 
     def enter(self, name: str) -> None:
         """Open a span inside the current one."""

@@ -128,9 +128,9 @@ def file_size(path: Path) -> int:
 def _parse(content: dict[str, Any]) -> Manifest:
     progress = Progress(**content["progress"])
     counts = dataclasses.asdict(progress)
-    best_score = counts.pop("best_score")
-    if not (math.isfinite(best_score) and best_score <= 1):
-        raise ValueError("best_score")
+    best_score, best_loss = counts.pop("best_score"), counts.pop("best_loss")
+    if not (math.isfinite(best_score) and best_score <= 1 and 0 <= best_loss < math.inf):
+        raise ValueError("best_score, best_loss")
     for name, value in counts.items():
         _count(value, name)
     shards = content["shards"]
