@@ -27,16 +27,18 @@ class ModelSpec:
     timm_name: str | None = None
     """The network's name in timm, if it is one of timm's own."""
     module: str = ""
-    """The module that adds the network to timm's registry under its name here, if it is not timm's; an ensemble has
-    none, `zerovision.models.build` makes it from its members."""
+    """The module that registers the network with timm under this name, if it is not timm's own.
+
+    An ensemble has none, because `zerovision.models.build` makes it from its members.
+    """
     always_pretrained: bool = False
     """Whether the model is refused without pretrained weights, from the hub or from `--weights FILE`."""
     learning_rate: float = USUAL_RATE
-    """Peak of AdamW from random weights if none is given, see docs/dev/models.md."""
+    """Default peak learning rate of AdamW from random weights, see docs/dev/models.md."""
     takes_members: bool = False
-    """Whether the network is made of other models of this table."""
+    """Whether the network consists of other models in this table."""
     whitens_stem: bool = False
-    """Whether its first convolution whitens the training images if it begins with random weights."""
+    """Whether its first convolution whitens the training images if it starts from random weights."""
 
 
 MODELS: dict[str, ModelSpec] = {

@@ -33,11 +33,11 @@ class BuiltModel:
     module: nn.Module
     """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings, see `ProjectionHead`."""
     description: Description
-    """Enough for `rebuild_model`."""
+    """The description for `rebuild_model`."""
     notes: list[str] = field(default_factory=list)
     """One-line messages for the log."""
     head_parameter_names: frozenset[str] = frozenset()
-    """Names of the classifier's parameters, those that train first in fine-tuning."""
+    """Names of the classifier's parameters, which are trained first in fine-tuning."""
 
 
 def build_model(
@@ -151,7 +151,7 @@ def tensor_mismatch(description: Description, shapes: Mapping[str, Sequence[int]
     if left:
         return f"{len(left)} of its tensors are not described, first {next(iter(left))!r}"
     if buffer_bytes > max(MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT * 4 * sum(map(math.prod, shapes.values()))):
-        return f"it has no room for {buffer_bytes / 1e9:.0f} GB of tables, which the image size asks for"
+        return f"it has no room for {buffer_bytes / 1e9:.0f} GB of tables, which the image size needs"
     return None
 
 
@@ -307,7 +307,7 @@ def put_projection(module: nn.Module, model_type: str, width: int) -> nn.Module:
     if not isinstance(classifier, nn.Linear):
         raise UserError(
             f"--loss supcon: the head of model '{model_type}' is not one linear layer, which a projection could "
-            "replace: take another model."
+            "replace: use another model."
         )
     module.set_submodule(names[0], ProjectionHead(classifier.in_features, width))
     return module

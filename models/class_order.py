@@ -84,15 +84,13 @@ def head_by_name(
     known = [outputs for outputs in known if len(outputs) == len(names)]
     if not known:
         taken = f"the data's in their order, from {shown(names[0])} to {shown(names[-1])}"
-        return {**head}, [f"head kept: its {len(names)} classes have no names, they are taken for {taken}"]
+        return {**head}, [f"head kept: its {len(names)} classes have no names and are taken for {taken}"]
     order, missing = order_of(names, known)
     if missing:
-        why = (
-            f"its {len(names)} classes are others, such as {shown(known[0][0])}, the data's such as {shown(missing[0])}"
-        )
+        why = f"its {len(names)} classes differ, such as {shown(known[0][0])}, the data's such as {shown(missing[0])}"
         return {**fresh}, [f"head replaced: {why}; it starts from random weights"]
     if order == sorted(order):
         return {**head}, []
     per_class = {key for key, tensor in head.items() if tensor.ndim and len(tensor) == len(names)}
     ordered = {key: tensor[order] if key in per_class else tensor for key, tensor in head.items()}
-    return ordered, ["head put in order: its classes are those of the data, in another order"]
+    return ordered, ["head reordered: its classes are those of the data, in another order"]

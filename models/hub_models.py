@@ -42,11 +42,11 @@ def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) ->
                 facts = json.loads(Path(found).read_text(encoding="utf-8"))
         except Exception as error:  # the hub's clients raise a dozen types with no common base
             raise UserError(
-                f"--model-type {model_type}: its {name} could not be read: {reason_of(error)}. Without it, or to go on "
-                "with a run, give timm:NAME as timm calls the network, with --weights FILE for a new run."
+                f"--model-type {model_type}: its {name} could not be read: {reason_of(error)}. Without it, or to "
+                "resume a run, give timm's name of the network, timm:NAME, with --weights FILE for a new run."
             ) from error
     network = facts.get("architecture") if isinstance(facts, dict) else None
     if not isinstance(network, str) or not timm.is_model(network) or facts.get("model_args"):
-        what = "takes model_args" if network and facts.get("model_args") else "names no network of timm's"
+        what = "takes model_args" if network and facts.get("model_args") else "names no timm network"
         raise UserError(f"--model-type {model_type}: its config.json {what}: give timm:NAME and --weights FILE.")
     return f"timm:{network}", found if loads_own else weights

@@ -56,7 +56,7 @@ def create_for_image_size(
 
     longer, given = max(sides(image_size)), f"model '{name}' does not work with {image_size}-pixel images"
     if batch_size == 1 and works(image_size, 2):
-        raise UserError(f"{given} in batches of 1, BatchNorm needs more: type --batch-size 2 or more")
+        raise UserError(f"{given} in batches of 1, but BatchNorm needs more: type --batch-size 2 or more")
     made_for = getattr(module, "default_cfg", {}).get("input_size", (3, longer))[-1]
     sizes = sorted({*SIZES_TO_TRY, made_for})
     # A larger size first: the user's images have at least as many pixels as were asked for.
@@ -96,7 +96,7 @@ def set_strides(module: nn.Module, strides: dict[str, int]) -> None:
     for name, stride in strides.items():
         convolution = module.get_submodule(name)
         if not isinstance(convolution, nn.Conv2d):
-            raise UserError(f"'{name}' is not a convolution, its stride cannot be {stride}")
+            raise UserError(f"'{name}' is not a convolution, so its stride cannot be {stride}")
         convolution.stride = (stride, stride)
 
 

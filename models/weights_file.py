@@ -83,12 +83,12 @@ def load_weights_file(
     notes = [f"weights loaded from {path}", *read_notes, *_other_strides(theirs or description, description)]
     notes += head_notes
     if has_none:
-        notes.append("head added: the file has none, it starts from random weights")
+        notes.append("head added: the file has none, so it starts from random weights")
     elif is_other_head:
-        notes.append("head replaced: between a classifier and a projection, it starts from random weights")
+        notes.append("head replaced: between a classifier and a projection; it starts from random weights")
     if replaced:
         found, wanted = replaced[0]
-        notes.append(f"head replaced: {found} -> {wanted} classes, it starts from random weights")
+        notes.append(f"head replaced: {found} -> {wanted} classes; it starts from random weights")
     if resized:
         key, shape = next(iter(resized.items()))
         more = f" and {len(resized) - 1} more" if len(resized) > 1 else ""
@@ -142,7 +142,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
         asked = re.search(r"GLOBAL (\S+)", str(error))
         cause = f"asks for {asked[1]}; a" if asked else "a"
         raise UserError(
-            f"weights file '{path}' is neither safetensors nor a PyTorch file of tensors alone ({cause} file that "
+            f"weights file '{path}' is neither safetensors nor a PyTorch file with only tensors ({cause} file that "
             "could run code is refused): save the state_dict with safetensors.torch.save_file"
         ) from error
     except WrongMetadata as error:
@@ -198,7 +198,7 @@ def _check_same_network(
     if missing or unexpected:
         firsts = [f"{kind} {keys[0]!r}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
         raise UserError(
-            f"weights file '{path}' is of another model than '{model_type}': {len(missing)} tensors missing, "
+            f"weights file '{path}' belongs to another model than '{model_type}': {len(missing)} tensors missing, "
             f"{len(unexpected)} unexpected (first {', first '.join(firsts)})"
         )
     for key, shape in _other_shapes(expected, tensors, left_out).items():
@@ -207,7 +207,7 @@ def _check_same_network(
             is_size = theirs.image_size != ours.image_size
             cure = f"--image-size {theirs.image_size}" if is_size else f"--image-channels {theirs.image_channels}"
             raise UserError(f"weights file '{path}' cannot be adapted to such images: {differs}; give {cure}")
-        raise UserError(f"weights file '{path}' is of another model than '{model_type}', or another size: {differs}")
+        raise UserError(f"weights file '{path}' belongs to another model than '{model_type}', or size: {differs}")
 
 
 def _other_strides(theirs: Description, ours: Description) -> list[str]:
@@ -252,7 +252,7 @@ def find_state_dict(content: object) -> tuple[StateDict, list[str]] | None:
         averages, raw = ([key for key in keys if isinstance(content.get(key), dict)] for keys in (AVERAGES, RAW))
         if averages:
             cure = f"; to start from the raw weights, save its '{raw[0]}' alone" if raw else ""
-            notes = [f"its '{averages[0]}', the average of the weights over the steps, is taken, as timm does{cure}"]
+            notes = [f"its '{averages[0]}', the average of the weights over the steps, is used, as in timm{cure}"]
         content = next((content[key] for key in (*averages, *raw)), content)
     tensors = content.items() if isinstance(content, dict) else ()
     if not tensors or not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors):
@@ -291,8 +291,8 @@ def without_prefix(path: str, tensors: Mapping[str, Any], names: Collection[str]
     inside = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     if not prefix or not inside.keys() & set(names):
         return dict(tensors), []
-    notes = [f"prefix '{prefix}' taken off the names of its tensors"]
+    notes = [f"prefix '{prefix}' removed from the names of its tensors"]
     if outside := [key for key in tensors if not key.startswith(prefix)]:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
-        notes.append(f"not taken from it: {shown(outside[0])}{more}")
+        notes.append(f"not used from it: {shown(outside[0])}{more}")
     return inside, notes

@@ -198,9 +198,9 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise WrongMetadata(f"has metadata that is no JSON: {error}") from None
+        raise WrongMetadata(f"has metadata that is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise WrongMetadata(f"has metadata that is no JSON object: {shown(content)}")
+        raise WrongMetadata(f"has metadata that is not a JSON object: {shown(content)}")
     facts = _entries(content, METADATA_KEYS)
     class_names = facts["class_names"]
     _check(isinstance(class_names, list) and len(class_names) > 0, "class_names", class_names, "a list of names")

@@ -1,4 +1,4 @@
-"""Exports a trained model to a file that other programs run, and checks that it computes what the model computes."""
+"""Exports a trained model to a file that other programs run, and checks that it gives the same results."""
 
 import sys
 from pathlib import Path

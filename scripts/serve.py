@@ -1,4 +1,4 @@
-"""Serve one model as a page on this machine: drop an image, see its labels and what spoke for the first."""
+"""Serve one model as a page on this machine: drop an image, see its labels and what led to the first."""
 
 import sys
 from pathlib import Path

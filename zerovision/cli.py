@@ -14,18 +14,18 @@ from zerovision import __version__
 VERBS = {  # what each does
     "train": "train on a folder of photographs; chooses the settings and prints them",
     "launch": "train on this machine or several: MODEL STRATEGY [MACHINES] GPUS BATCH_SIZE EPOCHS",
-    "evaluate": "measure a trained model exactly, class by class",
+    "evaluate": "compute the scores of a trained model, class by class",
     "predict": "label images",
     "serve": "label images that are dropped on a page",
     "export": "write a model for ONNX Runtime, torch.export or safetensors",
-    "publish": "send a model to the Hugging Face Hub",
-    "report": "draw one run, or several side by side, as a page",
+    "publish": "upload a model to the Hugging Face hub",
+    "report": "write the page of a run, or of several side by side",
     "audit": "find wrong labels and copies in a data set",
     "pack": "write a data set as tar files",
     "plan": "choose a strategy that fits into memory",
     "doctor": "examine this machine, several machines, or a data set",
     "sweep": "train with several values of flags and compare",
-    "replay": "compute one step of a run again, bit for bit",
+    "replay": "repeat one step of a run, bit for bit",
     "bisect": "find the first step at which two runs differ",
 }
 WORDS_OF_ONE_MACHINE = 5  # of `launch`, before its flags
@@ -36,7 +36,7 @@ def main() -> int:
     verb, *words = sys.argv[1:] or ["--help"]
     if verb in ("-h", "--help", "help"):
         listing = "\n".join(f"  {name:9} {what}" for name, what in VERBS.items())
-        _print(f"Train image classifiers and use them.\n\n{listing}\n\nzerovision VERB --help says more about one.\n")
+        _print(f"Train image classifiers and use them.\n\n{listing}\n\nzerovision COMMAND --help lists its flags.\n")
         return 0
     if verb in ("-V", "--version"):
         print(f"zerovision {__version__}")
@@ -45,7 +45,7 @@ def main() -> int:
         from difflib import get_close_matches
 
         near = "".join(f" Did you mean {name}?" for name in get_close_matches(verb, VERBS, 1))
-        print(f"zerovision: there is no verb '{verb}': expected {', '.join(VERBS)}.{near}", file=sys.stderr)
+        print(f"zerovision: unknown command '{verb}': expected {', '.join(VERBS)}.{near}", file=sys.stderr)
         return 2
     from zerovision.training.base.places import SCRIPTS, TYPED
 

@@ -309,7 +309,7 @@ def test_islands_go_on_without_one_until_it_is_back(hosts: Hosts, shared: Path, 
         again = training.wait_for_step(1, after=noticed)
     mend(hosts)
     mended = time.time()
-    back = training.wait_for_text("node02 can take part again")
+    back = training.wait_for_text("node02 can rejoin")
     both = training.wait_for_step(1, after=training.wait_for_text("2 islands in place of the checkpoint's 1"))
     training.signal(signal.SIGTERM)
     assert training.end() == 143, training.text()

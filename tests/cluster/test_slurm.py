@@ -107,7 +107,7 @@ def test_a_job_that_fails_the_same_way_twice_stops(slurm: Hosts, shared: Path) -
     job.release()
     shown = job.wait_for_state("FAILED", "COMPLETED", timeout_s=90)
     assert (shown["JobState"], shown["Restarts"], shown["ExitCode"]) == ("FAILED", "1", "1:0"), job.output
-    assert "no newer checkpoint since: not requeued" in job.output.splitlines()[-1]
+    assert "without a newer checkpoint: not requeued" in job.output.splitlines()[-1]
 
 
 def test_tasks_of_an_array_share_neither_run_nor_port(slurm: Hosts, shared: Path) -> None:

@@ -163,7 +163,7 @@ class Noisy(nn.Module):
     ("module", "heads", "line"),
     [
         (Noisy(nn.Sequential(nn.Dropout(0.1), nn.LayerNorm(192)), nn.Linear(192, 10)), ["head"], "give --drop-path 0"),
-        (Noisy(nn.BatchNorm1d(192), nn.Linear(192, 10)), ["head"], "otherwise in training"),
+        (Noisy(nn.BatchNorm1d(192), nn.Linear(192, 10)), ["head"], "between training and evaluation"),
         (
             Noisy(nn.Unflatten(1, (3, 8, 8)), nn.Sequential(nn.Conv2d(3, 10, 8), nn.Flatten())),
             ["head.0"],
@@ -200,7 +200,7 @@ def test_a_head_makes_a_classifier_of_features(tmp_path):
     assert "top-1 is by the 20 nearest training images" in done.stdout
     assert not (run / CARD).exists()
     for use in (lambda: evaluate(str(run)), lambda: predict(str(run), [str(tmp_path)])):
-        with pytest.raises(UserError, match=r"is of --loss supcon and tells no classes apart yet"):
+        with pytest.raises(UserError, match=r"was trained with --loss supcon and has no classifier yet"):
             use()
     head = ("--data", "digits", "--image-size", "8", "--weights", str(run / WEIGHTS), "--tune", "head")
     done = train_here(*flags, *head, "--epochs", "3", "--learning-rate", "0.02", "--run-name", "head")

@@ -120,4 +120,4 @@ def test_a_full_disk_on_one_rank_costs_checkpoints_and_for_ten_minutes_the_run(l
             failed = [event for event in report["events"] if event["kind"] == "checkpoint_failed"]
             assert [event["step"] for event in failed] == [2, 4, 5, 6]
             assert all(f"rank {full_rank}" in event["error"] and "too large" in event["error"] for event in failed)
-            assert any("the next try comes within" in message for message in report["messages"])
+            assert any("the next attempt follows within" in message for message in report["messages"])

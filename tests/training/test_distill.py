@@ -53,7 +53,7 @@ def test_a_teacher_is_found_by_its_name_beside_a_run_that_gets_one(teachers):
 
 
 UNCHANGED = ("--augmentation", "none", "--shift-pixels", "0", "--mixup", "0", "--teacher", "teacher0")
-ANSWERED = "answered to 1437 images"
+ANSWERED = "answered 1437 images"
 
 
 def test_a_teacher_that_answers_once_leaves_the_same_bytes(teachers, monkeypatch):
@@ -78,7 +78,7 @@ def test_a_teacher_that_answers_once_leaves_the_same_bytes(teachers, monkeypatch
         patch.setattr(
             Teacher, "answer", lambda self, images: answer(self, images).mul_(1 + 1e-7 * torch.arange(32.0)[:, None])
         )
-        assert "it answers in every epoch" in train_here(*given, "uneven").stdout
+        assert "they are computed in every epoch" in train_here(*given, "uneven").stdout
     found = [(runs / name / WEIGHTS).read_bytes() for name in ("kept", "kept-resumed", "anew")]
     assert found[0] == found[1] == found[2] != (runs / "uneven" / WEIGHTS).read_bytes()
 

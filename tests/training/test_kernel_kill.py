@@ -68,9 +68,7 @@ def starter_goes_first(group: Path) -> Iterator[None]:
 def test_the_starter_of_the_ranks_counts_too(group, starter_goes_first, tmp_path):
     result = launch_in(group, tmp_path, "adapt")
     assert result.returncode == 0, result.stdout + result.stderr
-    said = (
-        "the launcher was ended by SIGKILL, the kernel's, because memory was short: starting again with --batch-size="
-    )
+    said = "the launcher was ended by SIGKILL, the kernel's, because memory ran out: starting again with --batch-size="
     assert said in result.stderr
     assert read_metrics(tmp_path / "runs/run", "epoch")
 
@@ -86,8 +84,8 @@ def launch_in(group, tmp_path, on_oom):
 def test_a_rank_that_the_kernel_kills_for_want_of_memory_takes_the_run_down_the_ladder(group, tmp_path, on_oom, code):
     result = launch_in(group, tmp_path, on_oom)
     assert result.returncode == code, result.stdout + result.stderr
-    lines = [line for line in result.stderr.splitlines() if "because memory was short" in line]
-    assert "SIGKILL, the kernel's, because memory was short" in lines[0]
+    lines = [line for line in result.stderr.splitlines() if "because memory ran out" in line]
+    assert "SIGKILL, the kernel's, because memory ran out" in lines[0]
     if on_oom == "adapt":
         assert ": starting again with --batch-size=250 --gradient-accumulation-steps=2: " in lines[0]
         assert read_metrics(tmp_path / "runs/run", "epoch")

@@ -58,7 +58,7 @@ def searched(tmp_path_factory):
         function = "tests.training.out_of_memory_ranks:find_batch_size"
         cases = [case | {"log_dir": str(log_dir), "resume": "auto"}]
         for _ in range(starts - 1):
-            with pytest.raises(AssertionError, match=r"rank 1 ran out of memory: .*--batch-size auto goes on below"):
+            with pytest.raises(AssertionError, match=r"rank 1 ran out of memory: .*--batch-size auto continues below"):
                 run_ranks(function, 2, log_dir, cases)
         first, second = run_ranks(function, 2, log_dir, cases)
         assert first == second

@@ -45,7 +45,7 @@ def test_a_rank_that_is_always_wrong_ends_the_run_and_two_ranks_cannot_tell_whic
     host = socket.gethostname()
     for size, who in ((3, f"rank 1 on {host}"), (2, f"rank 0 on {host} or rank 1 on {host}")):
         for (result,) in run_on_ranks(f"{RANKS}:audited_steps", size, [case]):
-            start = f"{WRONG_GRADIENT_EXIT_CODE}: {who} computed wrong, 3 times in this start (--audit): "
+            start = f"{WRONG_GRADIENT_EXIT_CODE}: {who} computed wrong results 3 times since the start (--audit): "
             assert result["ended"].startswith(start)
             assert len(result["events"]["wrong_gradient"]) == 3
 

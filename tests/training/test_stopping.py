@@ -126,7 +126,7 @@ def test_ctrl_c_in_a_python_program_saves_and_interrupts_it(tmp_path, whom):
     assert process.returncode == -signal.SIGINT
     assert "the next line" not in output
     *_, last = errors.splitlines()
-    assert last.startswith("KeyboardInterrupt: run digits is stopped: the same call with run_name='digits' and resume")
+    assert last.startswith("KeyboardInterrupt: run digits was stopped: the same call with run_name='digits' and resume")
     assert "[rank0]" not in errors
     wait_for_the_end(lambda: [one for one in psutil.process_iter() if is_alive_in(process.pid, one)])
     again, whole = begin([*call, "auto"]), begin([*call[:-1], str(tmp_path / "whole"), "never"])

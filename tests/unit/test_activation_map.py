@@ -98,7 +98,7 @@ def test_maps_of_networks(model):
 
 def test_a_network_without_places_is_refused():
     network = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, CLASSES))
-    with pytest.raises(UserError, match="no feature map"):
+    with pytest.raises(UserError, match="no spatial feature map"):
         activation_maps(network, torch.randn(1, 3, SIZE, SIZE), torch.tensor([0]))
 
 

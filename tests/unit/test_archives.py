@@ -62,14 +62,14 @@ def test_foreign_shards_of_parts_numbers_and_names_of_classes(tmp_path):
     assert pair.notes == [
         "skipped 6 samples without an image or label",
         "skipped 12 images such as './train0/000000.a.seg.png', because a key ends at the first dot of a name: "
-        "take the other dots out of the names",
+        "remove the other dots from the names",
     ]
     assert pair.train.source.name(0) == f"{tmp_path}/set/train-00000-of-00002.tar/./train0/000000.JPG"
     torch.testing.assert_close(pair.train.source.read(0)[:, 0, 0], torch.tensor([255, 0, 0], dtype=torch.uint8))
     (tmp_path / "set" / "classnames.txt").write_text("cat\ndog\nfish\n")
     assert load(tmp_path / "set").class_names == ["cat", "dog", "fish"]
     (tmp_path / "set" / "classnames.txt").write_text("cat\ndog\n")
-    with pytest.raises(UserError, match="has 2 names of classes and the label 2; expected a number below 2"):
+    with pytest.raises(UserError, match="has 2 class names and the label 2; expected a number below 2"):
         load(tmp_path / "set")
 
 
@@ -310,7 +310,7 @@ def test_a_crafted_parquet_file_gets_one_line(tmp_path, write_parquet):
             load(file)
     with pytest.raises(UserError, match="column label has numbers with a fraction"):
         load(write_parquet(file, {"image": [png()] * 2, "label": [0.5, 1.0]}))
-    with pytest.raises(UserError, match="has 2 names of classes and the label 7; expected a number below 2"):
+    with pytest.raises(UserError, match="has 2 class names and the label 7; expected a number below 2"):
         load(write_parquet(file, {"image": [png()] * 2, "label": [0, 7]}, ["no", "yes"]))
 
 
@@ -337,16 +337,16 @@ WRONG_SAMPLES = {
         [labelled("1") | {"1.jpg": png()}],
         r"the sample '1' has several images, \.png and \.jpg: choose one by --path-column png",
     ),
-    "one key twice in a row": ([[*labelled("1").items()] * 2], r"the key '1' is there twice: a key is one sample"),
+    "one key twice in a row": ([[*labelled("1").items()] * 2], r"the key '1' occurs twice: a key is one sample"),
     "one key appended": (
         [[*labelled("1").items(), *labelled("2").items(), *labelled("1").items()]],
-        r"the key '1' is there twice.*tar --sort=name",
+        r"the key '1' occurs twice.*tar --sort=name",
     ),
     "files by kind": (
         [{"1.png": png(), "2.png": png(), "1.cls": b"a", "2.cls": b"b"}],
         r"the sample '1' has no label.*tar --sort=name",
     ),
-    "two archives": ([labelled("1"), labelled("2")], r"goes on behind its end.*tar --concatenate"),
+    "two archives": ([labelled("1"), labelled("2")], r"continues after its end.*tar --concatenate"),
     "names with dots": (
         [labelled("IMG.1.a") | labelled("IMG.2.b")],
         r"no image in 1 \.tar file\(s\) \(skipped 2 images such as 'IMG.1.a.png', because a key ends at the first",

@@ -189,7 +189,7 @@ def test_weights_of_a_table_stay(photos, tmp_path):
         assert one.source.name(0) == other.source.name(0)
     assert before.train.source.loss_weights.tolist() == pytest.approx(after.train.source.loss_weights.tolist())
     (tmp_path / "fixes.csv").write_text("path,action,new\n")
-    with pytest.raises(UserError, match="several lines are of one file"):
+    with pytest.raises(UserError, match="several lines name one file"):
         audit(AuditSettings(data=str(table), fixes=str(tmp_path / "fixes.csv"), output=str(tmp_path / "audit")))
 
 
@@ -215,7 +215,7 @@ def test_groups_stay_and_scenes_get_one_if_wanted(photos, tmp_path, capsys):
         name: group for name, group in groups.items() if name in before
     }
     assert before["shot.png"] == ("train", "")  # offered, not made
-    assert "2 images are of a scene that others show" in capsys.readouterr().out
+    assert "2 images share their scene with others" in capsys.readouterr().out
     fixes = output / "fixes.csv"
     fixes.write_text(fixes.read_text() + f"{photos}/val/ant/03.png,move,train,,\n")
     audit(AuditSettings(data=str(table), fixes=str(fixes), output=str(output)))

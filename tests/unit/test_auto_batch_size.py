@@ -87,7 +87,7 @@ def test_an_epoch_keeps_20_steps_or_the_line_says_what_to_type(images, ranks):
         assert batch == usual_global_batch(ranks)
     if steps < 20:  # not even with 8 images for each rank
         assert batch == 8 * ranks
-        cure = "fewer ranks, or a number below 8 for --batch-size, make them more"
+        cure = "fewer ranks, or a --batch-size below 8, give more"
         assert few_steps_note(batch, ranks, images) == f"; an epoch has only {steps} of these: {cure}"
         return
     assert few_steps_note(batch, ranks, images) == ""

@@ -61,7 +61,7 @@ def test_another_image(runs):
     (first, *_) = (step for step in ours if ours[step]["leaves"][0]["images"] != others[step]["leaves"][0]["images"])
     assert (found.step, found.last_equal, found.found.images_differ) == (first, first - 1, True)
     assert "batches      1 of 1 differ: rank 0 (micro-batch 1): other images" in list(lines_of(found))
-    assert found.settings == ["images of training: 1 are in one run alone, or have another content or label there"]
+    assert found.settings == ["images of training: 1 are in only one run, or differ in content or label"]
 
 
 def test_another_rate(runs):
@@ -70,7 +70,7 @@ def test_another_rate(runs):
     assert found.found.tensors
     assert found.settings == ["--learning-rate: 0.001 | 0.01"]
     assert list(lines_of(found))[1].startswith("differ       at step 1: the same images; ")
-    assert "batches      all 1 are equal: what differs is their sum, or the update" in list(lines_of(found))
+    assert "batches      all 1 are equal: their sum or the update differs" in list(lines_of(found))
 
 
 def test_what_cannot_be_compared(runs, tmp_path):
@@ -79,8 +79,8 @@ def test_what_cannot_be_compared(runs, tmp_path):
         compare(runs / "a", bare)
     line = {"kind": "hashes", "step": 1, "weights": {"w": "00"}}
     (bare / "metrics.jsonl").write_text(json.dumps(line))
-    with pytest.raises(UserError, match="train other networks"):
+    with pytest.raises(UserError, match="train different networks"):
         compare(runs / "a", bare)
     (bare / "metrics.jsonl").write_text(json.dumps(line | {"step": 99}))
-    with pytest.raises(UserError, match="of no step in common"):
+    with pytest.raises(UserError, match="no step with hashes in common"):
         compare(runs / "a", bare)

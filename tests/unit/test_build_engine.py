@@ -74,7 +74,7 @@ def test_auto_says_why_it_takes_deepspeed(tmp_path):
         return setup.notes
 
     assert notes("auto") == [
-        "--engine auto is deepspeed, which alone knows flops_profiler, --offload, how to shard the single number 1"
+        "--engine auto is deepspeed, which alone supports flops_profiler, --offload, how to shard the single number 1"
     ]
     assert notes("deepspeed") == []
 
@@ -96,9 +96,9 @@ def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named, tmp_path)
     if named == "--offload":
         assert resolve_engine(asked("torch", tmp_path, keys=keys), plan, model(SMALL)) == "torch"
     else:
-        with pytest.raises(UserError, match=f"--engine torch does not know {named}: use --engine deepspeed, or auto"):
+        with pytest.raises(UserError, match=f"--engine torch does not support {named}: use --engine deepspeed or auto"):
             resolve_engine(asked("torch", tmp_path, keys=keys), plan, model(SMALL))
-    said = f"--audit 5 is for --engine torch, these settings take deepspeed, which alone knows {named}: leave out one"
+    said = f"--audit 5 needs --engine torch; other settings need deepspeed, which alone supports {named}: leave one out"
     with pytest.raises(UserError, match=said):
         resolve_engine(asked("auto", tmp_path, keys=keys), plan, model(SMALL), "--audit 5")
 
@@ -106,7 +106,7 @@ def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named, tmp_path)
 @pytest.mark.parametrize(
     ("plan", "keys", "module", "message"),
     [
-        (plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, nn.Linear(2, 2), "does not know flops_profiler"),
+        (plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, nn.Linear(2, 2), "does not support flops_profiler"),
         (plan_of("fsdp_stage3", 2, "optimizer"), {}, nn.Linear(2, 2), "--offload optimizer: at stage 3 --engine torch"),
         (plan_of("fsdp_stage2", 2), {}, nn.ParameterList([torch.ones(())]), "its parameter 0 is a single number"),
     ],

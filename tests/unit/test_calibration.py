@@ -54,7 +54,7 @@ def details(confidences: list[float], is_right: list[int]) -> SampleScores:
 )
 def test_the_threshold_is_the_lowest_with_the_accuracy(reject, confidences, is_right, expected):
     if expected is None:
-        with pytest.raises(UserError, match="at most 0\\.7500"):
+        with pytest.raises(UserError, match="best: 0\\.7500"):
             threshold_of(details(confidences, is_right), reject)
     else:
         assert threshold_of(details(confidences, is_right), reject) == pytest.approx(expected)
@@ -116,7 +116,7 @@ def test_a_calibration_belongs_to_its_weights_and_views(call, own_run, digit_fol
     file.write_text(json.dumps(known.facts | {"weights_sha256": "0"}))
     code, out, err = call("predict", own_run, digit_folder)
     assert code == 0
-    assert "of other weights" in err
+    assert "belongs to other weights" in err
     assert "none of these" not in out
     assert read_run(own_run).calibration is None
 

@@ -144,7 +144,7 @@ def test_a_checkpoint_that_has_lost_its_moments_is_refused(tmp_path):
     train(engine, range(3))
     path = save(tmp_path, engine)
     rewrite(path, remove_moments)
-    with pytest.raises(UserError, match="its moments are none, the optimizer has exp_avg, exp_avg_sq"):
+    with pytest.raises(UserError, match="its moments are none, but the optimizer has exp_avg, exp_avg_sq"):
         resume(path, engine)
 
 

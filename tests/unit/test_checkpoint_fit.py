@@ -137,12 +137,12 @@ def test_the_promises_of_the_manual_are_free():
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("model", {"model_type": "large"}, "another model: model_type 'small', this run has 'large'"),
-        ("model", {"model_type": "small", "members": ["a"]}, "another model: members None, this run has ['a']"),
-        ("class list", ["cat", "cow"], "another class list: entry 1 is 'dog', this run has 'cow'"),
-        ("class list", ["cat"], "another class list: 2 entries, this run has 1"),
-        ("data set", "ff00", "another data set: 'ab12', this run has 'ff00'"),
-        ("global batch", 32, "another global batch: 16, this run has 32"),
+        ("model", {"model_type": "large"}, "another model: model_type 'small'; this run has 'large'"),
+        ("model", {"model_type": "small", "members": ["a"]}, "another model: members None; this run has ['a']"),
+        ("class list", ["cat", "cow"], "another class list: entry 1 is 'dog'; this run has 'cow'"),
+        ("class list", ["cat"], "another class list: 2 entries; this run has 1"),
+        ("data set", "ff00", "another data set: 'ab12'; this run has 'ff00'"),
+        ("global batch", 32, "another global batch: 16; this run has 32"),
     ],
 )
 def test_another_identity_is_named(key, value, told):
@@ -262,7 +262,7 @@ def test_the_global_batch_gives_the_accumulation_steps():
         (
             {"global_batch": 64, "gradient_accumulation_steps": 3},
             4,
-            "takes 2 of them for --global-batch of 64: leave it out.",
+            "needs 2 of them for --global-batch of 64: leave it out.",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def test_another_global_batch_than_the_checkpoints_is_refused():
         (4, 0, 4, []),
         (1, 0, 1, ["1 thread x 1 rank on 4 cores: 3 idle, for the same bytes"]),
         (8, 0, 8, ["8 threads x 1 rank on 4 cores: slower (OMP_WAIT_POLICY=passive helps), for the same bytes"]),
-        (1, 4, 4, ["--threads-per-rank 4 instead of 1: the bytes will not be those of the run so far"]),
+        (1, 4, 4, ["--threads-per-rank 4 instead of 1: the bytes will differ from those of the run so far"]),
     ],
 )
 def test_a_run_keeps_its_threads_unless_told_otherwise(saved, given, threads, told, monkeypatch):
@@ -305,8 +305,8 @@ def test_a_run_keeps_its_threads_unless_told_otherwise(saved, given, threads, to
     ("before", "meant", "ranks", "per_machine", "islands", "told"),
     [
         (4, 4, 4, 4, 4, ""),  # on one machine, as a run began on four
-        (4, 4, 3, 1, 3, "3 islands in place of the checkpoint's 4 (4 are meant to be): the others' weights are"),
-        (3, 4, 4, 1, 4, "4 islands in place of the checkpoint's 3 (4 are meant to be): new ones begin with"),
+        (4, 4, 3, 1, 3, "3 islands in place of the checkpoint's 4 (4 intended): the others' weights are"),
+        (3, 4, 4, 1, 4, "4 islands in place of the checkpoint's 3 (4 intended): new ones begin with"),
         (8, 8, 56, 8, 7, "7 islands in place of the checkpoint's 8"),  # 8 of 7 ranks would lie across machines
         (2, 2, 1, 1, 1, "1 island in place of the checkpoint's 2"),
     ],
@@ -330,4 +330,4 @@ def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
 def test_another_batch_size_is_noted_since_the_bytes_change():
     assert note_other_bytes(CONFIG, None) == note_other_bytes(CONFIG, found()) == []
     (line,) = note_other_bytes(dataclasses.replace(CONFIG, batch_size=4), found())
-    assert line == "--batch-size 4 instead of 8: the bytes will not be those of the run so far"
+    assert line == "--batch-size 4 instead of 8: the bytes will differ from those of the run so far"

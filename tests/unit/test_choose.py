@@ -220,7 +220,7 @@ def test_two_runs_at_once_have_a_name_each(given):
 
 
 def test_a_resume_needs_the_name_of_a_run(given):
-    with pytest.raises(UserError, match="resume auto goes on with a run: add --run-name"):
+    with pytest.raises(UserError, match="resume auto continues a run: add --run-name"):
         choose_run(given | {"resume": "auto"}, "", (1, 0), FLAG_OF, is_launched=True)
 
 
@@ -252,7 +252,7 @@ def test_one_word_trains_a_folder_and_python_chooses_the_same(tmp_path, monkeypa
     assert f": {100 * worst:.2f} % of its " in said
     line = next(line for line in said.splitlines() if "scripts/evaluate.py" in line).partition("python ")[2]
     script, *words = shlex.split(line, comments=True)
-    assert f"{words[0]} PHOTO  # a new one, or a folder of them" in said
+    assert f"{words[0]} PHOTO  # a new photo, or a folder" in said
     assert f"{words[0]} --format onnx --with-preprocessing\n" in said
     evaluate = [sys.executable, str(ROOT / script), *words, "--output", str(tmp_path / "scores")]
     again = subprocess.run(evaluate, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)

@@ -132,21 +132,21 @@ SPELLINGS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "years": (["1990", "2001"], ["1990", "2001"], ""),
     "twenty digits": (["12345678901234567890", "2"], ["12345678901234567890", "2"], ""),
     "fractions": (["1.0", "2.0"], ["1.0", "2.0"], "all are numbers such as 1.0"),
-    "measurements": (["0.37", "1.25"], ["0.37", "1.25"], "--label-column names another column"),
+    "measurements": (["0.37", "1.25"], ["0.37", "1.25"], "if they are measurements, give another --label-column"),
     "truth": (["True", "False"], ["True", "False"], ""),
     "blanks at the ends": (["cat", "cat ", " cat", "dog\t"], ["cat", "dog"], ""),
     "blanks of other kinds": (["cat\N{NO-BREAK SPACE}", "\N{IDEOGRAPHIC SPACE}dog"], ["cat", "dog"], ""),
     "a byte-order mark": (["\ufeffcat", "dog"], ["cat", "dog"], ""),
     "Unicode forms": ([NFC, NFD, "tea"], [NFC, "tea"], ""),
-    "nothing": (["nan", "None", "x"], ["nan", "None", "x"], "'None', 'nan' may stand for no label"),
-    "case": (["Cat", "cat", "dog"], ["Cat", "cat", "dog"], "'Cat' and 'cat' differ by case, blanks or digits only"),
+    "nothing": (["nan", "None", "x"], ["nan", "None", "x"], "'None', 'nan' may mean no label"),
+    "case": (["Cat", "cat", "dog"], ["Cat", "cat", "dog"], "'Cat' and 'cat' differ only in case, blanks or digits"),
     "inner blanks": (["ice cream", "icecream"], ["ice cream", "icecream"], "'ice cream' and 'icecream' differ"),
     "one and a fraction": (["1", "1.0"], ["1", "1.0"], "'1' and '1.0' differ"),
     "one and zeros": (["1", "01", "2"], ["1", "01", "2"], "'01' and '1' differ"),
     "several": (["a;b", "c"], ["a;b", "c"], "'a;b' may be several labels"),
     "a list": (["[0, 1]", "[1]"], ["[0, 1]", "[1]"], "'[0, 1]', '[1]' may be several labels"),
     "a comma": (["a, b", "c"], ["a, b", "c"], ""),
-    "minus one": (["-1", "1"], ["-1", "1"], "'-1' may stand for no label"),
+    "minus one": (["-1", "1"], ["-1", "1"], "'-1' may mean no label"),
     "line separators": (["cat\u2028big", "dog"], ["cat\u2028big", "dog"], ""),
     "another script": (["猫", "собака"], ["猫", "собака"], ""),
     "a formula": (["'=x", "y"], ["=x", "y"], ""),
@@ -168,9 +168,9 @@ def outcome(data: Path | str, tmp_path: Path) -> tuple[list[str], list[str]]:
             check_data(options, workers=0)
         raise
     checked = check_data(options, workers=0).datasets
-    notes = [note for note in pair.notes if note.startswith("look at these class names")]
+    notes = [note for note in pair.notes if note.startswith("check these class names")]
     assert checked.class_names == pair.class_names
-    assert notes == [note for note in checked.notes if note.startswith("look at these class names")]
+    assert notes == [note for note in checked.notes if note.startswith("check these class names")]
     assert sum(pair.train_counts) + sum(pair.val_counts) >= EACH * len(pair.class_names)
     assert min(pair.train_counts) > 0, "no class is invented"
     return pair.class_names, notes
@@ -232,7 +232,7 @@ def test_numbers_index_the_names_that_are_given(source, tmp_path):
     make = NAMED_SOURCES[source]
     found, _ = outcome(make(tmp_path / "set", [0, 2, 1], ["wren ", NFD, "ant"]), tmp_path)
     assert found == ["wren", NFC, "ant"], "in the order of their numbers"
-    with pytest.raises(UserError, match=r"has 2 names of classes and the label 2; expected a number below 2"):
+    with pytest.raises(UserError, match=r"has 2 class names and the label 2; expected a number below 2"):
         outcome(make(tmp_path / "few", [0, 2, 1], ["wren", "ant"]), tmp_path)
     with pytest.raises(UserError, match=r"class names occur twice, first 'crane'"):
         outcome(make(tmp_path / "twice", [0, 2, 1], ["crane", "ant", "crane"]), tmp_path)
@@ -275,7 +275,7 @@ def test_labels_of_types():
 def test_names_beside_numbers_are_sorted_as_text_and_names_may_be_labels():
     assert number_classes({1, "b", 10, 2}, (), "set") == (["1", "10", "2", "b"], {1: 0, "b": 3, 10: 1, 2: 2})
     assert number_classes({"b", "a"}, ["b", "c", "a"], "set") == (["b", "c", "a"], {"b": 0, "a": 2})
-    with pytest.raises(UserError, match=r"set has the label 'x', which is none of the 2 class names: 'a', 'b'"):
+    with pytest.raises(UserError, match=r"set has the label 'x', which is not one of the 2 class names: 'a', 'b'"):
         number_classes({"a", "x"}, ["a", "b"], "set")
 
 

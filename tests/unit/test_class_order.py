@@ -19,8 +19,8 @@ PREPROCESSING = Preprocessing(8, None, mean=(0.5,) * 3, std=(0.5,) * 3)
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 KEPT, ORDERED, REPLACED = (
     "head kept: its 3 classes have no names",
-    "head put in order",
-    "head replaced: its 3 classes are",
+    "head reordered",
+    "head replaced: its 3 classes differ",
 )
 
 

@@ -400,7 +400,7 @@ def test_a_node_that_is_back_takes_part_again(tmp_path: Path, fails: str) -> Non
         assert "--run-name=run-7" in argv
         assert "--gradient-accumulation-steps=2" not in argv
     assert "1 of 2 nodes x 1 CPU rank" in errors
-    assert f"{fails} can take part again: the ranks save first" in errors
+    assert f"{fails} can rejoin: the ranks save first" in errors
     assert "\n2 nodes x 1 CPU rank" in errors
     assert "restart 1" not in errors
 
@@ -417,7 +417,7 @@ def test_a_node_whose_rank_hangs_twice_is_left_out(tmp_path: Path) -> None:
     code, errors = launch.end()
     assert code == 143, errors
     assert errors.count("rank 1 hung") == 2
-    assert "two can take part again" in errors
+    assert "two can rejoin" in errors
 
 
 def test_a_node_that_is_back_with_another_version_is_not_waited_for(tmp_path: Path) -> None:
@@ -557,7 +557,7 @@ def test_a_node_that_lost_a_gpu_ends_a_launch_but_not_a_run(tmp_path: Path, monk
     config = TrainConfig(gradient_accumulation_steps=6, log_dir=str(tmp_path))
     launch = Plan(given, [], config, ["a", "b", "c"], "ssh", 0)
     gpus = {"a": 8, "b": 7, "c": 8}
-    with pytest.raises(CannotStart, match=r"b: has 7 GPUs. 8 GPUs per node asked for.") as refused:
+    with pytest.raises(CannotStart, match=r"b: has 7 GPUs. 8 GPUs per node requested.") as refused:
         next_rendezvous(ReadyNodes(tmp_path, gpus), launch, [], set(), is_restart=False)
     assert refused.value.exit_code == 2
     monkeypatch.setattr("zerovision.launch.rendezvous.PATIENCE_SECONDS", 0.1)
@@ -629,14 +629,14 @@ def test_no_mark_is_left_in_this_environment() -> None:
         ("", "eth", ""),
         ("", "ib,enp", ""),
         ("", "=eth0", ""),
-        ("", "=eth", "NCCL_SOCKET_IFNAME '=eth' leaves no interface, this machine has enp3s0, eth0, eth1, lo"),
+        ("", "=eth", "NCCL_SOCKET_IFNAME '=eth' matches no interface, this machine has enp3s0, eth0, eth1, lo"),
         ("", "=ib0,eth1:1234", ""),
-        ("", "ib", "NCCL_SOCKET_IFNAME 'ib' leaves no interface"),
+        ("", "ib", "NCCL_SOCKET_IFNAME 'ib' matches no interface"),
         ("", "^ib", ""),
         ("", "^docker,lo", ""),
         ("", "^=eth,enp,lo", ""),
-        ("", "^eth,enp,lo", "NCCL_SOCKET_IFNAME '^eth,enp,lo' leaves no interface"),
-        ("", "^=eth0,eth1,lo,enp3s0", "leaves no interface"),
+        ("", "^eth,enp,lo", "NCCL_SOCKET_IFNAME '^eth,enp,lo' matches no interface"),
+        ("", "^=eth0,eth1,lo,enp3s0", "matches no interface"),
     ],
 )
 def test_an_interface_that_is_not_there_is_refused(gloo, nccl, said, monkeypatch):

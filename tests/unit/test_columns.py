@@ -168,7 +168,7 @@ def test_flat_folders_named_as_parts_are_no_classes(names, tmp_path):
 def test_one_folder_named_as_a_part_is_a_class_and_said_to_be(tmp_path):
     pair = load(make_flat(tmp_path / "set", ["train", "bus", "car"]))
     assert pair.class_names == ["bus", "car", "train"]
-    assert pair.notes == ["'train' is taken for a class, because no other folder has the name of a part"]
+    assert pair.notes == ["'train' counts as a class, because no other folder has the name of a part"]
 
 
 LISTS = {
@@ -232,7 +232,7 @@ def test_the_column_of_a_name():
     assert find_column(["Label", "label"], "label") == "label"
     assert find_column(["x", " LABEL"], "label") == " LABEL"
     assert find_column(["x"], "label") is None
-    with pytest.raises(UserError, match="there are the columns 'Label', 'LABEL': keep one of them"):
+    with pytest.raises(UserError, match="the columns 'Label', 'LABEL' have the same name: keep one"):
         find_column(["Label", "LABEL"], "label")
     columns = FactColumns(["path", "Set", "weight"], ["path"])
     assert (columns.of_facts, columns.unused) == ({"weight": "weight"}, ["Set"])

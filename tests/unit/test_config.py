@@ -255,7 +255,7 @@ def test_a_file_is_checked_together_with_the_flags(line, words, wrong, tmp_path)
 )
 def test_a_value_of_a_preset_that_does_not_go_is_told_with_the_flag_that_overrides_it(words, undo):
     name = words.split()[1]
-    with pytest.raises(UserError, match=f" That is preset {name}'s: to override it, add {undo}\\.$"):
+    with pytest.raises(UserError, match=f" It is set by preset {name}: to override it, add {undo}\\.$"):
         parse_args(words.split())
     parse_args([*words.split(), *undo.split()])
 
@@ -310,7 +310,7 @@ def test_every_preset_is_valid_and_names_its_source_and_what_was_measured(name):
 
 def test_settings_that_are_right_are_said_to_be(capsys):
     assert train_distributed.train(["--check-config", "--epochs", "3"]) == 0
-    assert capsys.readouterr().out.startswith("all is well with these settings; ")
+    assert capsys.readouterr().out.startswith("these settings are valid; ")
 
 
 # A run that goes on.

@@ -336,7 +336,7 @@ def test_a_classifiers_weights_begin_the_training_of_features(tmp_path):
 def test_what_tells_no_classes_is_not_used_as_a_classifier(trained):
     path, _ = trained
     assert read_metadata(path)["description"].embedding == 128
-    with pytest.raises(UserError, match=r"--loss supcon and tells no classes apart yet.*--tune head"):
+    with pytest.raises(UserError, match=r"--loss supcon and has no classifier yet.*--tune head"):
         load_model(path)
 
 

@@ -59,7 +59,7 @@ def test_every_image_is_decoded_and_measured(folder, workers):
     assert report.sizes == [(8, 8), (50, 40)]
     assert {path for path, _ in report.unreadable} == {str(folder / "a" / "cut.jpg"), str(folder / "[b]" / "text.jpg")}
     assert all(reason for _, reason in report.unreadable)
-    assert report.image_notes == [(str(folder / "a" / "0.png"), "several frames or pages, the first is used")]
+    assert report.image_notes == [(str(folder / "a" / "0.png"), "several frames or pages: the first is used")]
 
 
 def test_thin_images_are_named(folder):
@@ -170,7 +170,7 @@ def test_every_digest_is_that_of_the_file_whatever_reads_it(tmp_path):
 def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
     assert train(copies, tmp_path / "logs") == 0
     folder, log = tmp_path / "logs/runs/r", capsys.readouterr().out
-    assert "training on train/; val/ is the validation part; test/ is judged once, after training" in log
+    assert "training on train/; val/ is the validation part; test/ is evaluated once, after training" in log
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (test,) = [line for line in lines if line["kind"] == "test"]
     scores = json.loads((folder / "evaluation-test/scores.json").read_text())

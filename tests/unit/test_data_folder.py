@@ -218,7 +218,7 @@ def test_parts_of_any_usual_name_are_no_classes(tmp_path, train, other, nested):
     assert len(pair.test if is_test else pair.val) == 18
     assert len(pair.notes) == 1
     assert f"training on {train}/" in pair.notes[0]
-    assert f"{other}/ is {'judged once' if is_test else 'the validation part'}" in pair.notes[0]
+    assert f"{other}/ is {'evaluated once' if is_test else 'the validation part'}" in pair.notes[0]
 
 
 @pytest.mark.parametrize(

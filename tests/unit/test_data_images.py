@@ -239,7 +239,7 @@ def test_of_several_frames_the_first_is_taken_and_noted(tmp_path, suffix):
     decode = of_files(make_decoder("cpu", 16))
     for read in (pixels, decode, lambda path, found: decode(path, lambda *_: Box(0, 0, 10, 20), found=found)):
         result = read(path, found=(notes := {}))
-        assert notes == {path: "several frames or pages, the first is used"}
+        assert notes == {path: "several frames or pages: the first is used"}
         assert result.shape == (10, 20, 3)
         assert np.abs(result.astype(int) - (255, 0, 0)).max() <= 2
     frames[0].save(path)

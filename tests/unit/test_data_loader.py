@@ -255,7 +255,7 @@ def test_notes_on_images_are_kept_once(folder, workers):
     for epoch in range(2):
         list(loader.epoch(epoch))
     loader.close()
-    assert loader.notes == {str(path): "several frames or pages, the first is used"}
+    assert loader.notes == {str(path): "several frames or pages: the first is used"}
 
 
 def test_a_skipped_validation_image_is_listed(folder):

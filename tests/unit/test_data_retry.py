@@ -96,7 +96,7 @@ def test_what_lasts_is_no_fault_of_the_image(tmp_path, server, waits):
     (tmp_path / "image.png").write_bytes(b"content")
     server("/image.png", "open", errno.ESTALE, times=4)
     with pytest.raises(
-        FileServerError, match=r"image\.png' cannot be read: Stale file handle, also after 7 s"
+        FileServerError, match=r"image\.png' cannot be read: Stale file handle, even after 7 s"
     ) as error:
         read_file(tmp_path / "image.png")
     assert waits == [1, 2, 4]
@@ -125,7 +125,7 @@ def test_a_server_that_stays_silent_is_one_line_from_every_process(tmp_path, wor
     for batches in (train_loader(silent, batch_size=2, workers=workers).epoch(0), [None]):
         with pytest.raises(FileServerError) as error:
             next(iter(batches)) or decode_part("train", workers, DataReport(silent))
-        assert re.fullmatch(r"'image [0-3]' cannot be read: Stale file handle, also after 7 s[^\n]*", str(error.value))
+        assert re.fullmatch(r"'image [0-3]' cannot be read: Stale file handle, even after 7 s[^\n]*", str(error.value))
 
 
 READERS = {

@@ -248,5 +248,5 @@ def test_labels_out_of_range_are_refused(tmp_path):
     images = np.zeros((4, 28, 28), dtype=np.uint8)
     write_mnist(tmp_path, images, np.uint8([0, 1, 2, 3]), "train")
     write_mnist(tmp_path, images, np.uint8([0, 1, 2, 10]), "t10k")
-    with pytest.raises(UserError, match="validation labels reach from 0 to 10"):
+    with pytest.raises(UserError, match="validation labels range from 0 to 10"):
         load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path)))

@@ -147,8 +147,8 @@ WRONG = {
     "not a number": (lambda a: a["x_test"].fill(np.nan), "x_test has floats from nan to nan"),
     "negative": (lambda a: a.update(x_test=-a["x_test"]), "x_test has floats from -"),
     "int64": (lambda a: a.update(x_train=a["x_train"].astype(int)), "x_train has int64 numbers: give uint8, uint16"),
-    "two types": (lambda a: a.update(x_test=a["x_test"].astype("u2")), "x_train is float32, x_test is uint16: give"),
-    "policy": ({"augmentation": "randaugment"}, "randaugment changes .* images of bytes, these have 3 .* of float32"),
+    "two types": (lambda a: a.update(x_test=a["x_test"].astype("u2")), "x_train is float32, x_test is uint16: make"),
+    "policy": ({"augmentation": "randaugment"}, "randaugment changes .* 8-bit RGB images, but .* 3 .* of float32"),
 }
 
 
@@ -205,7 +205,7 @@ def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path
     assert "uint16 values divided by 65535" in card
     assert "zerovision predict PATH/OF/THIS/FOLDER image.npy" in card
 
-    with pytest.raises(UserError, match="trained on uint16 values, 'digits' has uint8"):
+    with pytest.raises(UserError, match="trained on uint16 values, but 'digits' has uint8"):
         evaluate(folder, "digits", output=None)
     with pytest.raises(UserError, match="trained on arrays of uint16"):
         preprocess(metadata)
@@ -229,7 +229,7 @@ def test_floats_are_predicted_from_tiff_files_as_from_arrays(tmp_path):
     array, tiff, png = predict(folder, [tmp_path / name for name in ("0.npy", "1.tif", "2.png")])
     assert (array.labels, array.probabilities) == (tiff.labels, tiff.probabilities)
     assert array.probabilities
-    assert "it has uint8 numbers, the model takes float32" in png.error
+    assert "it has uint8 values, but the model takes float32" in png.error
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -240,19 +240,22 @@ def npy(array: np.ndarray) -> bytes:
 
 PATTERN = np.arange(2 * SIDE * SIDE).reshape(SIDE, SIDE, 2)
 REFUSED = {
-    "bytes.npy": (npy(PATTERN.astype(np.uint8)), "it has uint8 numbers, the model takes int16"),
+    "bytes.npy": (npy(PATTERN.astype(np.uint8)), "it has uint8 values, but the model takes int16"),
     "floats.npy": (npy(PATTERN / 1.0), "it has floats from 0 to 287"),
     "colours.npy": (
         npy(np.zeros((4, 4, 3), np.int16)),
-        r"its numbers are \[4, 4, 3\], the model sees \[height, width, 2\]",
+        r"its shape is \[4, 4, 3\], but the model takes \[height, width, 2\]",
     ),
-    "two.npy": (npy(np.zeros((2, 4, 4, 2), np.int16)), r"its numbers are \[2, 4, 4, 2\]"),
-    "objects.npy": (npy(np.array([{}])), "no readable .npy file"),
+    "two.npy": (npy(np.zeros((2, 4, 4, 2), np.int16)), r"its shape is \[2, 4, 4, 2\]"),
+    "objects.npy": (npy(np.array([{}])), "not a readable .npy file"),
     "text.npy": (b"text", "not an image of a known format"),
     "archive.npy": (b"PK\x03\x04", "not an image of a known format"),
-    "header.npy": (npy(np.zeros(3)).replace(b"'descr'", b"((((((("), "no readable .npy file"),
-    "huge.npy": (npy(np.zeros(3)).replace(b"(3,), }" + 14 * b" ", b"(99999999999999,), } "), "no readable .npy file"),
-    "number.npy": (npy(np.int16(3)), r"its numbers are \[\]"),
+    "header.npy": (npy(np.zeros(3)).replace(b"'descr'", b"((((((("), "not a readable .npy file"),
+    "huge.npy": (
+        npy(np.zeros(3)).replace(b"(3,), }" + 14 * b" ", b"(99999999999999,), } "),
+        "not a readable .npy file",
+    ),
+    "number.npy": (npy(np.int16(3)), r"its shape is \[\]"),
 }
 
 

@@ -119,10 +119,10 @@ def test_a_card_is_of_the_runs_own_weights(folders, best_epoch, has_card):
 def test_the_last_lines_name_divergence(folders):
     old, _ = folders
     first, *rest = result(old, best_epoch=2, diverged_epochs_in_row=2)
-    assert first.startswith("the training has diverged in epoch 3: start a new run with a lower --learning-rate")
+    assert first.startswith("the training diverged in epoch 3: start a new run with a lower --learning-rate")
     assert rest == result(old, best_epoch=2)
     assert result(old, diverged_epochs_in_row=1)[1:] == ["no weights are saved: no epoch was sound"]
-    assert result(old) == ["no weights are saved: no epoch has a top-1 that is a number"]
+    assert result(old) == ["no weights are saved: no epoch has a finite top-1"]
 
 
 def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ COMPLAINTS = {
     "ssh: connect to host node01 port 22: No route to host": "no route",
     "No ED25519 host key is known for node01 and you have requested strict checking.\n"
     "Host key verification failed.": "host key is unknown",
-    "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.": "another one",
+    "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.": "has changed",
     "root@node01: Permission denied (publickey,password).": "wants a password",
     "kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22": "closed",
     "python: can't open file '/x/zerovision/launch/agent.py': [Errno 2] No such file or directory": "repository",

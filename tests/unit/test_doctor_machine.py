@@ -115,7 +115,7 @@ def test_an_nvml_that_is_absent_or_fails_is_understood(
     ("given", "ranks", "cluster_has_gpus", "verdict", "said"),
     [
         (facts(WELL_GPU, WELL_GPU), 2, True, "ok", "2 x NVIDIA H100 80GB HBM3"),
-        (facts(WELL_GPU), 2, True, "wrong", "2 asked for, 1 x"),
+        (facts(WELL_GPU), 2, True, "wrong", "2 requested, 1 x"),
         (facts(), 2, True, "wrong", "no GPU"),
         (facts(WELL_GPU, WELL_GPU, torch_cuda=None), 2, True, "wrong", "CPU build"),
         (facts(WELL_GPU, WELL_GPU, torch_cuda="13.2"), 2, True, "wrong", "runs CUDA 12.4, torch was built for 13.2"),

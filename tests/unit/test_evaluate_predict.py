@@ -409,7 +409,7 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
     assert list(answers(out)) == [str(tmp_path / "a.gif")]
     refused = "not a regular file, but a device, a FIFO or a socket"
     assert err.splitlines() == [
-        f"predict: note on '{tmp_path / 'a.gif'}': several frames or pages, the first is used",
+        f"predict: note on '{tmp_path / 'a.gif'}': several frames or pages: the first is used",
         f"predict: skipped '{tmp_path / 'endless.jpg'}': {refused}",
         f"predict: skipped '{tmp_path / 'pipe.jpg'}': {refused}",
         "predict: 2 image(s) could not be read",
@@ -710,7 +710,10 @@ def test_weights_outside_a_run_need_their_data(call, run, tmp_path):
     alone = tmp_path / "weights.safetensors"
     alone.write_bytes((run / "model.safetensors").read_bytes())
     code, _, err = call("evaluate", alone)
-    assert (code, err) == (2, "evaluate: these weights lie outside a run, so their data is not known: give --data.\n")
+    assert (code, err) == (
+        2,
+        "evaluate: these weights are not in a run's folder, so their data is not known: give --data.\n",
+    )
     assert call("evaluate", alone, "--data", "digits")[0] == 0
     assert read_json(tmp_path / "weights-evaluation" / "scores.json")["samples"] == 360
 

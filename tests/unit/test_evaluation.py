@@ -191,7 +191,7 @@ def test_no_other_folder_is_replaced(tmp_path: Path):
     check_replaceable(tmp_path / "home")
     (tmp_path / "home" / "thesis.tex").touch()
     for path in (tmp_path / "home", tmp_path / "home" / "thesis.tex"):
-        with pytest.raises(UserError, match=re.escape(f"'{path}' exists and holds no evaluation")):
+        with pytest.raises(UserError, match=re.escape(f"'{path}' exists and contains no evaluation")):
             write_scores(path, {})
 
 

@@ -278,7 +278,7 @@ def test_timm_numbers_the_classes_by_the_class_map_as_we_do(tmp_path, names, is_
 def test_a_class_map_of_another_model_is_not_overwritten(run_folder, monkeypatch, capsys, tmp_path):
     (tmp_path / "class_map.txt").write_text("cat\ndog\n")
     assert run_export(monkeypatch, run_folder, "--format", "safetensors", "--output", tmp_path) == 2
-    assert f"'{tmp_path}/class_map.txt' is of a model with other classes" in capsys.readouterr().err
+    assert f"'{tmp_path}/class_map.txt' belongs to a model with other classes" in capsys.readouterr().err
     assert (tmp_path / "class_map.txt").read_text() == "cat\ndog\n"
 
 

@@ -124,7 +124,7 @@ def test_a_folder_that_the_evaluation_would_replace_stops_a_run_at_once(tmp_path
     small = {"data": "fake", "model_type": "basic_cnn", "image_size": 8, "batch_size": 250, "epochs": 1}
     config = TrainConfig(run_name="kept", log_dir=str(tmp_path), **small)
     assert run(config) == 2
-    assert "kept/evaluation' exists and holds no evaluation: move it away" in capsys.readouterr().err
+    assert "kept/evaluation' exists and contains no evaluation: move it away" in capsys.readouterr().err
     shutil.move(notes.parent, tmp_path / "moved")
     assert run(config) == 0
 
@@ -182,7 +182,7 @@ def test_threads_evaluate_one_after_the_other(digits, capsys):
         with preserved_process():
             evaluations = [pool.submit(evaluate, digits, output=None) for _ in range(2)]
             notes, deadline = "", time.monotonic() + 60
-            while notes.count("waiting for its end") < 2 and time.monotonic() < deadline:
+            while notes.count("waiting for it to end") < 2 and time.monotonic() < deadline:
                 notes += capsys.readouterr().err
                 time.sleep(0.05)
             assert not any(one.done() for one in evaluations)

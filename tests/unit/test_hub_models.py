@@ -74,11 +74,11 @@ def test_a_revision_and_other_weights_may_be_given(repository):
 @pytest.mark.parametrize(
     ("facts", "line"),
     [
-        ({"model_type": "vit"}, "names no network of timm's"),
-        ([1], "names no network of timm's"),
-        (FACTS | {"architecture": 7}, "names no network of timm's"),
+        ({"model_type": "vit"}, "names no timm network"),
+        ([1], "names no timm network"),
+        (FACTS | {"architecture": 7}, "names no timm network"),
         (FACTS | {"model_args": {"global_pool": "max"}}, "takes model_args"),
-        (FACTS | {"architecture": "nonsense"}, "names no network of timm's"),
+        (FACTS | {"architecture": "nonsense"}, "names no timm network"),
         (None, "its config.json could not be read: https://huggingface.co cannot be reached, and its local cache"),
     ],
 )
@@ -123,7 +123,7 @@ def test_features_without_a_classifier_get_one(repository):
     save_file(timm.create_model("resnet10t", num_classes=0).state_dict(), repository / "model.safetensors")
     config, _ = parse_args(["--model-type", "timm:hf-hub:team/net"])
     built = new_model(config.model_type, num_classes=5, weights=config.weights, image_size=224)
-    assert "head added: the file has none, it starts from random weights" in built.notes
+    assert "head added: the file has none, so it starts from random weights" in built.notes
 
 
 SIZE = (3, 3)

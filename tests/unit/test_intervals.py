@@ -186,10 +186,10 @@ def test_a_report_of_several_runs_says_whether_they_differ(tmp_path):
     found = compare(runs)
     assert found == [
         "a and b differ: of 30 images, a alone is right on 10 and b alone on 0 (McNemar's exact test, p = 0.0020).",
-        "a and c do not differ by more than chance explains: of 30 images, a alone is right on 1 and c alone on 0 "
+        "a and c do not differ significantly: of 30 images, a alone is right on 1 and c alone on 0 "
         "(McNemar's exact test, p = 1.0).",
-        "a and d are not compared: they were judged on different images.",
-        "a and e are not compared: scripts/evaluate.py e writes on which images it is right.",
+        "a and d are not compared: they were evaluated on different images.",
+        "a and e are not compared: scripts/evaluate.py e writes which images it classifies correctly.",
     ]
     write_report(runs[:2], tmp_path / "both.html")
     assert "a and b differ: of 30 images" in (tmp_path / "both.html").read_text(encoding="utf-8")

@@ -100,7 +100,7 @@ def test_a_process_does_not_wait_for_a_paused_reader(place, lines, tmp_path):
     else:
         assert 16_000 < len(numbers) < lines
         assert numbers[-1] == lines - 1
-        assert sum(line.endswith(" bytes are left out: nobody read them ...") for line in said) == 1
+        assert sum(line.endswith(" bytes were dropped: nobody read them ...") for line in said) == 1
 
 
 def test_a_process_that_ends_waits_for_a_paused_reader_only_so_long(tmp_path):

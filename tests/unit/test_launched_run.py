@@ -107,7 +107,7 @@ def test_mistakes_raise_and_start_nothing(capsys, values, gpus, message):
 def test_a_rank_starts_no_ranks(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="this process is a rank already"):
+    with pytest.raises(UserError, match="this process is already a rank"):
         run(TrainConfig(), gpus=2)
 
 

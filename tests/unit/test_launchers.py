@@ -227,11 +227,11 @@ def test_accumulation_steps_beside_a_global_batch_are_refused_before_the_ranks_s
     refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--global-batch=256", "--gradient-accumulation-steps=3"]
-    assert "takes 8 of them" in refusal("launch_distributed.sh", "16", *flags)
+    assert "needs 8 of them" in refusal("launch_distributed.sh", "16", *flags)
     assert refusal("slurm_distributed.sh", "16", *flags) == ""  # sbatch may be given more nodes
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
-    assert "takes 2 of them" in refusal("slurm_distributed.sh", "16", *flags)
+    assert "needs 2 of them" in refusal("slurm_distributed.sh", "16", *flags)
 
 
 def test_fewer_machines_that_can_share_the_batch_are_enough(refusal: Callable[..., str]) -> None:
@@ -292,7 +292,7 @@ def test_a_flag_may_repeat_a_word_and_not_contradict_it(flag: str, form: str) ->
     assert read_arguments(script, [*words, *flags], {}).flags == flags
     flags = [*flags[:-1], f"{flags[-1]}1"]
     name = flag.split("=")[0]
-    with pytest.raises(UserError, match=f"^{name} .*, but the word .* is .*: give the word alone\\.$"):
+    with pytest.raises(UserError, match=f"^{name} .*, but the argument .* is .*: give only that\\.$"):
         read_arguments(script, [*words, "--seed", "7", *flags], {})
 
 
@@ -343,7 +343,7 @@ def test_more_gpus_than_present_names_both_numbers(tmp_path: Path) -> None:
     path = pretend_gpus(tmp_path, 4)
     for visible, count in ({}, 4), ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2):
         refused = launch("launch_distributed.sh", words, PATH=path, DRY_RUN="0", **visible)
-        assert_refused(refused, "8 GPUs per node asked for", f"has {count} GPUs")
+        assert_refused(refused, "8 GPUs per node requested", f"has {count} GPUs")
 
 
 def test_cpu_ranks_are_limited_by_cores() -> None:

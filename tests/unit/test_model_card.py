@@ -342,12 +342,12 @@ def test_a_dry_run_sends_nothing_and_says_what_timm_cannot_load(tmp_path):
     code, output, errors, hub = published(run, "my-team/photos", "--dry-run")
     assert (code, errors, hub.mock_calls) == (0, "", [])
     lines = output.splitlines()
-    assert lines[0].startswith("note: without config.json: timm would give its first layer the usual stride")
+    assert lines[0].startswith("note: without config.json: timm would use the usual stride in its first layer")
     assert lines[1] == f"note: the licence in {run / 'README.md'} is still to-be-filled-in"
     assert [line.split(",")[0] for line in lines[2:5]] == [
         *("would send model.safetensors", "would send README.md", "would send class_map.txt"),
     ]
-    assert lines[5:] == ["nothing was sent to my-team/photos (--dry-run)"]
+    assert lines[5:] == ["nothing was uploaded to my-team/photos (--dry-run)"]
 
 
 def test_a_calibration_of_these_weights_is_sent_with_them(tmp_path):

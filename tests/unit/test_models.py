@@ -332,7 +332,7 @@ PEERS = {
     "state_dict": (lambda raw, average: {"state_dict": raw, "state_dict_ema": None, "args": NAMESPACE}, ""),
     "timm": (
         lambda raw, average: {"state_dict": raw, "state_dict_ema": average, "args": NAMESPACE, "optimizer": {}},
-        "'state_dict_ema', the average of the weights over the steps, is taken",
+        "'state_dict_ema', the average of the weights over the steps, is used",
     ),
     "torchvision": (
         lambda raw, average: {
@@ -340,21 +340,21 @@ PEERS = {
             "model_ema": {"n_averaged": torch.tensor(1)} | under("module.", average),
             "args": NAMESPACE,
         },
-        "'model_ema', the average of the weights over the steps, is taken",
+        "'model_ema', the average of the weights over the steps, is used",
     ),
-    "DDP": (lambda raw, average: under("module.", raw), "prefix 'module.' taken off"),
-    "DDP, compiled": (lambda raw, average: under("_orig_mod.module.", raw), "prefix '_orig_mod.module.' taken off"),
-    "compiled, DDP": (lambda raw, average: under("module._orig_mod.", raw), "prefix 'module._orig_mod.' taken off"),
+    "DDP": (lambda raw, average: under("module.", raw), "prefix 'module.' removed"),
+    "DDP, compiled": (lambda raw, average: under("_orig_mod.module.", raw), "prefix '_orig_mod.module.' removed"),
+    "compiled, DDP": (lambda raw, average: under("module._orig_mod.", raw), "prefix 'module._orig_mod.' removed"),
     "Lightning": (
         lambda raw, average: {
             "state_dict": under("model._orig_mod.", raw) | {"criterion.weight": torch.ones(5)},
             "hyper_parameters": {"lr": 0.1},
             "pytorch-lightning_version": "2.6",
         },
-        "not taken from it: 'criterion.weight'",
+        "not used from it: 'criterion.weight'",
     ),
-    "tutorial": (lambda raw, average: {"epoch": 1, "model_state_dict": under("net.", raw)}, "prefix 'net.' taken off"),
-    "DeepSpeed": (lambda raw, average: {"module": under("backbone.", raw)}, "prefix 'backbone.' taken off"),
+    "tutorial": (lambda raw, average: {"epoch": 1, "model_state_dict": under("net.", raw)}, "prefix 'net.' removed"),
+    "DeepSpeed": (lambda raw, average: {"module": under("backbone.", raw)}, "prefix 'backbone.' removed"),
 }
 
 
@@ -377,7 +377,7 @@ def test_weights_of_peers_start_a_model_and_a_note_says_what_was_taken(tmp_path,
     raw = state_of(build(model_type).module)
     average = {name: tensor + 1 for name, tensor in raw.items()}
     prefix = {"safetensors": "", "transformers": "timm_model."}.get(peer)
-    content, note = PEERS.get(peer, (None, f"prefix '{prefix}' taken off" if prefix else ""))
+    content, note = PEERS.get(peer, (None, f"prefix '{prefix}' removed" if prefix else ""))
     torch.save(content(raw, average), file) if content else save_file(under(str(prefix), raw), file)
     torch.manual_seed(7)
     built = new_model(model_type, num_classes=5, image_size=32, weights=str(file), ensemble_members=SMALL_MEMBERS)
@@ -484,14 +484,14 @@ def write_bad_file(kind: str, file: Path) -> None:
         ("whole model", r"\(asks for \S+; a file that could run code is refused\)"),
         ("two networks", r"holds 2 such networks \('student\.', 'teacher\.'\): save the state_dict of one"),
         ("prefix of another model", r"1 tensors missing, 0 unexpected \(first missing 'bn1.weight'\)"),
-        ("prefix of some", rf"of another model than '{SMALL_OF_TIMM}': \d+ tensors missing"),
+        ("prefix of some", rf"to another model than '{SMALL_OF_TIMM}': \d+ tensors missing"),
         ("no tensors", "holds no state_dict"),
         ("list", "holds no state_dict"),
         ("names no text", "holds no state_dict"),
         ("name of two lines", "0 tensors missing, 1 unexpected"),
         (
             "other model",
-            rf"of another model than '{SMALL_OF_TIMM}': \d+ tensors missing, \d+ unexpected \(first missing '",
+            rf"to another model than '{SMALL_OF_TIMM}': \d+ tensors missing, \d+ unexpected \(first missing '",
         ),
         ("other shape", r"'conv_stem.weight' is \[24, 3, 5, 5\] there, \[24, 3, 3, 3\] here"),
         ("narrow head", r"'classifier.weight' is \[5, 9\] there, \[5, 256\] here"),

@@ -114,10 +114,10 @@ def test_what_would_lose_bits_or_is_other_is_refused(tmp_path):
         load_data(dataclasses.replace(options_of(tmp_path, image_channels=5), decode="cpu"))
     deep = np.full((4, 4, 3), 300, np.uint16)
     for name, content, words in [
-        ("x.npy", npy(deep[..., 0].astype(np.uint8)), "it has uint8 numbers, the model takes uint16"),
-        ("x.npy", npy(deep[..., :2]), r"its numbers are \[4, 4, 2\], the model sees"),
-        ("x.npy", b"\x93NUMPY", "no readable .npy file"),
-        ("x.png", png(deep), "colours of 16 bits, which Pillow reads as 8: save it as .npy"),
+        ("x.npy", npy(deep[..., 0].astype(np.uint8)), "it has uint8 values, but the model takes uint16"),
+        ("x.npy", npy(deep[..., :2]), r"its shape is \[4, 4, 2\], but the model takes"),
+        ("x.npy", b"\x93NUMPY", "not a readable .npy file"),
+        ("x.png", png(deep), "colors with 16 bits, which Pillow reads as 8: save it as .npy"),
     ]:
         path = tmp_path / name
         path.write_bytes(content)

@@ -171,9 +171,7 @@ def test_a_networks_own_high_rate_is_warmed_up_to_in_50_steps_also_if_the_run_is
 def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
     config = dataclasses.replace(CONFIG, epochs=2, warmup_epochs=warmup_epochs)
     notes = schedule_notes(build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0))
-    assert [note.startswith("the learning rate is still warming up in 10 of 10 steps") for note in notes] == [
-        True
-    ] * noted
+    assert [note.startswith("the learning rate warms up in 10 of 10 steps") for note in notes] == [True] * noted
 
 
 @pytest.mark.parametrize(
@@ -363,7 +361,7 @@ def test_a_model_without_layers_or_of_which_one_is_trained_is_refused():
     only_head = BasicCNN(5, 3)
     only_head.blocks.requires_grad_(False)
     for model in (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), only_head):
-        with pytest.raises(UserError, match=r"^--layer-decay 0.75: what is trained of \w+ is one layer") as caught:
+        with pytest.raises(UserError, match=r"^--layer-decay 0.75: only one layer of \w+ is trained") as caught:
             ours(model, layer_decay=0.75)
         assert "\n" not in str(caught.value)
     assert ours(BasicCNN(5, 3), no_weight_decay="model") == ours(BasicCNN(5, 3))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_sync")
 CONFIG = TrainConfig(schedule="wsd", epochs=20, warmup_epochs=0.5, resume="auto")  # stable for 16 epochs
 SHORT = dataclasses.replace(CONFIG, epochs=10)  # stable for 8
 BACK = "--epochs 20 instead of 10: going back to epoch 8, the last before the learning rate decayed"
-GOES_ON = "from here on learning rate and mixing are those of a run of"
+GOES_ON = "from now on, learning rate and mixing are those of a run of"
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
     earlier, notes = before_decay(CONFIG, found, ALONE)
     kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_score)
     assert kept == ((5, 0.7) if epoch == 5 else (0, -1.0))
-    told = "; the weights of epoch 5, the best until then, are gone: those of the best epoch after it are kept"
+    told = "; the weights of epoch 5, the best until then, are lost: those of the best later epoch are kept"
     assert notes == [BACK if epoch == 5 else BACK + told]
 
 

@@ -193,7 +193,7 @@ def test_offload_says_what_it_takes_of_the_host():
     chosen, rungs = recommend(job)
     host = 4 * chosen.memory.offloaded
     assert host > 0
-    assert f"and {format_bytes(host)} of each machine's own memory for what is offloaded" in reason(job, chosen, rungs)
+    assert f"and {format_bytes(host)} of each machine's own memory for offloaded state" in reason(job, chosen, rungs)
 
 
 def test_auto_becomes_what_the_planner_recommends(capfd):
@@ -223,7 +223,7 @@ def test_measure_times_real_steps_of_this_machine(monkeypatch, capsys):
     assert 0 < step_s < 60
     assert plan(read(words)) == 0
     assert re.search(
-        r"\nmeasured     \S+ m?s a step of one process on this machine, \S+ images/s\n", capsys.readouterr().out
+        r"\nmeasured     \S+ m?s per step of one process on this machine, \S+ images/s\n", capsys.readouterr().out
     )
     with pytest.raises(UserError, match="--measure trains on this machine: leave --gpu out"):
         job_of(read([*words, "--gpu=h100"]))
@@ -239,7 +239,7 @@ def test_measure_times_real_steps_of_this_machine(monkeypatch, capsys):
 def test_a_model_that_looks_at_its_images_is_refused(monkeypatch):
     job = dataclasses.replace(JOB, config=TrainConfig(model_type="basic_cnn"))
     job.workload.network.register_forward_pre_hook(lambda _, images: images[0].sum().item())
-    with pytest.raises(UserError, match="computes with the values of its images"):
+    with pytest.raises(UserError, match="work depends on its images' values"):
         recommend(job)
 
 

@@ -102,7 +102,7 @@ def test_what_its_weights_do_not_fit_is_told_without_counting_activations(monkey
     counted = []
     monkeypatch.setattr(run_workload, "activations", lambda *words, **more: counted.append(words) or NO_ACTIVATIONS)
     job = with_memory(dataclasses.replace(JOB, config=dataclasses.replace(CONFIG, batch_size=32)), 3_000_000)
-    with pytest.raises(UserError, match=r"1 image and all else that saves memory\. Nearest that works: --gpu"):
+    with pytest.raises(UserError, match=r"1 image and all that saves memory\. Nearest that works: --gpu"):
         recommend(job)
     assert 0 < len(counted) <= 3
 

@@ -144,7 +144,7 @@ def test_a_file_with_its_hash_is_that_file(everything):
     pinned = load_plugins(str(everything))
     assert load_plugins(pinned) == pinned
     everything.write_text(EVERYTHING + "# changed\n")
-    with pytest.raises(UserError, match="it was changed: its sha256 begins with"):
+    with pytest.raises(UserError, match="the file has changed: its sha256 begins with"):
         load_plugins(pinned)
     assert load_plugins(str(everything)) != pinned
     assert software(pinned)[str(everything)] != pinned.rpartition("@")[2]
@@ -204,5 +204,5 @@ def test_the_example_of_a_loss_is_torchvisions_focal_loss():
     torch.testing.assert_close(found, sigmoid_focal_loss(of_first, 1.0 - labels, alpha=-1, gamma=2))
     mixed = SimpleNamespace(labels=labels, targets=torch.nn.functional.one_hot(labels).float(), loss_weights=None)
     torch.testing.assert_close(build_loss(config, ["a", "b"], [1, 1], torch.device("cpu"))(logits, mixed), found)
-    with pytest.raises(UserError, match="--loss focal does not go with --learning-rate auto"):
+    with pytest.raises(UserError, match="--loss focal cannot be combined with --learning-rate auto"):
         parse_args([*["--loss", "focal", "--learning-rate", "auto", "--plugin"], str(EXAMPLES / "own_loss.py")])

@@ -146,9 +146,9 @@ def cut(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
-        ({"change": lambda body: bytes(len(body))}, UserError, "these are other bytes than its index"),
+        ({"change": lambda body: bytes(len(body))}, UserError, "its bytes differ from those that its index"),
         ({"change": cut}, FileServerError, "cannot be read: "),
-        ({"status": 503}, FileServerError, "cannot be read: HTTP 503, also after 7 s"),
+        ({"status": 503}, FileServerError, "cannot be read: HTTP 503, even after 7 s"),
         ({"status": 403}, UserError, "HTTP 403. Restore it and start again."),
         (
             {"status": 404},
@@ -157,7 +157,7 @@ def cut(body: bytes) -> bytes:
         ),
         ({"delay_s": 1.3}, FileServerError, "cannot be read: no answer within 1 s"),
         ({"other": True}, UserError, "it has changed since the run began. Restore it"),
-        ({"has_ranges": False}, UserError, "its server gives whole files, no byte ranges: copy it to this machine"),
+        ({"has_ranges": False}, UserError, "its server does not support byte ranges: copy it to this machine"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -186,7 +186,7 @@ def test_an_index_beside_saves_reading_all_and_tells_damage_from_the_first_byte(
     assert not any(bounds for _, bounds in server.requests)
     assert pair.fingerprint == load_data(options(kinds / "photos", tmp_path)).fingerprint
     server.change = lambda body: body[:-1] + b"x"
-    with pytest.raises(UserError, match="other bytes than its index"):
+    with pytest.raises(UserError, match="those that its index describes"):
         pair.train.source.read(0)
 
 

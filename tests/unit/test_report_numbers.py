@@ -339,7 +339,7 @@ def test_the_balance_of_a_pipeline_is_that_of_its_latest_start(tmp_path):
     figure = next(figure for figure in key_figures(run) if figure.name == "ranks with members wait")
     assert (figure.value, figure.remark.partition("; ")[2]) == (
         "17\u202f%",
-        "they have the members vgg, mobilenet | vgg, and take 60\u202f%, 40\u202f%",
+        "ranks have members vgg, mobilenet | vgg, and take 60\u202f%, 40\u202f%",
     )
 
 

@@ -137,7 +137,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write(line + "\n")
-    with pytest.raises(UserError, match=rf"metrics.jsonl, line {len(RESTARTED) + 1}: is damaged") as caught:
+    with pytest.raises(UserError, match=rf"metrics.jsonl, line {len(RESTARTED) + 1}, is damaged") as caught:
         write_report([run], tmp_path / "page.html")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "page.html").exists()
@@ -195,7 +195,7 @@ def test_the_script_writes_where_it_says(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"report       {run}/report.html\n"
     result = report(str(run), str(make_run(tmp_path / "other")), cwd=tmp_path)
-    differ = "run and other are not compared: scripts/evaluate.py run writes on which images it is right.\n"
+    differ = "run and other are not compared: scripts/evaluate.py run writes which images it classifies correctly.\n"
     assert (result.returncode, result.stdout) == (0, f"{differ}report       report.html\n")
     assert "2 runs compared" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -281,7 +281,7 @@ def test_a_search_for_a_learning_rate_is_a_curve_over_rates(tmp_path):
     assert chart["caption"] in page
     flat = rate_search_chart(describe_search(None, {1e-3: [2.0, 2.0]}))
     assert flat["marks"] == []
-    assert flat["caption"].endswith("none has clearly lowered the loss, and no rate is suggested.")
+    assert flat["caption"].endswith("none clearly lowered the loss, so no rate is suggested.")
     assert rate_search_chart(describe_search(None, {1e-3: [None, None]})) is None, "nothing to draw"
 
 

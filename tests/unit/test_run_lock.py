@@ -144,7 +144,7 @@ def test_a_file_system_without_renames_is_refused_before_training(
     monkeypatch.setattr(owner, name, refuse)
     config = TrainConfig(run_name="digits", log_dir=str(tmp_path))
     with pytest.raises(
-        UserError, match=rf"^--log-dir {tmp_path}: nothing can be renamed there \({os.strerror(number)}\)"
+        UserError, match=rf"^--log-dir {tmp_path}: files cannot be renamed there \({os.strerror(number)}\)"
     ):
         create_run_folder(config, Origin())
     monkeypatch.undo()

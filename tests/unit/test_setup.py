@@ -255,7 +255,7 @@ def test_a_missing_library_is_told_before_the_start(module, flags, monkeypatch):
     config, _ = parse_args(flags.split())
     check_files(config)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=f"has no module '{module}': type 'make setup'"):
+    with pytest.raises(UserError, match=f"has no module '{module}': run 'make setup'"):
         check_files(config)
     monkeypatch.setattr(places, "CHECKOUT", None)
     with pytest.raises(UserError, match=rf"pip install '(zerovision\[)?{module}\]?'"):

@@ -105,8 +105,8 @@ def test_tasks_of_an_array_get_their_number_and_model() -> None:
         (JOB, ["--seed", "{task}"], "mobilenet", "--array=0-3"),
         (JOB, [], "mobilenet,vgg", "--array=0-1"),
         (TASK, [], "mobilenet,vgg", "2 models"),
-        (TASK, ["--run-name", "digits"], "mobilenet", "names of their own"),
-        (TASK, ["--run-name", "digits33"], "mobilenet", "names of their own"),
+        (TASK, ["--run-name", "digits"], "mobilenet", "different names"),
+        (TASK, ["--run-name", "digits33"], "mobilenet", "different names"),
         (JOB, ["--sed", "1"], "mobilenet", "--seed"),
     ],
 )

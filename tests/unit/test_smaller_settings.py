@@ -70,7 +70,7 @@ def test_every_rung_keeps_the_global_batch():
         assert config.batch_size * config.gradient_accumulation_steps == 96 * 3
         assert config.learning_rate == TrainConfig().learning_rate
     assert config.batch_size == 3
-    assert advise(config, 4, **GPUS).startswith("nothing is left")
+    assert advise(config, 4, **GPUS).startswith("no setting is left")
 
 
 @pytest.mark.parametrize("mixing", ["mixup", "cutmix"])
@@ -131,7 +131,7 @@ def test_adapt_goes_down_one_rung_for_each_shortage(capsys):
 def test_adapt_ends_when_nothing_is_left(capsys):
     outcome, starts = launched([71] * 9, "--on-oom", "adapt")
     assert (outcome.ending.code, len(starts)) == (71, 1 + len(way_down(2, CPUS)))
-    assert "nothing is left that would need less memory" in capsys.readouterr().err.splitlines()[-1]
+    assert "no setting is left that would save memory" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_stop_ends_at_once_with_the_advice(capsys):
@@ -183,7 +183,7 @@ def test_any_process_that_the_kernel_kills_counts(kills, rank_code, launcher_cod
     is_short = kills > 2 and code != 2
     assert ending.code == (OUT_OF_MEMORY_EXIT_CODE if is_short else code)
     assert ending.is_final == (is_short or code == 2)
-    assert ("memory was short" in ending.reason) is is_short
+    assert ("memory ran out" in ending.reason) is is_short
     run._kernel_killed -= 2 * node_run.KERNEL_KILL_SECONDS  # long before
     assert run._ending(launcher_code, was_asked=False).code == code
     assert run._ending(launcher_code, was_asked=True).code == code

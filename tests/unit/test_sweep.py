@@ -199,11 +199,11 @@ def test_a_mistake_leaves_no_file(tmp_path):
 
 def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_path):
     next(prepare(made(tmp_path, "learning-rate=0.01,0.02")).run(1))
-    with pytest.raises(UserError, match="begun with another line"):
+    with pytest.raises(UserError, match="started with another line"):
         prepare(made(tmp_path, "learning-rate=0.01,0.03"))
     (tmp_path / "runs" / "other-1").mkdir(parents=True)
     (tmp_path / "runs" / "other-1" / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="a run 'other-1' is there already"):
+    with pytest.raises(UserError, match="a run 'other-1' exists already"):
         prepare(made(tmp_path, "seed=0,1", name="other"))
 
 
@@ -344,7 +344,7 @@ def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor
     asked = dataclasses.replace(asked, name="lost")
     assert [trial.state for trial in prepare(asked).run(1, path)] == ["exit code 69: no machine is left"] * 4
     path.write_text("node-1 slots=1\n")
-    with pytest.raises(UserError, match="2 GPUs per node asked for, node-1 has slots=1"):
+    with pytest.raises(UserError, match="2 GPUs per node requested, node-1 has slots=1"):
         next(prepare(asked).run(1, path))
 
 

@@ -473,7 +473,7 @@ def test_time_on_a_gpu_counts_once():
         row("forward", DeviceType.CUDA, 5000, 4, is_user_annotation=True),
     ]
     lines = costliest_operators(mock.Mock(key_averages=lambda: rows), steps=2).splitlines()
-    assert lines[0].endswith("GPU time in the operator itself")
+    assert lines[0].endswith("GPU time of the operator itself")
     assert [line.split() for line in lines[3:]] == [
         ["75.0%", "1.500", "4.0", "aten::mm"],
         ["25.0%", "0.500", "2.0", "aten::add"],

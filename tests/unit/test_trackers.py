@@ -171,7 +171,7 @@ def test_a_setting_that_a_server_refuses_is_lost_alone(fake, tmp_path, capfd, lo
         taken |= values
     refused = [f"setting_{number}" for number in long]
     assert taken == {name: value for name, value in config.items() if name not in refused}
-    told = f"note: mlflow: it refuses the values of {', '.join(refused)}; all others are there\n"
+    told = f"note: mlflow: it refused the values of {', '.join(refused)}; all others are there\n"
     assert capfd.readouterr().err == (told if long else "")
     assert next(call[2]["best_val_top1"] for call in fake() if call[0] == "metrics") == 0.9
 
@@ -202,8 +202,8 @@ def test_a_tracker_that_waits_for_ever_holds_up_no_step(fake, tmp_path, monkeypa
     assert time.monotonic() - logged < 10
     assert logger._process.wait(5) != 0
     told = capfd.readouterr().err.splitlines()
-    assert told[0] == "note: wandb: 100 lines wait for it: it takes no more for now, training goes on"
-    assert told[1] == "note: wandb: not all sent in 1 s: the run's folder has it"
+    assert told[0] == "note: wandb: 100 lines are waiting: more are dropped for now; training goes on"
+    assert told[1] == "note: wandb: not everything was sent in 1 s: the run's folder has it"
     assert told[2].endswith("lines were dropped: metrics.jsonl has them")
     assert len(told) == 3
 
@@ -293,7 +293,7 @@ def test_a_missing_package_is_one_line_with_the_cure(tmp_path, monkeypatch, caps
     config = TrainConfig(loggers="mlflow", progress="off")
     loggers.open_loggers(config, run_folder(tmp_path), {}, {}, 0).close()
     assert capsys.readouterr().out == (
-        "note: --loggers mlflow: it is not installed, the run goes on without it: pip install mlflow\n"
+        "note: --loggers mlflow: not installed, the run goes on without it: pip install mlflow\n"
     )
 
 

@@ -179,7 +179,7 @@ def test_a_published_backbone_has_its_own_rate_with_and_without_epochs_of_the_he
 def test_muon_that_would_update_nothing_is_refused():
     model = built("basic_cnn", "head")
     config, heads = TrainConfig(learning_rate=0.1, optimizer="muon"), model.head_parameter_names
-    with pytest.raises(UserError, match=r"nothing that is trained is a matrix .*: use --optimizer adamw"):
+    with pytest.raises(UserError, match=r"it updates only matrices .*: use --optimizer adamw"):
         build_optimizer(model.module, config, heads, discriminative=False)
 
 
@@ -355,7 +355,7 @@ def test_a_stem_of_another_stride_is_told(tmp_path):
 
 def test_another_network_is_still_refused(tmp_path):
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=5).state_dict(), tmp_path / "weights")
-    with pytest.raises(UserError, match="is of another model than 'timm:vit_small_patch16_224'"):
+    with pytest.raises(UserError, match="belongs to another model than 'timm:vit_small_patch16_224'"):
         new_model("timm:vit_small_patch16_224", num_classes=5, image_size=32, weights=str(tmp_path / "weights"))
 
 
@@ -435,7 +435,7 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     assert read_config_file(resumed / "config.json")["weights"] == str(source)
     with pytest.raises(AssertionError):
         train(logs, f"{name}-other", tune="full", **SHORT | same)
-    assert f"was made with --tune '{word}', this run has 'full'" in capsys.readouterr().err
+    assert f"was made with --tune '{word}'; this run has 'full'" in capsys.readouterr().err
     *content, last = file.read_bytes()
     file.write_bytes(bytes([*content, last ^ 1]))
     with pytest.raises(AssertionError):

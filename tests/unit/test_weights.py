@@ -198,9 +198,9 @@ CRAFTED = {
     "less than the file holds": ({"description.stem_stride_changed": {}, "tensor": "x"}, "not described, first 'x'"),
     "deep nesting": ({"extra": json.loads('{"a":' * 100 + "1" + "}" * 100)}, "more than 8 levels"),
     "an epoch as text": ({"extra": {"epoch": "\n3"}}, "epoch '"),
-    "a list": (["description"], "no JSON object"),
-    "nesting without end": ("[" * 10**5, "is no JSON"),
-    "a number without end": ('{"description": ' + "9" * 10**4 + "}", "is no JSON"),
+    "a list": (["description"], "not a JSON object"),
+    "nesting without end": ("[" * 10**5, "is not JSON"),
+    "a number without end": ('{"description": ' + "9" * 10**4 + "}", "is not JSON"),
     "more than any file says": ('"' + "x" * 2**24 + '"', "bytes: at most 16777216 are read"),
 }
 

@@ -60,7 +60,7 @@ def test_a_script_without_a_main_guard_runs_in_no_worker(tmp_path, start):
 
 def test_too_many_open_files_is_one_line():
     assert known_failure(OSError(24, "Too many open files"), 1) == (
-        "rank 1 may not open enough files: raise 'ulimit -n', or give fewer --workers"
+        "rank 1 cannot open enough files: raise 'ulimit -n', or give fewer --workers"
     )
 
 

@@ -158,7 +158,7 @@ def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **sett
         raise UserError("the training was refused: standard error has the reason.")
     if code == 128 + signal.SIGINT:
         saved = f"run_name={folder.name!r} and resume='auto'"
-        raise KeyboardInterrupt(f"run {folder.name} is stopped: the same call with {saved} goes on")
+        raise KeyboardInterrupt(f"run {folder.name} was stopped: the same call with {saved} continues it")
     if code not in (0, *(128 + number for number in STOP_SIGNALS)):
         raise RuntimeError(f"the training ended with exit code {code}: standard error has the reason")
     scores = read_scores(folder.path / EVALUATION)

@@ -117,7 +117,7 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
         )
     commands = {
         "evaluate": f"{run}  # the same scores in full, with the worst images",
-        "predict": f"{run} PHOTO  # a new one, or a folder of them",
+        "predict": f"{run} PHOTO  # a new photo, or a folder",
         "export": f"{run} --format onnx{'' if has_numbers else ' --with-preprocessing'}",
     }
     lines += [

@@ -29,7 +29,7 @@ def train(arguments: list[str]) -> int:
     config, only_check = parse_args(arguments)
     check_files(config)
     if only_check:
-        print(as_typed("all is well with these settings; scripts/doctor.py --check-data FOLDER looks at the images"))
+        print(as_typed("these settings are valid; scripts/doctor.py --check-data FOLDER checks the images"))
         return 0
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
     # Imported late: `--help` and the launchers' check need none of it.

@@ -102,7 +102,7 @@ def load_evaluation_data(
         UserError: if there is no such data, its classes are not the model's, or the run's path now leads elsewhere.
     """
     if not choice.data and config is None:
-        raise UserError("these weights lie outside a run, so their data is not known: give --data.")
+        raise UserError("these weights are not in a run's folder, so their data is not known: give --data.")
     trained_on = config.data if config else ""
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
@@ -127,7 +127,7 @@ def load_evaluation_data(
     )
     wanted, found = (each.values for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
-        raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
+        raise UserError(f"the model was trained on {wanted} values, but '{data}' has {found}: convert it.")
     part = datasets.parts.get(split, datasets.val)
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
     label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
@@ -228,8 +228,8 @@ def _label_map(data_classes: list[str], model_classes: list[str], allow_missing:
     missing = [model_classes[number] for key, number in keys.items() if key not in data_classes]
     if unknown:
         raise UserError(
-            f"the data has {len(unknown)} class(es) that the model does not know: {_shown(unknown)}. "
-            f"The model knows {len(model_classes)}: {_shown(model_classes)}."
+            f"the data has {len(unknown)} class(es) that the model lacks: {_shown(unknown)}. The model has "
+            f"{len(model_classes)}: {_shown(model_classes)}."
         )
     if missing and not allow_missing:
         raise UserError(

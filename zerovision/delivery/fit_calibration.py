@@ -43,7 +43,7 @@ def read_reject(given: str) -> tuple[float, bool]:
     found = re.fullmatch(r"(below:)?(0?\.[0-9]{1,9})", given)
     if not found or not float(found[2]):
         raise UserError(
-            f"--reject {shown(given)}: expected the accuracy that the other images shall have, such as 0.95, or a "
+            f"--reject {shown(given)}: expected the accuracy of the accepted images, such as 0.95, or a "
             "threshold, such as below:0.7; both above 0 and below 1."
         )
     return float(found[2]), bool(found[1])
@@ -73,7 +73,7 @@ class Calibrator:
         self._batches.append((logits.float(), labels, weights, indices))
         if 4 * logits.numel() * len(self._batches) > MOST_PROBABILITY_BYTES:
             file = calibration_file(self._weights)
-            raise UserError(f"--reject, and '{file}', keep the logits of all images, too many here: give more ranks.")
+            raise UserError(f"--reject, and '{file}', keep all images' logits, too many here: use more ranks.")
 
     def finish(self, before: Scores, data: str, split: str, num_classes: int, world: World) -> dict[str, Any]:
         """Write a new calibration, and return `rejection_scores` of these images; a collective.
@@ -157,7 +157,7 @@ def threshold_of(details: SampleScores, reject: str) -> float:
     enough = np.flatnonzero(ends & (accuracies >= wanted))
     if not len(enough):
         best = accuracies[ends].max(initial=0.0)
-        raise UserError(f"--reject {reject}: at no threshold are so many right, at most {best:.4f}: give less.")
+        raise UserError(f"--reject {reject}: no threshold reaches this accuracy (best: {best:.4f}): give less.")
     last = enough[-1]
     return 0.0 if last + 1 == len(order) else float(confidences[last : last + 2].mean())
 

@@ -157,14 +157,14 @@ def load_predictor(settings: PredictSettings) -> Predictor:
     calibration = read_calibration(trained.weights)
     if calibration is None and calibration_file(trained.weights).exists():
         print(
-            f"note: '{calibration_file(trained.weights)}' is of other weights than these and not used: calibrate them "
+            f"note: '{calibration_file(trained.weights)}' belongs to other weights and is not used: calibrate these "
             "with scripts/evaluate.py --reject",
             file=sys.stderr,
         )
     if calibration is not None and calibration.views != views:
         raise UserError(
-            f"the model is calibrated for {calibration.views}, not for {views}: give the same, or calibrate it so with "
-            "scripts/evaluate.py --reject."
+            f"the model is calibrated for {calibration.views}, not for {views}: give the same flags, or calibrate "
+            "again with scripts/evaluate.py --reject."
         )
     predictor = Predictor(module, metadata, settings, views, reader, calibration, bool(settings.explain))
     if predictor.explains and predictor.is_of_arrays:
@@ -249,7 +249,7 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
     lines = os.fsdecode(content).split("\n")  # not splitlines, which ends lines at more than that
     paths = [path for line in lines if (path := line.removesuffix("\r"))]
     if not paths:
-        raise UserError("standard input is empty: '-' reads one image, or paths, one a line.")
+        raise UserError("standard input is empty: '-' reads one image, or paths, one per line.")
     yield from ((path, None) for path in paths)
 
 

@@ -70,7 +70,7 @@ def publish(settings: PublishSettings) -> Iterator[str]:
         size = len(file) if isinstance(file, bytes) else file.stat().st_size
         yield f"{'would send' if dry_run else 'sends'} {name}, {format_bytes(size)}"
     if dry_run:
-        yield f"nothing was sent to {repository} (--dry-run)"
+        yield f"nothing was uploaded to {repository} (--dry-run)"
         return
     operations = [CommitOperationAdd(name, file) for name, file in files.items()]
     try:
@@ -95,8 +95,8 @@ def check_repository(name: str) -> None:
         is_right = False
     if not is_right:
         raise UserError(
-            f"{shown(name)} is not a name on the hub: give ORG/NAME, of letters, digits, '-', '_' and '.', such as "
-            "my-team/photos."
+            f"{shown(name)} is not a valid name on the hub: give ORG/NAME, of letters, digits, '-', '_' and '.', such "
+            "as my-team/photos."
         )
 
 
@@ -107,9 +107,9 @@ def why_not_for_timm(metadata: dict[str, Any]) -> str:
     """
     description = metadata["description"]
     if not description.timm_name:
-        return "it is not a network of timm's"
+        return "it is not a timm network"
     if description.stem_stride_changed:
-        return "timm would give its first layer the usual stride"
+        return "timm would use the usual stride in its first layer"
     if metadata["preprocessing"].values != BYTES:
         return "timm's images are bytes"
     if _kept_share(metadata["preprocessing"]) is None:

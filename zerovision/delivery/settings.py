@@ -64,7 +64,7 @@ class ViewSettings(CommandSettings):
 
     flip: bool = switch("Average the probabilities of each image and its mirror image.")
     shift_pixels: int = number(
-        0, 0, LARGEST_IMAGE_SIZE, "Average those of each image and it shifted along its diagonal, both ways; 0: none."
+        0, 0, LARGEST_IMAGE_SIZE, "Average over each image and copies shifted along the diagonal, both ways; 0: none."
     )
 
 
@@ -87,13 +87,13 @@ class EvaluateSettings(ViewSettings, ImageSettings, ModelSettings):
         "auto", SPLITS, "Part of the data; auto: what the run held out, or all of a folder that it was not trained on."
     )
     reject: str = text(
-        "Calibrate the model on these images, so that predict.py says 'none of these' below the lowest threshold "
-        "above which so many are right, such as 0.95; below:0.7 gives the threshold itself.",
+        "Calibrate the model on these images: predict.py then says 'none of these' below the lowest threshold at which "
+        "this share of the accepted images, such as 0.95, is correct; below:0.7 sets the threshold itself.",
         metavar="ACCURACY",
     )
     batch_size: int = number(64, 1, LARGEST_BATCH, "Images per rank and forward pass.")
     precision: str = choice("auto", ("auto", "bf16", "fp16", "fp32"), "As in training.")
-    output: str | None = text("Folder of the files; default: in the run's folder.")
+    output: str | None = text("Folder for the files; default: in the run's folder.")
 
     @classmethod
     def parser(cls) -> OneLineParser:
@@ -122,18 +122,18 @@ class PredictSettings(ViewSettings, ModelSettings):
     images: Iterable[str | Path] = word(
         "IMAGE", "Files, folders, or -: one image, or paths, on standard input.", nargs="+"
     )
-    top_k: int = number(3, 1, LARGEST_TOP_K, "Classes named for each image.")
+    top_k: int = number(3, 1, LARGEST_TOP_K, "Classes to print for each image.")
     format: str = choice(
         "",
         ("table", "csv", "json"),
-        "json: one object a line. Default: as --output ends, .csv or .json; else table.",
+        "json: one object per line. Default: by the ending of --output, .csv or .json; else table.",
     )
     output: str = text("File to write in place of standard output.")
-    explain: str | bool = text("Draw what led to the first label, a picture per image.", metavar="FOLDER")
-    batch_size: int = number(64, 1, LARGEST_BATCH, "Images of one forward pass.")
+    explain: str | bool = text("Write a picture per image that shows what led to its label.", metavar="FOLDER")
+    batch_size: int = number(64, 1, LARGEST_BATCH, "Images per forward pass.")
     device: str = choice("", DEVICES, OF_DEVICE)
     decode: str = choice(
-        "", ("cpu", "exact"), "JPEG files shrunk, or in full. Default: as the run; cpu if it is not known."
+        "", ("cpu", "exact"), "cpu: shrink large JPEG files; exact: never. Default: as in the run, else cpu."
     )
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
 
@@ -159,16 +159,16 @@ class ExportSettings(ImageSettings, ModelSettings):
         "fp32", [*PRECISIONS], "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items()) + " (onnx only)."
     )
     with_preprocessing: bool = switch(
-        "onnx, torch-export: take pictures of any size, uint8 [N, H, W, C], and give probabilities and classes."
+        "onnx, torch-export: accept pictures of any size, uint8 [N, H, W, C]; return probabilities and classes."
     )
-    output: str = text("Folder of the files; default: export/ in the run's folder, or beside the weights.")
-    check_images: int = number(0, 1, MOST_IMAGES, "Most validation images to check on; default: all that fit 2 GB.")
-    calibration_images: int = number(256, 1, MOST_IMAGES, "int8: training images that show the activations' ranges.")
+    output: str = text("Folder for the files; default: export/ in the run's folder, or beside the weights.")
+    check_images: int = number(0, 1, MOST_IMAGES, "Most validation images to compare; default: all that fit into 2 GB.")
+    calibration_images: int = number(256, 1, MOST_IMAGES, "int8: training images to measure activation ranges on.")
     max_accuracy_loss: float = number(
         1.0, 0.0, 100.0, "Points of top-1 that the file may lose.", kind="points of top-1"
     )
-    batch_size: int = number(64, 1, LARGEST_BATCH, "Images of one run, at most.")
-    threads: int = number(1, 1, MOST_THREADS, "Threads of onnxruntime.")
+    batch_size: int = number(64, 1, LARGEST_BATCH, "Most images per forward pass.")
+    threads: int = number(1, 1, MOST_THREADS, "Threads for onnxruntime.")
     split: ClassVar = "val"
 
     def look(self) -> None:
@@ -192,7 +192,7 @@ class ReportSettings(CommandSettings):
 
     runs: Iterable[str] = word("RUN", "A run's name or folder; several are compared.", nargs="+")
     output: str = text("File to write; default: report.html in the run's folder, or here for several.")
-    watch: bool = switch("Write it again while the run trains, until it ends.")
+    watch: bool = switch("Rewrite the page while the run trains, until it ends.")
 
     def look(self) -> None:
         """See `CommandSettings.look`."""
@@ -212,9 +212,9 @@ class PublishSettings(ModelSettings):
 
     NAME: ClassVar = "publish"
 
-    repository: str = word("ORG/NAME", "On the hub; made if there is none.")
-    public: bool = switch("A new one is public, not private.")
-    dry_run: bool = switch("Say what would be sent, without a network.")
+    repository: str = word("ORG/NAME", "Repository on the hub; created if missing.")
+    public: bool = switch("Make a new repository public instead of private.")
+    dry_run: bool = switch("List what would be uploaded; needs no network.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ class PackSettings(CommandSettings):
 
     NAME: ClassVar = "pack"
 
-    data: str = word("DATA", "What --data of a training takes.")
-    output: str = word("OUT", "Folder of the tar files, a new one.")
-    shard_mb: int = number(256, 1, LARGEST_SHARD_MB, "Megabytes of one tar file, about.")
+    data: str = word("DATA", "Data set to pack, as in --data of the trainer.")
+    output: str = word("OUT", "New folder for the tar files.")
+    shard_mb: int = number(256, 1, LARGEST_SHARD_MB, "Approximate megabytes per tar file.")
     training_words: tuple[str, ...] = words_behind(takes_trainers=True)

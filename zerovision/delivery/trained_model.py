@@ -79,7 +79,7 @@ def find_run(given: str | Path) -> Path:
     names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
     raise UserError(
         f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(str(given), names)} "
-        f"{'Runs: ' + ', '.join(names[-8:]) + '.' if names else 'No run is there yet.'}"
+        f"{'Runs: ' + ', '.join(names[-8:]) + '.' if names else 'There are no runs yet.'}"
     )
 
 
@@ -120,7 +120,7 @@ def _is_run(folder: Path) -> bool:
 
 def _check_is_safetensors(path: Path) -> None:
     if path.suffix in (".onnx", ".pt2"):
-        raise UserError(f"'{path}' is an export, for other programs: give the run or the weights that it was made of.")
+        raise UserError(f"'{path}' is an export for other programs: give its run, or the weights it was made from.")
     try:
         with path.open("rb") as stream:
             start = stream.read(9)

@@ -24,7 +24,7 @@ def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Vi
     size = metadata["preprocessing"].image_size
     farthest = min(sides(size)) - 1
     if flip or shift_pixels:
-        task_of(metadata).check_use("--flip and --shift-pixels are", "the thresholds are of plain images")
+        task_of(metadata).check_use("--flip and --shift-pixels are", "the thresholds apply to plain images")
     if not 0 <= shift_pixels <= farthest:
         raise UserError(f"--shift-pixels {shift_pixels}: images of {size} pixels can be shifted by 0 to {farthest}.")
     return Views(flip, shift_pixels)

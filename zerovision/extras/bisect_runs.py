@@ -90,14 +90,14 @@ def compare(first: Path, second: Path) -> Difference:
     steps = sorted(sides[0].keys() & sides[1].keys())
     if not steps:
         raise UserError(
-            f"{first.name} and {second.name} have hashes of no step in common: train both with the same --log-hashes."
+            f"{first.name} and {second.name} have no step with hashes in common: train both with the same --log-hashes."
         )
     settings = [*_of_settings(first, second), *_of_images(first, second)]
     last_equal = 0
     for step in steps:
         one, other = sides[0][step], sides[1][step]
         if one["weights"].keys() != other["weights"].keys():
-            raise UserError(f"{first.name} and {second.name} train other networks: their parameters have other names.")
+            raise UserError(f"{first.name} and {second.name} train different networks: parameters differ by name.")
         found = compare_step(one, other)
         if found.differs:
             return Difference(len(steps), last_equal, settings, step, found)
@@ -139,8 +139,8 @@ def lines_of(difference: Difference) -> Iterator[str]:
             more = "; ..." if len(found.leaves) > 3 else ""
             yield f"batches      {count} differ: {'; '.join(found.leaves[:3])}{more}"
         elif found.leaves_compared:
-            yield f"batches      all {found.leaves_compared} are equal: what differs is their sum, or the update"
-    other = difference.settings or ["no setting, version or image that a run notes"]
+            yield f"batches      all {found.leaves_compared} are equal: their sum or the update differs"
+    other = difference.settings or ["no setting, version or image that a run records"]
     yield from (f"other        {line}" for line in other)
 
 
@@ -181,4 +181,4 @@ def _of_images(first: Path, second: Path) -> Iterator[str]:
     one, other = ({image.path: image for image in read_image_list(run / IMAGES)} for run in (first, second))
     changed = sum(one.get(path) != other.get(path) for path in one.keys() | other.keys())
     if changed:
-        yield f"images of training: {changed} are in one run alone, or have another content or label there"
+        yield f"images of training: {changed} are in only one run, or differ in content or label"

@@ -129,14 +129,14 @@ def replay(run: Path, number: int) -> WatchedStep:
     if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
         raise UserError(f"'{run / ENVIRONMENT}' is damaged: no number '{missing[0]}'. Restore it.")
     if config.local_steps > 1:
-        raise UserError(f"run {run.name} has --local-steps: its ranks train apart, which one process cannot repeat.")
+        raise UserError(f"run {run.name} has --local-steps: one process cannot repeat ranks that train apart.")
     ranks = data_ranks(facts["ranks"], config.mesh)
     leaves = ranks * config.gradient_accumulation_steps
     steps_per_epoch = -(-facts["training_images"] // (leaves * config.micro_batch))
     planned = config.epochs * steps_per_epoch
     if number > (last := min(_trained_steps(run, planned), planned)):
         steps = f"{last} steps" if last == planned else f"trained {last} of its {planned} steps"
-        raise UserError(f"--step {number}: run {run.name} has {steps}, give 1 to {max(last, 1)}.")
+        raise UserError(f"--step {number}: run {run.name} has {steps}; give 1 to {max(last, 1)}.")
     whole: dict[str, Any] = dict.fromkeys(config.mesh, 1) | {"features": "computed"}
     quiet: dict[str, Any] = dict.fromkeys(("profile", "log_hashes", "audit", "max_bad_steps"), 0) | {"loggers": "none"}
     resume = _newest_before(run, number, steps_per_epoch)

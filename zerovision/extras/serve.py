@@ -119,7 +119,7 @@ class Server(ThreadedWSGIServer):
             case "POST", "/predict":
                 reason = f"an image of up to {LARGEST_UPLOAD >> 20} MB is expected, with its Content-Length"
                 return _json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": reason})
-        return _json(HTTPStatus.NOT_FOUND, {"error": "there is only / and /predict here"})
+        return _json(HTTPStatus.NOT_FOUND, {"error": "only / and /predict exist here"})
 
     def page(self) -> bytes:
         """Return the page, with the names of the model and of its classes."""
@@ -157,7 +157,7 @@ def make_server(settings: ServeSettings) -> Server:
     asked: dict[str, Any] = {name: getattr(settings, name) for name in ("model", "top_k", "device", "max_megapixels")}
     predictor = load_predictor(PredictSettings(**asked, images=(), batch_size=1))
     if predictor.is_of_arrays:
-        raise UserError("the model was trained on arrays, which no page shows: use scripts/predict.py.")
+        raise UserError("the model was trained on arrays, which a page cannot show: use scripts/predict.py.")
     return Server(dataclasses.replace(predictor, explains=_can_explain(predictor)), settings.host, settings.port)
 
 
@@ -165,7 +165,7 @@ def run(settings: ServeSettings) -> int:
     """Answer until Ctrl-C."""
     with make_server(settings) as server:
         if not server.is_local:
-            print("note: whoever reaches this address can use the page: there is no password", file=sys.stderr)
+            print("note: there is no password: anyone who reaches this address can use the page", file=sys.stderr)
         print(f"page         {server.address}", flush=True)
         server.serve_forever()
     return 0

@@ -39,14 +39,14 @@ class AuditSettings(CommandSettings):
 
     NAME: ClassVar = "audit_data"
 
-    data: str = word("DATA", "As --data of a training.")
+    data: str = word("DATA", "Data set, as in --data of the trainer.")
     run: str = text(
         "A run's name or folder: the data is divided as in its training; or timm:NAME with published weights."
     )
     data_root: str = text(OF_DATASETS)
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
-    fixes: str = text("A fixes.csv, changed or not: write the table of it, and no more.")
-    output: str = text("Folder of the files; default: logs/audits/DATA.")
+    fixes: str = text("A fixes.csv, edited or not: only write the corrected table.")
+    output: str = text("Folder for the files; default: logs/audits/DATA.")
 
     def look(self) -> None:
         """See `CommandSettings.look`."""
@@ -66,7 +66,7 @@ class ServeSettings(ModelSettings):
 
     NAME: ClassVar = "serve"
 
-    host: str = text("Address or name to listen on; default: this machine alone.", default="127.0.0.1")
+    host: str = text("Address or name to listen on; default: only this machine.", default="127.0.0.1")
     port: int = number(8000, 0, LARGEST_PORT, "Port to listen on; 0: a free one.")
     top_k: int = number(5, 1, LARGEST_TOP_K, "Labels for each image.")
     device: str = choice("", DEVICES, OF_DEVICE)
@@ -84,9 +84,9 @@ class ReplaySettings(CommandSettings):
 
     NAME: ClassVar = "replay"
 
-    run: str = word("RUN", "A run's name or folder, in which nothing is changed.")
+    run: str = word("RUN", "A run's name or folder; nothing in it changes.")
     step: int = number(None, 1, MOST_STEPS, "Optimizer step of the run, from 1.")
-    output: str = text("New folder of the files; default: replay-STEP in the run's.")
+    output: str = text("New folder for the files; default: replay-STEP in the run's folder.")
 
     def look(self) -> None:
         """See `CommandSettings.look`."""
@@ -107,7 +107,7 @@ class BisectSettings(CommandSettings):
     NAME: ClassVar = "bisect_runs"
 
     first: str = word("RUN", "A run's name or folder.")
-    second: str = word("OTHER_RUN", "That of the run to compare.")
+    second: str = word("OTHER_RUN", "Name or folder of the run to compare.")
 
     def look(self) -> None:
         """See `CommandSettings.look`."""
@@ -130,7 +130,7 @@ class SweepSettings(CommandSettings):
 
     NAME: ClassVar = "sweep"
 
-    name: str = word("NAME", "Of the sweep; its runs are NAME-1, NAME-2, ...")
+    name: str = word("NAME", "Name of the sweep; its runs are NAME-1, NAME-2, ...")
     vary: tuple[str, ...] | None = text(
         "A flag and its values: V1,V2 (V1|V2 if they hold commas), LOW..HIGH, or LOW..HIGH:log.",
         default=None,
@@ -138,27 +138,27 @@ class SweepSettings(CommandSettings):
         metavar="FLAG=VALUES",
     )
     trials: int = number(0, 0, 1000, "Combinations to draw; 0: all of them.")
-    halving: int = number(0, 0, 10, "Go on with one in so many after each rung of epochs, 2 or more; 0: with all.")
-    jobs: int = number(1, 1, 64, "Trials at a time, each on GPUs, or cores, of its own.")
+    halving: int = number(0, 0, 10, "After each rung of epochs, keep one trial in this many, 2 or more; 0: all.")
+    jobs: int = number(1, 1, 64, "Trials to train at a time, each on its own GPUs or cores.")
     hostfile: str = text(
         "Machines that train in place of this one (lines of 'name slots=N'), over ssh: as many trials at a time as "
         "their slots allow.",
         metavar="FILE",
     )
-    seed: int = number(0, 0, 2**31 - 1, "Of the draws.")
+    seed: int = number(0, 0, 2**31 - 1, "Seed of the draws.")
     words: tuple[str, ...] = words_behind()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.halving == 1:
-            raise UserError("--halving 1 would go on with all: give 2 or more, or 0.")
+            raise UserError("--halving 1 would continue all trials: give 2 or more, or 0.")
         if self.hostfile and self.jobs > 1:
-            raise UserError("--jobs with --hostfile: the slots say how many trials at a time: leave --jobs out.")
+            raise UserError("--jobs with --hostfile: the slots set the number of trials at a time: leave --jobs out.")
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
         """See `CommandSettings.read`."""
         if words and not {END_OF_FLAGS, "-h", "--help"} & {*words}:
             line = "MODEL STRATEGY GPUS BATCH_SIZE EPOCHS [FLAGS]"
-            raise UserError(f"the line to train is missing: {END_OF_FLAGS} {line}, at the end.")
+            raise UserError(f"the training's arguments are missing: add {END_OF_FLAGS} {line}.")
         return super().read(words)

@@ -259,7 +259,7 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
     arguments = read_arguments(SCRIPT, sweep.words, {})
     config = check_training(arguments.training)
     if config.run_name or config.resume != "never":
-        raise UserError("--run-name and --resume: a sweep names its runs, and goes on by itself: leave them out.")
+        raise UserError("--run-name and --resume: a sweep names and resumes its runs itself: leave them out.")
     logs = run_folder(config, "x").log_dir
     folder = logs / "sweeps" / sweep.name
     combinations = list(_combinations(sweep))
@@ -271,22 +271,20 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
         own = check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
         if own.best_by != config.best_by:
             raise UserError(
-                f"--vary: {' '.join(trial.flags)} is judged by {own.best_by}, others by {config.best_by}: give all "
+                f"--vary: {' '.join(trial.flags)} has --best-by {own.best_by}, others {config.best_by}: give all "
                 "trials the same --best-by."
             )
         if sweep.halving and own.epochs != config.epochs:
-            raise UserError("--vary epochs=... with --halving: the rungs are epochs of one number: leave one out.")
+            raise UserError("--vary epochs=... with --halving: all trials need the same epochs: leave one out.")
         trials.append(trial)
     try:
         if not (folder / LINE).exists():
             if taken := next((trial for trial in trials if (trial.folder / METRICS).exists()), None):
-                raise UserError(
-                    f"sweep {sweep.name}: a run {shown(taken.run_name)} is there already: give another name."
-                )
+                raise UserError(f"sweep {sweep.name}: a run {shown(taken.run_name)} exists already: give another name.")
         elif json.loads((folder / LINE).read_text()) != _line_of(sweep):
             raise UserError(
-                f"sweep {sweep.name} was begun with another line ({shown_path(folder / LINE)}): give that, or another "
-                "name."
+                f"sweep {sweep.name} was started with another line ({shown_path(folder / LINE)}): give that, or "
+                "another name."
             )
         for trial in trials:
             if (state := _state_file(folder, trial)).exists():
@@ -329,10 +327,10 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
         raise UserError("--vary is needed, such as --vary learning-rate=0.001,0.003,0.01.")
     if not sweep.trials:
         if ranges := [flag for flag, values in varied.items() if callable(values)]:
-            raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, how many to draw.")
+            raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, the number to draw.")
         grid = list(itertools.islice(itertools.product(*varied.values()), MOST_TRIALS + 1))
         if len(grid) > MOST_TRIALS:
-            raise UserError(f"more than {MOST_TRIALS} combinations: give --trials, how many to draw.")
+            raise UserError(f"more than {MOST_TRIALS} combinations: give --trials, the number to draw.")
         yield from (dict(zip(varied, values, strict=True)) for values in grid)
     draws = random.Random(sweep.seed)
     for _ in range(sweep.trials):
@@ -367,7 +365,7 @@ def _places(ranks: int, jobs: int) -> list[Place]:
     gpus = usable_gpus()
     if gpus and ranks * jobs > len(gpus):
         raise UserError(
-            f"--jobs {jobs}: {jobs} trials of {plural(ranks, 'GPU')} need {ranks * jobs}, {len(gpus)} present: "
+            f"--jobs {jobs}: {jobs} trials of {plural(ranks, 'GPU')} need {ranks * jobs}, but {len(gpus)} are present: "
             f"give at most {len(gpus) // ranks}."
         )
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // (ranks * jobs)))

@@ -65,9 +65,9 @@ class LaunchArguments:
     stop_timeout: int = _setting(300, high=DAY_SECONDS, has_variable=True)  # seconds
     start_timeout: int = _setting(300, high=DAY_SECONDS, has_variable=True)  # seconds
     min_nodes: int = _setting(0, high=MOST_NODES)  # 0: all
-    hostfile: str = _setting("", "a file of lines 'name slots=N'", has_variable=True)
-    hosts: str = _setting("", "names with commas")
-    forward_env: str = _setting("", "names of variables with commas", has_variable=True)
+    hostfile: str = _setting("", "a file with lines 'name slots=N'", has_variable=True)
+    hosts: str = _setting("", "names separated by commas")
+    forward_env: str = _setting("", "names of variables, separated by commas", has_variable=True)
     gpu: str = _setting("", "a GPU's name, such as h100-80gb")
     allow_differences: bool = False
     preflight: bool = False
@@ -176,8 +176,8 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     names = launcher.positional.split()
     if flag := next((word for word in arguments[: len(names)] if re.match("--?[a-zA-Z]|--$", word)), ""):
         raise UserError(
-            f"{shown(flag)} stands among the first {len(names)} arguments, which are words: {' '.join(names)}. "
-            "Flags come after them. --help shows examples."
+            f"{shown(flag)} is among the first {len(names)} arguments, which are {' '.join(names)}: put flags after "
+            "them. --help shows examples."
         )
     words = vars(_word_parser(launcher).parse(["--", *arguments[: len(names)]]))
     positional = {name: str(value) for name, value in words.items()}
@@ -197,7 +197,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     if not re.fullmatch(r"([1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*)?", threads):  # OpenMP would print lines of its own
         raise UserError(f"OMP_NUM_THREADS {shown(threads)}: expected a whole number from 1 to 9999.")
     if not re.fullmatch(r"[A-Za-z0-9_,]*", found.forward_env):
-        raise UserError(f"FORWARD_ENV {shown(found.forward_env)}: expected names with commas.")
+        raise UserError(f"FORWARD_ENV {shown(found.forward_env)}: expected names separated by commas.")
     if found.hostfile and environment.get("HOSTFILE") not in (None, "", found.hostfile):
         raise UserError(f"--hostfile {shown(found.hostfile)}, HOSTFILE {shown(environment['HOSTFILE'])}: give one.")
     return found
@@ -258,7 +258,7 @@ def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
         word, value = WORD_OF.get(start), value if equals else "".join(flags[place + 1 : place + 2])
         if word and value.lstrip("0") != positional[word]:
             raise UserError(
-                f"{start} {shown(value)}, but the word {word} is {shown(positional[word])}: give the word alone."
+                f"{start} {shown(value)}, but the argument {word} is {shown(positional[word])}: give only that."
             )
 
 

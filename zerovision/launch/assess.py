@@ -88,7 +88,7 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
         cure = "scripts/doctor.py --compile, where a C compiler and libjpeg's headers are"
         rows.append(Row("JPEG", "warning", "files are decoded whole, a fifth slower", cure))
     if "problem" in facts["data"]:
-        cure = "correct --data, or put the data set there, or share its folder"
+        cure = "correct --data, put the data set there, or share its folder"
         rows.append(Row("data", "wrong", facts["data"]["problem"], cure))
     elif facts["data"]:
         rows.append(Row("data", "ok", facts["data"]["holds"]))
@@ -106,7 +106,7 @@ def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
     if missing:
         return Row("packages", "wrong", f"not installed: {', '.join(missing)}", cure_of_missing(missing[0]))
     if facts["import_problem"]:
-        cure = "torch and torchvision are a pair: make clean setup installs those of requirements.txt"
+        cure = "torch and torchvision do not match: make clean setup installs those in requirements.txt"
         return Row("packages", "wrong", f"{found}; torchvision does not load: {facts['import_problem']}", cure)
     others = [f"{name} {packages[name]} for {pins[name]}" for name in packages if packages[name] != pins.get(name)]
     if others:
@@ -123,14 +123,14 @@ def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
     """Compare the number of GPUs, or of cores without GPUs, with the ranks (0: unknown), and the driver with torch."""
     gpus, ranks = facts["gpus"], max(ranks, 1)
     if facts["gpu_problem"]:
-        cure = "load the driver (modprobe nvidia), or look into dmesg for Xid errors"
+        cure = "load the driver (modprobe nvidia), or check dmesg for Xid errors"
         return Row("GPUs", "wrong", f"the driver fails: {facts['gpu_problem']}", cure)
     if not gpus and not cluster_has_gpus:
         return _assess_cores(facts["cores"], ranks)
     found = f"{len(gpus)} x {gpus[0]['name']}, driver {facts['driver']}" if gpus else "no GPU"
     if len(gpus) < ranks:
-        cure = "correct slots= or the number of GPUs asked for, or bring the missing GPU back (nvidia-smi, dmesg)"
-        return Row("GPUs", "wrong", f"{ranks} asked for, {found}", cure)
+        cure = "correct slots= or the requested number of GPUs, or bring the missing GPU back (nvidia-smi, dmesg)"
+        return Row("GPUs", "wrong", f"{ranks} requested, {found}", cure)
     built, driver = facts["torch_cuda"], facts["driver_cuda"]
     if built is None:
         return Row("GPUs", "wrong", f"{found}, but torch is a CPU build", "install torch with CUDA: make clean setup")
@@ -145,7 +145,7 @@ def _assess_cores(cores: int, ranks: int) -> Row:
     if ranks > most:
         return Row("GPUs", "wrong", found, f"give at most {most} slots, or use machines with GPUs")
     if ranks > cores:
-        return Row("GPUs", "warning", found, "ranks that share a core slow each other down: at most one a core")
+        return Row("GPUs", "warning", found, "ranks that share a core slow each other down: use at most one per core")
     return Row("GPUs", "ok", found)
 
 
@@ -157,7 +157,7 @@ GPU_LIMITS: list[tuple[Verdict, str, float, str]] = [
 ]
 GPU_CURES = {
     "wrong": "reset or replace the GPU: nvidia-smi -q -d ECC, dmesg",
-    "warning": "nvidia-smi -q -d PERFORMANCE; end what else runs",
+    "warning": "nvidia-smi -q -d PERFORMANCE; stop other programs",
 }
 
 
@@ -186,10 +186,10 @@ def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) ->
     path, log_free, problem = (facts["log_folder"][name] for name in ("path", "free_bytes", "problem"))
     log_cure = "free space there, name another --log-dir, or keep fewer checkpoints (--keep-last)"
     if problem:
-        log_cure = "give the folder to the user who trains, free space there, or name another one with --log-dir"
+        log_cure = "make the folder writable for this user, free space there, or give another --log-dir"
     rows = [
         _limit(
-            Row("memory", "warning", f"{free} of {total} free", "end what else runs there, or take fewer ranks"),
+            Row("memory", "warning", f"{free} of {total} free", "stop other programs there, or use fewer ranks"),
             facts["memory_free_bytes"],
             ranks * MEMORY_BYTES_PER_RANK,
         ),
@@ -223,7 +223,7 @@ def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) ->
         ),
     ]
     if facts["cpu_quota"]:
-        cure = "a higher CPU limit: docker run --cpus, Kubernetes resources.limits.cpu"
+        cure = "raise the CPU limit: docker run --cpus, Kubernetes resources.limits.cpu"
         cores = Row("cores", "warning", f"{facts['cpu_quota']}: {facts['cores']} usable", cure)
         rows.append(_limit(cores, facts["cores"], ranks, str))
     return rows
@@ -237,8 +237,8 @@ def _limit(row: Row, available: float, needed: float, show: Callable[[float], st
 
 
 def assess_versions(hosts: Mapping[str, Facts], here: Mapping[str, str]) -> list[Row]:
-    """Compare Python, libraries and code, uncommitted changes included; this machine's decide a tie."""
-    cure = "the same commit (git status, git pull) and make setup in the repository there, or share its folder"
+    """Compare Python, libraries and code, with uncommitted changes; a tie goes to this machine."""
+    cure = "check out the same commit there (git status, git pull) and run make setup, or share the folder"
     same = ", ".join(f"{name} {version[:12]}" for name, version in here.items())
     differing = differences({**{host: facts["software"] for host, facts in hosts.items()}, HERE: here}, here)
     rows = [Row("versions", "wrong", found, cure, host) for host, found in differing.items()]
@@ -250,7 +250,7 @@ def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
     copies = {host: facts["data"] for host, facts in hosts.items() if "hash" in facts["data"]}
     if not copies:
         return []
-    cure = "copy the data set there anew, or share its folder; only you know which of two copies is right"
+    cure = "copy the data set there again, or share its folder; only you know which copy is right"
     first = next(iter(copies.values()))
     rows = [
         Row("same data", "wrong", f"{copies[host]['holds']}: {found}", cure, host)
@@ -268,7 +268,7 @@ def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
     ends = Counter([target for _, target, _ in failed] + [source for source, _, _ in failed])
     found = some_of([f"{source} cannot connect to {target}, port {port}" for source, target, port in failed])
     return [
-        Row("connections", "wrong", found, f"a firewall on {host} or before it: open all ports between the hosts", host)
+        Row("connections", "wrong", found, f"a firewall on {host} or between: open all ports between the hosts", host)
         for host, _ in ends.most_common(1)
     ]
 
@@ -283,7 +283,7 @@ def assess_all_reduce(answers: Mapping[str, Facts], ranks: int, way: str) -> Row
     """
     problems = {host: answer["problem"] for host, answer in answers.items() if "problem" in answer}
     if problems:
-        cure = "look at cables and MTU (ip link on each, ping -M do -s 1472 HOST); for NCCL set NCCL_DEBUG=INFO"
+        cure = "check cables and MTU (ip link on each, ping -M do -s 1472 HOST); for NCCL set NCCL_DEBUG=INFO"
         found = f"the ranks cannot exchange: {next(iter(problems.values()))}"
         return Row("all-reduce", "wrong", found, cure, some_of(list(problems)))
     answer = next(iter(answers.values()))

@@ -176,7 +176,7 @@ class ClusterRun:
             return
         self._back = back
         self._hosts.returns.update(back)
-        print(f"{', '.join(back)} can take part again: the ranks save first", file=sys.stderr, flush=True)
+        print(f"{', '.join(back)} can rejoin: the ranks save first", file=sys.stderr, flush=True)
         for node in self._taking_part:
             node.send("signal", number=signal.SIGTERM)
 

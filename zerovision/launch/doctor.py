@@ -79,13 +79,13 @@ class DoctorSettings(CommandSettings):
     )
     hostfile: str = text("examine these machines: lines of 'name slots=N'")
     hosts: str = text("examine these machines", metavar="A,B")
-    here: bool = switch("examine this machine alone, also inside a Slurm job")
-    nodes: int = number(0, 1, MOST_NODES, "machines to take, from the top (default: all)")
+    here: bool = switch("examine only this machine, even inside a Slurm job")
+    nodes: int = number(0, 1, MOST_NODES, "machines to take from the top of the list (default: all)")
     gpus_per_node: int = number(0, 1, MOST_GPUS_PER_NODE, "GPUs (or CPU ranks) to take on each")
-    data: str | None = text("examine whether this data set is there, and the same on all machines", None)
+    data: str | None = text("check that this data set exists and is the same on all machines", None)
     log_dir: str | None = text("folder of all logs (default: logs/ of the checkout, else of the current folder)", None)
     json: bool = switch("print the rows as JSON")
-    compile: bool = switch("only compile the part of the JPEG reader that is in C: a fifth less time for an image")
+    compile: bool = switch("only compile the C part of the JPEG reader, which takes a fifth less time per image")
     training_words: tuple[str, ...] = words_behind(takes_trainers=True)
 
     def __post_init__(self) -> None:
@@ -236,12 +236,12 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
             hosts[host] = answer
             continue
         if answer:
-            why = f"the examination fails: {answer['problem']}", "bring the code there to the same commit"
+            why = f"the examination fails: {answer['problem']}", "check out the same commit there"
         elif shell.failure():
             why = explain(host, shell.process.returncode, "\n".join(shell.lines))
         else:
             seconds = FACTS_SECONDS if host in nodes.found else REACH_SECONDS
-            why = f"no answer within {seconds:.0f} s", f"log in to {host} and look what hangs"
+            why = f"no answer within {seconds:.0f} s", f"log in to {host} and see what hangs"
         rows.append(Row("hosts", "wrong", *why, host))
     return hosts, rows
 
@@ -322,7 +322,7 @@ def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[A
 
 # Text on stderr (OpenSSH's messages) -> what was found, and the cure; the first that matches counts.
 SSH_COMPLAINTS = {
-    "IDENTIFICATION HAS CHANGED": ("its host key is another one than before", "if that is right: ssh-keygen -R {host}"),
+    "IDENTIFICATION HAS CHANGED": ("its host key has changed", "if that is expected: ssh-keygen -R {host}"),
     "Host key verification failed": ("its host key is unknown to ssh", "ssh {host} once and accept the key"),
     "Could not resolve hostname": ("no such host name", "correct the name, or add it to the DNS or to /etc/hosts"),
     "Permission denied": ("ssh wants a password", "ssh-copy-id {host} (the key must be one that ssh takes unasked)"),
@@ -331,9 +331,9 @@ SSH_COMPLAINTS = {
     "timed out": ("no answer (timed out): the host is down, or a firewall drops", "switch {host} on; open port 22"),
     "No route to host": ("no route to the host: it is down, or in another network", "switch {host} on"),
     "Network is unreachable": ("its network cannot be reached from here", "check the routes of this machine"),
-    "can't open file": ("the repository is not there at the same path", "put {root} on {host}, or share its folder"),
-    "closed by": ("ssh server closed the connection", "look into the log of sshd on {host} (MaxStartups, AllowUsers)"),
-    "reset by": ("the connection was reset", "look into the log of sshd on {host} (MaxStartups, a firewall)"),
+    "can't open file": ("the repository is not at the same path there", "put {root} on {host}, or share its folder"),
+    "closed by": ("ssh server closed the connection", "check the log of sshd on {host} (MaxStartups, AllowUsers)"),
+    "reset by": ("the connection was reset", "check the log of sshd on {host} (MaxStartups, a firewall)"),
 }
 NOT_FOUND_CODES = (126, 127)  # of a shell: cannot be run, not found
 

@@ -98,7 +98,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         lines = read_small_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"hostfile {str(path)!r}: {reason}. See hostfile_example.txt for one.") from None
+        raise UserError(f"hostfile {str(path)!r}: {reason}. hostfile_example.txt is an example.") from None
     found: dict[str, tuple[int, int]] = {}
     for number, raw in enumerate(lines, start=1):
         line = raw.partition("#")[0].strip()
@@ -112,16 +112,16 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         if not HOST_NAME.fullmatch(host):
             raise UserError(f"{where}: {host!r} is not a host name (letters, digits, '.' and '-').")
         if host in found:
-            raise UserError(f"{where}: host {host!r} is in line {found[host][1]} already.")
+            raise UserError(f"{where}: host {host!r} is already in line {found[host][1]}.")
         found[host] = (int(match["slots"]), number)
     if not found:
         raise UserError(f"hostfile {str(path)!r} lists no machine: give lines of 'name slots=N'.")
     if len(found) < nodes:
-        raise UserError(f"hostfile {str(path)!r}: {nodes} nodes asked for, {len(found)} listed.")
+        raise UserError(f"hostfile {str(path)!r}: {nodes} nodes requested, {len(found)} listed.")
     for host, (host_slots, number) in list(found.items())[: nodes or None]:
         if host_slots < slots:
             where = f"hostfile {str(path)!r}, line {number}"
-            raise UserError(f"{where}: {slots} GPUs per node asked for, {host} has slots={host_slots}.")
+            raise UserError(f"{where}: {slots} GPUs per node requested, {host} has slots={host_slots}.")
     return {host: host_slots for host, (host_slots, _) in found.items()}
 
 
@@ -132,7 +132,7 @@ def split_hosts(names: str, nodes: int = 1) -> list[str]:
     if bad:
         raise UserError(f"--hosts: {bad[0]!r} is not a host name, or is given twice: give names as in node01,node02.")
     if len(hosts) < nodes:
-        raise UserError(f"--hosts: {nodes} nodes asked for, {len(hosts)} named.")
+        raise UserError(f"--hosts: {nodes} nodes requested, {len(hosts)} named.")
     return hosts
 
 

@@ -67,8 +67,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nproc_per_node", type=int, required=True, help="ranks to start on this machine, as on each")
     parser.add_argument("--master_addr", default="127.0.0.1", help="address that the ranks meet on")
     parser.add_argument("--master_port", required=True, help="port that the ranks meet on")
-    parser.add_argument("--preload", default="", help="modules to import before the ranks start, with commas")
-    timeout_help = "seconds that the ranks have to save and leave if the supervisor dies"
+    parser.add_argument("--preload", default="", help="modules to import before the ranks start, separated by commas")
+    timeout_help = "seconds that the ranks have to save and exit if the supervisor dies"
     parser.add_argument("--stop_timeout", type=float, default=END_SECONDS, help=timeout_help)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the training entry and its arguments")
     return parser.parse_args(arguments)

@@ -187,7 +187,7 @@ def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
         try:
             answers = pool.starmap_async(_run_rank, ranks, chunksize=1).get(order["seconds"])
         except multiprocessing.TimeoutError:
-            return {"problem": "no end within the time allowed"}
+            return {"problem": "did not end in the time allowed"}
     return next((answer for answer in answers if "problem" in answer), answers[0])
 
 

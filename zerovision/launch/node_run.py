@@ -188,7 +188,7 @@ class NodeRun:
         # It may have been any process: the launcher, or a rank's worker, after which the rank ends by itself.
         if not was_asked and code not in FINAL_CODES and time.monotonic() - self._kernel_killed < KERNEL_KILL_SECONDS:
             which = ", the kernel's," if code == 128 + signal.SIGKILL else " after the kernel had killed a process"
-            code, reason = OUT_OF_MEMORY_EXIT_CODE, f"{reason}{which} because memory was short"
+            code, reason = OUT_OF_MEMORY_EXIT_CODE, f"{reason}{which} because memory ran out"
         return Ending(code, reason, is_final=was_asked or code in FINAL_CODES)
 
     def _count_oom_kills(self) -> None:

@@ -130,11 +130,11 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
         nodes: machines of the run.
 
     Raises:
-        UserError: for --gpu beside another strategy, and for what the planner refuses.
+        UserError: for --gpu with another strategy, and for settings that the planner does not accept.
     """
     if given.positional["strategy"] != AUTO:
         if given.gpu:
-            raise UserError(f"--gpu is for the strategy {AUTO}, which plans for it: leave it out.")
+            raise UserError(f"--gpu is only for the strategy {AUTO}: leave it out.")
         return given
     from zerovision.planning.flags import read
     from zerovision.planning.plan_command import job_of  # imports torch

@@ -225,14 +225,14 @@ def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool)
         return wrong, ""
     wanted, has_gpus = plan.given.ranks_per_node, any(answer["gpus"] for answer in answers.values())
     if short := {host: reason for host, answer in answers.items() if (reason := _too_few(answer, wanted, has_gpus))}:
-        return short, f"{wanted} {'GPUs' if has_gpus else 'CPU ranks'} per node asked for."
+        return short, f"{wanted} {'GPUs' if has_gpus else 'CPU ranks'} per node requested."
     software = {host: answer["software"] for host, answer in answers.items()}
     others = differences(software if is_restart else {**software, LAUNCHING: plan.software}, plan.software)
     if plan.given.allow_differences:
         if others:
             print(f"warning: {by_reason(others)}", file=sys.stderr, flush=True)
     elif others:
-        return others, "Bring all to the same state (git pull, make setup), or train so with --allow-differences."
+        return others, "Make them equal (git pull, make setup), or add --allow-differences."
     return {}, ""
 
 
@@ -270,7 +270,7 @@ def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
     first, *others = hosts
     if not others:
         return {}
-    no_answer = f"no answer about {folder} within {ANSWER_SECONDS:.0f} s: look there whether its disk hangs"
+    no_answer = f"no answer about {folder} within {ANSWER_SECONDS:.0f} s: check whether its disk hangs"
     marked = nodes.ask([first], "marked", "mark", ANSWER_SECONDS, folder=folder).get(first, {"error": no_answer})
     if "error" in marked:
         return {first: marked["error"]}

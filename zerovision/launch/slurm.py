@@ -121,9 +121,7 @@ def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str]
     if not config.run_name:
         own.append(f"--run-name=slurm-{job.name}")
     elif task is not None and str(task) not in re.findall(r"\d+", config.run_name):
-        raise UserError(
-            f"--run-name {config.run_name!r}: the tasks of a job array need names of their own: add {TASK}."
-        )
+        raise UserError(f"--run-name {config.run_name!r}: the tasks of a job array need different names: add {TASK}.")
     if _goes_on(job, run_folder(check_training(own)), own, config.resume):
         own.append("--resume=auto")
     return own, check_training(own)
@@ -161,8 +159,8 @@ class JobState(Enum):
     """What Slurm is doing with a job."""
 
     RUNNING = "nothing"
-    PREEMPTED = "it wants the nodes for another job, and has sent SIGTERM"
-    ENDING = "it ends it: scancel, the time limit, or a preemption that requeues by itself"
+    PREEMPTED = "it needs the nodes for another job, and sent SIGTERM"
+    ENDING = "scancel, the time limit, or a preemption that requeues the job"
 
     @classmethod
     def of(cls, shown: str, *, was_terminated: bool) -> JobState:
@@ -228,9 +226,9 @@ def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> tuple[
     # "no sign of life for 11 s" and "... 12 s" are the same failure; so are those of two nodes.
     failure = re.sub(r"\d+", "N", reason)
     if failure in earlier.failures:
-        return f"{reason}: as before, and no newer checkpoint since: not requeued", None
+        return f"{reason}, as before, without a newer checkpoint: not requeued", None
     record = JobRecord(last.code, reason, earlier.position, (*earlier.failures, failure))
-    return f"{reason}: requeued, goes on from its newest checkpoint", record
+    return f"{reason}: requeued, to continue from its newest checkpoint", record
 
 
 def main(words: list[str]) -> int:
@@ -292,7 +290,7 @@ def _finish(job: Job, config: TrainConfig, record: JobRecord, received: list[int
     earlier = JobRecord.read(path) if job.restarts else JobRecord()
     shown = scontrol("show", "job", "-o", job.slurm_id)
     if shown is None:
-        _print(job, "scontrol show job has failed: not requeued")
+        _print(job, "scontrol show job failed: not requeued")
     line, kept = what_follows(record, earlier, JobState.of(shown or "", was_terminated=was_terminated))
     _print(job, line)
     if kept is not None:
@@ -304,7 +302,7 @@ def _finish(job: Job, config: TrainConfig, record: JobRecord, received: list[int
         received.clear()
         # Slurm then ends the job with SIGTERM, which may reach scontrol before it has returned.
         if scontrol("requeue", job.slurm_id) is None and signal.SIGTERM not in received:
-            _print(job, "scontrol requeue has failed: submit it again")
+            _print(job, "scontrol requeue failed: submit it again")
     return record.code
 
 

@@ -134,7 +134,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
     now = values_of(made) | {**given}
     network, is_head = str(now["model_type"]), has_weights and effort == "seconds" and not given.get("weights")
     if facts.is_files:
-        take("broken files are skipped and counted", bad_images=MOST_BAD)
+        take("unreadable files are skipped and counted", bad_images=MOST_BAD)
         take("decoded once, on disk", cache="disk")
     if not facts.has_val:
         share = HELD_OUT[0] if facts.images < HELD_OUT[1] else HELD_OUT[2]
@@ -155,7 +155,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
         take("this processor computes it at twice the speed of fp32", precision="bf16")
     total = _take_batch(facts, given, images, take)
     if is_head:
-        take("few seconds: only the head, at its exact optimum", **HEAD)
+        take("few seconds: only the head, fitted to its exact optimum", **HEAD)
     else:
         _take_epochs(given, effort, (images, total, has_weights), take)
         _take_rule(given, network, (total, has_weights), take)
@@ -169,14 +169,14 @@ def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any
         licence = f", licence {found.licence}" if found.licence else ""
         take(f"trained weights, {found.where}{licence}", model_type=found.network)
         if not given.get("weights"):
-            take("they are what few images lack", pretrained=True)
-        take("as the weights want it", image_size=found.image_size)
+            take("few images need it", pretrained=True)
+        take("as the weights expect", image_size=found.image_size)
         return True
     if _is_photographs(facts):
         network, size = SCRATCH[bool(facts.gpus)][rung]
         why = f"from random weights, at --effort {effort} on {'GPUs' if facts.gpus else 'CPU cores'}"
         if found:
-            why += f"; {found.network} has pretrained weights, which are not available here and would give far more"
+            why += f"; {found.network} has pretrained weights, which are not available here and would help far more"
         take(why, model_type=network, **({} if "model_type" in given else {"image_size": size}))
     else:
         take("small images", model_type="basic_cnn" if facts.side < TINY else OURS[bool(facts.gpus)][rung])
@@ -200,7 +200,7 @@ def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) 
         batch = given.get("batch_size", "auto")
         return int(given.get("global_batch") or (total if batch == "auto" else batch * ranks))
     if facts.gpus:
-        take(f"the most that fit, {total} an update", batch_size="auto", global_batch=total)
+        take(f"the most that fit, {total} per update", batch_size="auto", global_batch=total)
     else:
         take(f"{plural(math.ceil(images / total), 'update')} an epoch", batch_size=total)
     return total
@@ -228,11 +228,11 @@ def _take_rule(given: Mapping[str, Any], network: str, about: tuple[int, bool], 
     peak = rule.get("learning_rate", model_spec(network).learning_rate)
     rate = float(f"{peak * math.sqrt(total / images):.2g}")
     start = "published" if is_published else "random" if not has_weights else "your"
-    take(f"by a table, for {network.removeprefix(TIMM_PREFIX)} from {start} weights", **rule | {"learning_rate": rate})
+    take(f"from a table for {network.removeprefix(TIMM_PREFIX)} with {start} weights", **rule | {"learning_rate": rate})
     if "epochs" in given:
         take("falls from the first epoch to the last", schedule="linear")
     else:
-        take("stable until the last fifth: --resume with more --epochs goes on from there", schedule="wsd:auto:linear")
+        take("stable until the last fifth: --resume with more --epochs continues there", schedule="wsd:auto:linear")
 
 
 def has_head_first(facts: Facts, values: Mapping[str, Any], given: Collection[str]) -> bool:

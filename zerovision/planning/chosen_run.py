@@ -96,7 +96,7 @@ def choose_run(
     preset = read_preset(values.get("preset", ""))
     resume = values.get("resume", "never")
     if resume in ("auto", "must") and not values.get("run_name"):
-        raise UserError(f"{label_of['resume']} {resume} goes on with a run: add {label_of['run_name']}.")
+        raise UserError(f"{label_of['resume']} {resume} continues a run: add {label_of['run_name']}.")
     if saved_settings(values):
         return ChosenRun([settled(values, preset, label_of, is_launched=is_launched)], began=began)
     if effort and effort not in EFFORTS:
@@ -139,7 +139,7 @@ def describe(facts: Any, choices: Choices, stages: Sequence[TrainConfig], ranks:
     lines = [f"{facts.images} images to learn from, {facts.classes or 'lists of'} classes; run {stages[-1].run_name}"]
     lines += [f"  {', '.join(settings)}: {reason}" for reason, settings in of_reason.items()]
     if len(stages) > 1:
-        lines.append("  the head alone first, at its exact optimum, then all: few images, trained weights")
+        lines.append("  first only the head, to its exact optimum, then all layers: few images, trained weights")
     name = f"{stages[-1].run_name}-again"
     repeated = [replace(stages[-1], run_name=name)]
     if len(stages) > 1:

@@ -13,8 +13,8 @@ from zerovision.training.data.settings import SEVERAL_LABELS
 
 NAMED = 3
 CURES = {
-    "leaked": "validation or test images are identical to training images, so their scores are too good: "
-    "remove them from one of the two parts",
+    "leaked": "validation or test images are identical to training images, so scores are too high: "
+    "remove them from one part",
     "mislabelled": "images are identical to one with another label: remove the wrong ones, or give all labels "
     f"to each image by {SEVERAL_LABELS}",
     "repeated": "training images are identical to others, and so count more than once",

@@ -40,15 +40,15 @@ def read(words: Sequence[str]) -> PlanFlags:
         "--gpus-per-node", 1, MOST_GPUS_PER_NODE, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE})."
     )
     gpus = ", ".join(GPUS)
-    parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or as 8gb any; default: this machine's, or its CPU.")
+    parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or a size such as 8gb; default: this machine's.")
     parser.add_number("--gpu-memory", SMALLEST_GB, 9999.0, help="GB of each GPU, such as 8: the same as --gpu 8gb.")
-    parser.add_argument("--measure", action="store_true", help="Train 20 steps on this machine: the time of one.")
-    parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
-    parser.add_number("--images", 1, 999_999_999, help="Training images; default: of --data, or ImageNet.")
+    parser.add_argument("--measure", action="store_true", help="Train 20 steps here to measure a step's time.")
+    parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Strategy to try first (default: ddp).")
+    parser.add_number("--images", 1, 999_999_999, help="Training images; default: those of --data, or ImageNet's.")
     parser.add_number("--classes", 2, 10**6, help="Number of classes. Default: that of --data, or 1000.")
-    parser.add_argument("--with-data", action="store_true", help="Plan for the default of --data instead of ImageNet.")
+    parser.add_argument("--with-data", action="store_true", help="Plan for the default data set, not for ImageNet.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
-    parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
+    parser.epilog = "plan also takes all flags of scripts/train_distributed.py, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
     config, _ = parse_args([f"--strategy={given.strategy}", *others], parser.flags)
     return PlanFlags(given, others, config)

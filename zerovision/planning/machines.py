@@ -89,7 +89,7 @@ def find_gpu(name: str) -> Gpu:
     if wanted in plain or len(found) == 1:
         return plain.get(wanted) or found[0]
     if found:
-        raise UserError(f"--gpu {one_line(name, 50)} is one of several: give {' or '.join(gpu.name for gpu in found)}.")
+        raise UserError(f"--gpu {one_line(name, 50)} is ambiguous: give {' or '.join(gpu.name for gpu in found)}.")
     raise UserError(
         f"unknown --gpu '{one_line(name, 50)}'.{nearest(wanted, GPUS)} Known: {', '.join(GPUS)}; any other "
         "by its memory, such as 8gb."

@@ -73,7 +73,7 @@ class MemoryPlan:
     """The optimizer's copy of the weights, its moments, and averages of the weights."""
     gradients: int
     buffers: int
-    """What is not trained, such as BatchNorm's statistics; on a GPU also what cuBLAS works in."""
+    """Buffers, such as BatchNorm's statistics; on a GPU also cuBLAS's workspace."""
     activations: int
     """Tensors that forward saves for backward."""
     workspace: int
@@ -81,15 +81,15 @@ class MemoryPlan:
     communication: int
     """Buckets, and gathered weights."""
     step: int
-    """Temporary tensors of the end of a step, when the activations are gone."""
+    """Temporary tensors at the end of a step, when the activations are freed."""
     later: int = 0
-    """Of gradients and communication, bytes that backward has not taken yet when all in all it needs most."""
+    """Bytes of gradients and communication that backward has not yet allocated at its peak."""
     offloaded: int = 0
-    """Bytes in CPU memory instead, in none of the fields above."""
+    """Bytes in CPU memory instead; not counted above."""
     start: int = 0
-    """What a rank has before the network is divided: whole weights, and what is tried with them."""
+    """Bytes before the network is divided: whole weights, and the trial on them."""
     overhead: int = 0
-    """Of a GPU: context, libraries' workspaces, and what the allocator cannot use."""
+    """GPU overhead: context, libraries' workspaces, and memory that the allocator cannot use."""
 
     @property
     def peak(self) -> int:
@@ -165,14 +165,14 @@ class _Needs:
     weights: float
     gradients: float
     copy: float = 0
-    """Of the weights, for the optimizer."""
+    """The copy of the weights for the optimizer."""
     ready: Callable[[int], int] | None = None
-    """Returns how many elements' gradients are where they stay, of so many that backward has computed; None if the
-    gradients' memory is taken between the steps, too."""
+    """Returns how many of the computed gradient elements are in their final place; None if gradients keep their memory
+    between steps."""
     communication: float = 0
-    """In backward, at most."""
+    """The most in backward."""
     grows: float = 0
-    """Of communication, what is taken as backward goes on."""
+    """Communication memory allocated during backward."""
     forward: int = 0
     """Copies while forward gathers weights."""
     step: float = 0

@@ -18,7 +18,7 @@ from zerovision.training.config.values import changed_flags, launch_command
 from zerovision.training.out_of_memory import Rung
 
 WIDTH = 160  # of a table, if it is not printed to a wide terminal
-ERROR = "memory was within 6 % on CPU ranks and is not compared on GPUs"  # docs/dev/memory.md
+ERROR = "predictions were within 6 % on CPU ranks, and not compared on GPUs"  # docs/dev/memory.md
 # Columns of the plan's table: what they add up.
 PARTS = {
     "parameters": ("weights", "buffers"),
@@ -68,7 +68,7 @@ def print_plan(
     )
     if step_s:
         speed = f"{words.micro_batch / step_s:,.0f} images/s"
-        console.print(f"measured     {format_duration(step_s)} a step of one process on this machine, {speed}")
+        console.print(f"measured     {format_duration(step_s)} per step of one process on this machine, {speed}")
     console.print(f"recommended  {best['strategy']}, engine {best['engine']}: {best['reason']}.")
     if filled is not None:
         console.print(f"fills a GPU  {describe_filling(job, chosen, filled)}")
@@ -79,7 +79,7 @@ def print_plan(
 def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
     """Return what happens to the learning rate if the global batch grows."""
     if config.learning_rate == "auto":
-        return "--learning-rate auto suggests one for it"
+        return "--learning-rate auto finds one for it"
     if config.base_batch_size:
         return f"the learning rate grows with it (--base-batch-size {config.base_batch_size})"
     return f"the learning rate stays {config.learning_rate:g}, unless --base-batch-size {global_batch} scales it"

@@ -100,7 +100,7 @@ def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
     changes = {name: value for name, value in values.items() if value != getattr(config, name)}
     cost = ", ".join(way.division for flag, way in MESH.items() if flag in changes)
     if waits := sum(way(mesh).waits() for way in MESH.values()):
-        cost += f", and waits for {waits:.0%} of a step"
+        cost += f", and waits {waits:.0%} of a step"
     seen = mesh.micro_batch
     return Rung(changes, cost, batchnorm_images=seen if seen != config.micro_batch else 0)
 
@@ -110,7 +110,7 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
     gpu = job.machine.gpu
     need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
     if chosen.memory.offloaded:
-        need += f" and {format_bytes(job.host_bytes(chosen))} of each machine's own memory for what is offloaded"
+        need += f" and {format_bytes(job.host_bytes(chosen))} of each machine's own memory for offloaded state"
     default = evaluate(job, dataclasses.replace(chosen.config, engine=job.config.engine))
     if default.engine != chosen.engine:
         need += f"; --engine {default.engine} would need {format_bytes(default.memory.peak)}"
@@ -118,8 +118,8 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
         last = {tuple(rung.changes): rung for rung in rungs}.values()  # of those that change the same
         way = "; then ".join(rung.describe(has_batchnorm=job.workload.has_batchnorm) for rung in last)
         asked = format_bytes(evaluate(job, job.config).memory.peak)
-        return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
-    return f"it needs {need}, so nothing has to be given up for memory"
+        return f"as requested, it would need {asked} per GPU; {way}; it then needs {need}"
+    return f"it needs {need}, so no memory has to be saved"
 
 
 def _halved(size: ImageSize) -> ImageSize:
@@ -147,7 +147,7 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
         except UserError:  # a network that takes one size alone
             break
         size = _halved(size)
-    least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all else that saves memory"
+    least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all that saves memory"
     return UserError(
         f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
         f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "

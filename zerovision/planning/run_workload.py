@@ -81,7 +81,7 @@ class Workload:
         try:
             return activations(network, shape, precision, device, channels_last=channels_last, places=places)
         except Exception as error:  # whatever a user's timm model does with its data
-            raise UserError("this model computes with the values of its images: it cannot be planned.") from error
+            raise UserError("this model's work depends on its images' values: it cannot be planned.") from error
 
     def without_data(self, *, recomputes: bool) -> nn.Module:
         """Return a copy of the network on the meta device, with or without activation checkpointing as in training."""

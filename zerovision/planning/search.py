@@ -227,7 +227,7 @@ def options(job: PlannedJob) -> list[Option]:
     found: list[Option] = []
     possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
     for name in possible:
-        with contextlib.suppress(UserError):  # an update rule that does not go with this strategy
+        with contextlib.suppress(UserError):  # an update rule that cannot be combined with this strategy
             configs = engines_of(job, dataclasses.replace(job.config, strategy=name))
             found += [evaluate(job, config) for config in configs]
     return found

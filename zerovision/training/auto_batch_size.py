@@ -58,11 +58,11 @@ class Trial(NamedTuple):
     """The memory that a micro-batch took, on the rank closest to its limit."""
 
     is_out_of_memory: bool
-    """On any rank."""
+    """Whether any rank ran out of memory."""
     taken_bytes: int
-    """At most, beside what the process had before; of an attempt that failed, until then."""
+    """Peak bytes beyond what the process had before; for a failed attempt, until the failure."""
     room_bytes: int
-    """That it could take."""
+    """Bytes that it could take."""
 
     @property
     def fits(self) -> bool:
@@ -222,8 +222,8 @@ def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
             if world.size > 1:  # the others wait for this one
                 record(Trial(True, max(peak_memory(device) - had, 0), rooms[world.rank]))
                 raise AnotherStartNeededError(
-                    f"{describe_failure(error, world.rank)}: started again, as launchers do, --batch-size auto goes on "
-                    f"below {config.batch_size} images per rank"
+                    f"{describe_failure(error, world.rank)}: after a restart by a launcher, --batch-size auto "
+                    f"continues below {config.batch_size} images per rank"
                 ) from None
         taken = gather_objects(max(peak_memory(device) - had, 0), world)
     del attempt, copy

@@ -106,7 +106,7 @@ def _search(run: Run) -> tuple[float, str]:
         say(f"{rate:g} has a loss of {final_loss(losses):.3f} after {steps} ({seconds:.0f} s)")
         return losses
 
-    say("short trainings find it, each with another rate; a line for each")
+    say("short trainings with different rates find it; one line each")
 
     usual = config.default_rate
     rate, tried = find_rate(usual, LOWEST, HIGHEST, GUESSES[config.loss](max(classes, 2)), measure)
@@ -116,7 +116,7 @@ def _search(run: Run) -> tuple[float, str]:
             write_json(run.folder.path / LEARNING_RATE, result)
     if rate is None:
         raise AgreedError(
-            f"--learning-rate auto: no rate from {min(tried):g} to {max(tried):g} has clearly lowered the loss within "
+            f"--learning-rate auto: no rate from {min(tried):g} to {max(tried):g} clearly lowered the loss within "
             f"{len(tried[usual])} steps: give a number (the default is {usual:g})."
         )
     far = f"far below the default, {usual:g}; " if rate < usual / FAR else ""

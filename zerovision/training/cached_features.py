@@ -76,7 +76,7 @@ def cache_features(run: Run) -> int:
     if difference:
         run.loggers.message(
             f"note: here the last bits of a feature depend on its place in the batch (by {difference:.0e}): "
-            "--features computed may give other last bits of the weights"
+            "--features computed may change the last bits of the weights"
         )
     return 0
 
@@ -86,7 +86,7 @@ def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: 
     own = read.pop()
     if own.ndim != 2:
         shape = " x ".join(map(str, own.shape[1:]))
-        raise AgreedError(f"--features cached: this head reads {shape} numbers, no vector: leave that out.")
+        raise AgreedError(f"--features cached: this head reads {shape} numbers, not a vector: leave that out.")
     features.add(batch, own)
 
 
@@ -125,8 +125,8 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
     rate = rates[int(largest.argmin())]
     if not largest.min() <= MOST_DIFFERENCE:
         raise AgreedError(
-            "--features cached: this model computes something after its head, or before it otherwise in training than "
-            "in evaluation: give --drop-path 0, and --dropout 0 if it is not just before the head, or leave it out."
+            "--features cached: this model computes something after its head, or differs before it between training "
+            "and evaluation: give --drop-path 0, and --dropout 0 if it is not just before the head, or leave it out."
         )
     return float(largest.min())
 
@@ -153,7 +153,7 @@ def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch
         UserError: on all ranks, if the head is not a linear layer.
     """
     if not isinstance(head, nn.Linear):
-        raise AgreedError(f"--solver lbfgs: the head is a {type(head).__name__}, no linear layer: leave it out.")
+        raise AgreedError(f"--solver lbfgs: the head is a {type(head).__name__}, not a linear layer: leave it out.")
     config, world, state = run.config, run.world, run.state
     if state.progress.epoch == config.epochs:
         return
@@ -172,8 +172,8 @@ def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch
         run.loggers.message(f"solver       lbfgs: the head's optimum over {len(inputs)} images, loss {loss:.6f}")
         if not gradient <= LARGEST_GRADIENT:
             run.loggers.message(
-                f"note: a gradient of {gradient:.0e} is left: --weight-decay above {decay:g} has an optimum that is "
-                "nearer"
+                f"note: a gradient of {gradient:.0e} remains: a --weight-decay above {decay:g} has an optimum that is "
+                "easier to reach"
             )
     found = [tensor.detach().float().to(world.device) for tensor in solved]
     copy_from_main(found, world)

@@ -56,10 +56,10 @@ def judge_test(run: Run) -> None:
         network = under_autocast(module.to(world.device), run.precision, world.device)
         scores = _score(run, network, task_of(metadata).thresholds)
     except UserError as error:
-        run.loggers.message(f"note: the test part could not be judged: {error}")
+        run.loggers.message(f"note: the test part could not be evaluated: {error}")
         return
     if not isinstance(scores, Scores):
-        run.loggers.message("note: the test part was not judged: scripts/evaluate.py RUN --split test does it")
+        run.loggers.message("note: the test part was not evaluated: run scripts/evaluate.py RUN --split test")
         return
     values = {name: getattr(scores, name) for name in ("samples", "loss", "top1", "top5")}
     best_by, other = run.config.best_by, ""
@@ -67,8 +67,8 @@ def judge_test(run: Run) -> None:
         values[best_by] = score_of(scores, best_by, len(run.data.class_names))
         other = f", {SCORE_NAMES[best_by]} {percent(values[best_by])}"
     run.loggers.message(
-        f"test         top-1 {percent(scores.top1)}{other} on the {scores.samples} images of the test part, "
-        f"judged once, by the weights of epoch {best_epoch}"
+        f"test         top-1 {percent(scores.top1)}{other} on the {scores.samples} images of the test part, evaluated "
+        f"once, with the weights of epoch {best_epoch}"
     )
     run.loggers.event("test", {"step": run.position, "epoch": best_epoch} | values)
     if world.is_main:

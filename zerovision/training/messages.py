@@ -77,7 +77,7 @@ def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
     log(f"log          {shown_path(run.folder.text_log)}")
     cache = run.data.train.source.cache_folder
     if cache is not None and cache.is_relative_to(SHARED_MEMORY):
-        log(f"memory       decoded images stay in it for the next run; to free it: rm -r {cache}")
+        log(f"memory       keeps decoded images for the next run; to free it: rm -r {cache}")
     if stop_signal:
         sizes = (run.world.size, run.world.local_size)
         command = launch_command(run.config, *sizes, FIELDS.keys() - {"log_dir"})  # all else is saved
@@ -90,8 +90,8 @@ def _result(run: Run) -> list[str]:
     if progress.diverged_epochs_in_row:
         first = progress.epoch - progress.diverged_epochs_in_row + 1
         lines.append(
-            f"the training has diverged in epoch {first}: start a new run with a lower --learning-rate, and with "
-            "--gradient-clipping 1 if it was changed"
+            f"the training diverged in epoch {first}: start a new run with a lower --learning-rate, and "
+            "--gradient-clipping 1 if you changed it"
         )
     if run.model.head_epochs >= run.config.epochs:
         lines.append(
@@ -101,7 +101,7 @@ def _result(run: Run) -> list[str]:
     best_by = run.config.best_by
     name = SCORE_NAMES[best_by]
     if not progress.best_epoch:
-        why = "no epoch was sound" if progress.diverged_epochs_in_row else f"no epoch has a {name} that is a number"
+        why = "no epoch was sound" if progress.diverged_epochs_in_row else f"no epoch has a finite {name}"
         return [*lines, f"no weights are saved: {why}"] if lines or progress.epoch else []
     best = f"{name} {show_score(best_by, merit(best_by, progress.best_score))}"
     best += f" on {len(run.data.val)} held-out images (best epoch: {progress.best_epoch}"
@@ -118,7 +118,7 @@ def _warnings(run: Run) -> list[str]:
     if not can_handle_signals():
         warnings.append(
             "this is not the main thread: Ctrl-C and SIGTERM do not stop the run; if the process ends, "
-            f"--run-name {run.folder.name} --resume auto goes on from the newest checkpoint"
+            f"--run-name {run.folder.name} --resume auto continues from the newest checkpoint"
         )
     if config.gradient_accumulation_steps > 1 and any(
         isinstance(m, _BatchNorm) for m in run.state.engine.module.modules()
@@ -135,14 +135,14 @@ def _warnings(run: Run) -> list[str]:
     if config.deterministic:
         warnings.append(
             "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
-            "without a deterministic version runs all the same, and warns by its name"
+            "without a deterministic version still runs, and warns"
         )
     warnings += run.task.notes(shown_path(run.folder.weights))
     warnings += schedule_notes(run.schedule)
     if config.ema:
-        warnings.append(f"evaluated and saved is the moving average of the weights, --ema {config.ema}")
+        warnings.append(f"the moving average of the weights is evaluated and saved, --ema {config.ema}")
     if run.model.head_epochs:
-        all_of_them = ", which are all that this run has" if run.model.head_epochs >= config.epochs else ""
+        all_of_them = ", that is, in the whole run" if run.model.head_epochs >= config.epochs else ""
         warnings.append(f"only the head learns for the first {plural(run.model.head_epochs, 'epoch')}{all_of_them}")
     return warnings
 

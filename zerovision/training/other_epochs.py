@@ -30,7 +30,7 @@ def before_decay(
         return found, []
     saved = dataclasses.replace(config, epochs=epochs)
     change = f"--epochs {config.epochs} instead of {epochs}"
-    goes_on = f"{change}: from here on learning rate and mixing are those of a run of {config.epochs} epochs"
+    goes_on = f"{change}: from now on, learning rate and mixing are those of a run of {config.epochs} epochs"
     start, progress = Progress(stable_epochs(saved)), found.manifest.progress
     if (
         saved.epochs > config.epochs
@@ -49,8 +49,8 @@ def before_decay(
     if broadcast_object(has_best, world) or progress.best_epoch == 0:
         return earlier, [note]
     note += (
-        f"; the weights of epoch {progress.best_epoch}, the best until then, are gone: those of the best epoch after "
-        "it are kept"
+        f"; the weights of epoch {progress.best_epoch}, the best until then, are lost: those of the best later epoch "
+        "are kept"
     )
     progress = dataclasses.replace(progress, best_epoch=0, best_score=Progress.best_score)
     return dataclasses.replace(earlier, manifest=dataclasses.replace(earlier.manifest, progress=progress)), [note]

@@ -89,9 +89,9 @@ def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
     """Return what a user can do about a configuration that ran out of memory."""
     rung = next_rung(config, ranks, has_gpus=has_gpus)
     if rung is None:
-        return "nothing is left that would need less memory: use a smaller --image-size or model, or more ranks"
+        return "no setting is left that would save memory: use a smaller --image-size or model, or more ranks"
     return f"next to try: {rung.describe()}" + (
-        " (--on-oom adapt does so by itself)" if config.on_oom == "stop" else ""
+        " (--on-oom adapt does this for you)" if config.on_oom == "stop" else ""
     )
 
 
@@ -112,16 +112,14 @@ def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
 
 def _recompute(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
     if not config.activation_checkpointing and config.compile != "on":  # which do not go together
-        yield Rung(
-            {"activation_checkpointing": True}, "activations are computed again in backward, about a third more time"
-        )
+        yield Rung({"activation_checkpointing": True}, "recomputes activations in backward, about a third more time")
 
 
 def _shard(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
     """Shard more; for the volumes see Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7)."""
     if ranks == 1 or config.has_own_sharding or not (has_gpus or config.engine != "auto"):
         return
-    costs = {2: "gradients are sharded, for the communication of ddp", 3: "weights too, for half more communication"}
+    costs = {2: "shards gradients, communicates as ddp", 3: "shards weights too, with half more communication"}
     for strategy, plan in STRATEGIES.items():
         if plan.zero_stage == STRATEGIES[config.strategy].zero_stage + 1:
             yield Rung({"strategy": strategy}, costs[plan.zero_stage])

@@ -102,7 +102,7 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
         raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is not a whole number.")
     if config.global_batch not in (0, global_batch):
         raise UserError(
-            f"--global-batch {config.global_batch}: the checkpoint's is {global_batch}. Leave it out to go on, or "
+            f"--global-batch {config.global_batch}: the checkpoint's is {global_batch}. Leave it out to continue, or "
             "start a new run with --weights."
         )
     if config.batch_size == "auto":
@@ -186,8 +186,8 @@ def note_other_bytes(config: TrainConfig, found: FoundCheckpoint | None) -> list
     """Return notes for the log about changed settings that are allowed, but change the bytes of the run."""
     saved = found.manifest.config if found else {}
     return [
-        f"{FLAG_OF[name]} {getattr(config, name)} instead of {shown(saved[name])}: the bytes will not be those of the "
-        "run so far"
+        f"{FLAG_OF[name]} {getattr(config, name)} instead of {shown(saved[name])}: the bytes will differ from those of "
+        "the run so far"
         for name in ("threads_per_rank", "batch_size")
         if saved.get(name) and saved[name] != getattr(config, name)
     ]
@@ -220,8 +220,8 @@ def check_fit(
         saved, given = manifest.config.get(name, field.default), getattr(config, name)
         if saved != given:
             raise UserError(
-                f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}, this run has {shown(given)}: "
-                "give the same to go on, or start a new run with --weights."
+                f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}; this run has {shown(given)}: "
+                "give the same to continue, or start a new run with --weights."
             )
     for key, value in identity.items():
         saved = manifest.identity.get(key)
@@ -247,10 +247,10 @@ def _difference(saved: Any, given: Any) -> str:
     if isinstance(saved, dict) and isinstance(given, dict):
         for key in sorted({*saved, *given}, key=str):
             if saved.get(key) != given.get(key):
-                return f"{key} {shown(saved.get(key))}, this run has {shown(given.get(key))}"
+                return f"{key} {shown(saved.get(key))}; this run has {shown(given.get(key))}"
     if isinstance(saved, list) and isinstance(given, list):
         if len(saved) != len(given):
-            return f"{len(saved)} entries, this run has {len(given)}"
+            return f"{len(saved)} entries; this run has {len(given)}"
         number = next(number for number, pair in enumerate(zip(saved, given, strict=True)) if pair[0] != pair[1])
-        return f"entry {number} is {shown(saved[number])}, this run has {shown(given[number])}"
-    return f"{shown(saved)}, this run has {shown(given)}"
+        return f"entry {number} is {shown(saved[number])}; this run has {shown(given[number])}"
+    return f"{shown(saved)}; this run has {shown(given)}"

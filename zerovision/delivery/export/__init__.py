@@ -45,7 +45,7 @@ FORMATS = {
         f"{HERE}.export_job:open_torch_export",
         ".pt2",
         ("fp32", "bf16"),
-        "graph and tensors, for PyTorch alone",
+        "graph and tensors, for plain PyTorch",
     ),
     "onnx": ExportFormat(
         f"{HERE}.onnx_format:write_onnx",
@@ -78,7 +78,7 @@ def check_choice(format_name: str, precision: str, *, with_preprocessing: bool =
     if precision not in chosen.precisions:
         able = ", ".join(name for name, entry in FORMATS.items() if precision in entry.precisions)
         raise UserError(
-            f"--format {format_name} holds {' and '.join(chosen.precisions)}, not {precision}: "
+            f"--format {format_name} stores {' and '.join(chosen.precisions)}, not {precision}: "
             f"give --format {able} for {precision}."
         )
     if with_preprocessing and not (chosen.has_graph and precision != "int8"):

@@ -25,7 +25,7 @@ DIVISORS = {"uint8": 255, "uint16": 65535, "int16": 32767, "float32": 1}
 READING = (
     "Turn the image upright by its EXIF orientation and convert it to `channels`, transparent pixels on white unless "
     "they are RGBA (null: take the arrays as they are). Unless `shrink_to` is null, shrink files to 1/2, 1/4 or 1/8 as "
-    "far as the shorter side keeps so many pixels: JPEG files by libjpeg while they are decoded (Pillow's draft), "
+    "long as the shorter side keeps that many pixels: JPEG files by libjpeg while they are decoded (Pillow's draft), "
     "others by the mean of blocks (Pillow's reduce)."
 )
 STEPS = (
@@ -124,7 +124,7 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
             raise UserError(f"'{path}' cannot be read: {error}.") from None
         if is_other:
             raise UserError(
-                f"'{path}' is of a model with other classes or preprocessing: give --output another folder."
+                f"'{path}' belongs to a model with other classes or preprocessing: give --output another folder."
             )
 
 

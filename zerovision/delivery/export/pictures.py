@@ -49,7 +49,7 @@ class FromPictures(nn.Module):
         filter_name, values = self.preprocessing.interpolation, self.preprocessing.values
         if values != BYTES or InterpolationMode(filter_name) not in FILTERS:
             raise UserError(
-                f"--with-preprocessing: the model takes {values} values, resized by {filter_name}; a file can take "
+                f"--with-preprocessing: the model takes {values} values, resized by {filter_name}; a file supports "
                 f"{BYTES}, resized by {' or '.join(mode.value for mode in FILTERS)}: leave it out."
             )
         self.task = task_of(metadata)
@@ -57,7 +57,7 @@ class FromPictures(nn.Module):
         for name in ("mean", "std"):  # vectors, which stay as they are where matrices are stored in 16 bits
             self.register_buffer(name, torch.tensor(getattr(self.preprocessing, name)), persistent=False)
         bars = (255 * torch.tensor(self.preprocessing.mean, dtype=torch.float64)).round().clamp(0, 255).float()
-        self.register_buffer("bars", bars, persistent=False)  # as of `padded`
+        self.register_buffer("bars", bars, persistent=False)  # see `padded`
 
     def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Map pictures, uint8 [N, H, W, C], to probabilities, float32 [N, classes], and classes, int64 [N].

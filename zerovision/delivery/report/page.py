@@ -115,7 +115,7 @@ def watch(
     if not is_running:
         return
     writing_seconds = time.perf_counter() - start
-    log(f"watching, Ctrl-C ends it: open {output}")
+    log(f"watching (Ctrl-C stops it): open {output}")
     try:
         while is_running or unchanged < POLLS_AFTER_THE_END:
             sleep(max(POLL_SECONDS, writing_seconds / LARGEST_SHARE_OF_TIME))
@@ -253,11 +253,11 @@ def _compare(name: str, judged: Judged | None, other_name: str, other: Judged | 
     pair = f"{name} and {other_name}"
     if judged is None or other is None:
         lacking = name if judged is None else other_name
-        return f"{pair} are not compared: scripts/evaluate.py {lacking} writes on which images it is right."
+        return f"{pair} are not compared: scripts/evaluate.py {lacking} writes which images it classifies correctly."
     if (judged.images, len(judged.right)) != (other.images, len(other.right)):
-        return f"{pair} are not compared: they were judged on different images."
+        return f"{pair} are not compared: they were evaluated on different images."
     alone, other_alone, chance = mcnemar(judged.right, other.right)
-    verdict = "differ" if chance < SIGNIFICANT else "do not differ by more than chance explains"
+    verdict = "differ" if chance < SIGNIFICANT else "do not differ significantly"
     return (
         f"{pair} {verdict}: of {plural(len(judged.right), 'image')}, {name} alone is right on {alone} and {other_name} "
         f"alone on {other_alone} (McNemar's exact test, p = {number(chance, 2)})."

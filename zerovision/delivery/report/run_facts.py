@@ -123,7 +123,7 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
         return Status("running", f"Running: step {count(history.last_step)}{total}, {progress}.")
     return Status(
         "crashed",
-        f"Crashed or killed: there is no end line, the last line is from {date_and_time(history.last_time)}, "
+        f"Crashed or killed: there is no end line; the last line is from {date_and_time(history.last_time)}, "
         f"{format_duration(silence)} before this page was written, at step {count(history.last_step)} ({progress}).",
     )
 
@@ -181,9 +181,9 @@ def _pipeline(line: Mapping[str, Any]) -> Fact:
     shares, waited = ", ".join(percent(share, 0) for share in line["stage_shares"]), percent(line["wait_share"], 0)
     if "members" in line:
         members = clip(" | ".join(map(str, line["members"])), LONGEST_REASON)
-        return Fact("ranks with members wait", waited, f"of a step; they have the members {members}, and take {shares}")
+        return Fact("ranks with members wait", waited, f"of a step; ranks have members {members}, and take {shares}")
     cuts = clip(", ".join(map(str, line.get("cuts", ()))), LONGEST_REASON)
-    remark = f"of a step, as the schedule has it; stages begin at the input, {cuts}, and take {shares}"
+    remark = f"of a step in this schedule; stages begin at the input, {cuts}, and take {shares}"
     return Fact("a pipeline's ranks wait", waited, remark)
 
 
@@ -201,7 +201,7 @@ def time_breakdown(history: History) -> Breakdown | None:
     if history.repeated_steps:
         remarks.append(
             f"{plural(history.repeated_steps, 'step')} of these, {format_duration(history.repeated_seconds)}, were "
-            "trained again after restarts, as far as they had been logged."
+            "logged before and trained again after restarts."
         )
     if any(process.end is None for process in history.processes):
         remarks.append("A start without an end line counts with its logged intervals, evaluations and saves.")

@@ -236,7 +236,7 @@ def read_history(path: Path) -> History:
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise UserError(
-            f"{path}, line {number}: is damaged ({reason}). Remove the line, or restore the file."
+            f"{path}, line {number}, is damaged ({reason}). Remove the line, or restore the file."
         ) from None
     return history
 
@@ -307,8 +307,7 @@ def read_run(folder: Path) -> RunFiles:
         notes.append("metrics.jsonl is missing: there are no curves and no timings.")
     if scores is None and history.epochs:
         notes.append(
-            "evaluation/scores.json is missing: there are no scores of single classes. "
-            "scripts/evaluate.py writes such files from the weights."
+            "evaluation/scores.json is missing: there are no scores per class. scripts/evaluate.py computes them."
         )
     calibration = read_calibration(folder / WEIGHTS) if parameters is not None else None
     found = (rates, parameters, notes, batch, test, calibration)

@@ -36,7 +36,7 @@ def single_run_charts(history: History) -> list[Chart]:
     name, score = score_in(best) if best else ("top1", 0.0)
     label, value = SCORE_NAMES.get(name, name), number(score) if name == "loss" else percent(score, 2)
     best_epoch = f"The best epoch is {best['epoch']}, with {label} {value}. " if best else ""
-    augmented = "The training loss includes label smoothing and augmentation, the validation loss neither."
+    augmented = "The training loss includes label smoothing and augmentation; the validation loss does not."
     loss = [
         _line(history, "loss", "training, by step", 8, "steps")._replace(is_faint=True),
         _line(history, "train_loss", "training, by epoch", 1),
@@ -80,10 +80,10 @@ def rate_search_chart(result: Mapping[str, Any] | None) -> Chart | None:
     rates, final_losses = np.array([row[:2] for row in result["tried"]], dtype=np.float64).T
     lines = [Line("final training loss", 1, rates, final_losses, "rate-search")]
     marks = [] if result["suggested"] is None else [float(result["suggested"])]
-    caption = "Short trainings that differed in nothing but the learning rate; " + (
+    caption = "Short trainings that differed only in the learning rate; " + (
         f"the dotted vertical marks the suggested {number(marks[0], 2)}."
         if marks
-        else "none has clearly lowered the loss, and no rate is suggested."
+        else "none clearly lowered the loss, so no rate is suggested."
     )
     return draw("rate_search", "Learning rates", lines, Frame(caption, "learning rate", marks, is_x_log=True))
 

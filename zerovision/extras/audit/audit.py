@@ -87,7 +87,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
         seen_as = trained[1]["preprocessing"]
     wanted, values = seen_as and seen_as.values, datasets.preprocessing.values
     if trained and wanted != values:
-        raise UserError(f"the model was trained on {wanted} values, '{data}' has {values}: convert it.")
+        raise UserError(f"the model was trained on {wanted} values, but '{data}' has {values}: convert it.")
     catalogue = Catalogue(datasets)
     if settings.fixes and not catalogue.are_files:
         raise UserError("--fixes: these images are not files, so no table can name them: change the arrays instead.")
@@ -174,7 +174,7 @@ def _examine(
             suspected, label_fixes = label_findings(catalogue, doubts, numbers)
             findings += suspected
         else:
-            note += ", so labels are not judged" + ("" if trained else ": give the --run of a trained model")
+            note += ", so labels are not checked" + ("" if trained else ": give the --run of a trained model")
     broken = {number: Fix(DROP, "", 1.0, reason) for number, reason in catalogue.unreadable.items()}
     fixes = [*({**label_fixes, **dict(copy_fixes(catalogue, copies, label_fixes)), **broken}).items()]
     fixes += scene_groups(catalogue, copies, {number for number, fix in fixes if fix.action == DROP})
@@ -211,13 +211,13 @@ def _show(
             names = " = ".join(printable(catalogue.name(number)) for number in pair)
             print(f"{counts[kind]:6} {title[0].lower()}{title[1:]}, such as {names}")
     if few := facts["small_classes"]:
-        print(f"{len(few):6} classes of fewer than {SMALL_CLASS} training images, such as {printable(few[0][0])}")
+        print(f"{len(few):6} classes with fewer than {SMALL_CLASS} training images, such as {printable(few[0][0])}")
     actions = Counter(fix.action for _, fix in fixes)
     grouped = actions.pop(GROUP, 0)
     print("fixes  " + (", ".join(f"{count} {action}" for action, count in actions.items()) or "none"))
     if grouped and catalogue.are_files:
         made = f"--fixes {shown_path(folder / FIXES)}"
-        print(f"groups {grouped} images are of a scene that others show, too: {made} gives each scene a group")
+        print(f"groups {grouped} images share their scene with others: {made} gives each scene a group")
     print(f"page   {shown_path(folder / PAGE)}")
     task = f" {SEVERAL_LABELS}" if catalogue.has_several else ""
     if actions and catalogue.are_files:

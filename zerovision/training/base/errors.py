@@ -148,8 +148,8 @@ class FileServerError(Exception):
     def __str__(self) -> str:
         path, reason, seconds = self.args
         return (
-            f"{path!r} cannot be read: {reason}, also after {seconds:g} s. That is a fault of the file server or of "
-            "this machine, not of the file: start again when it is mended."
+            f"{path!r} cannot be read: {reason}, even after {seconds:g} s. The file server or this machine failed, not "
+            "the file: start again when it is fixed."
         )
 
 
@@ -173,7 +173,7 @@ class RunEnded(Exception):
 # By a part of the exception's text: failures of other processes, or of limits, rather than of a rank's own code.
 _KNOWN_FAILURES = {
     "DataLoader worker": "a data worker of rank {rank} died: {error}",
-    "Too many open files": "rank {rank} may not open enough files: raise 'ulimit -n', or give fewer --workers",
+    "Too many open files": "rank {rank} cannot open enough files: raise 'ulimit -n', or give fewer --workers",
     "by peer": "rank {rank} lost the connection to another rank",
     "that no rank of this run sends": "{error}",
 }

@@ -96,7 +96,7 @@ class _UnhurriedFile(_LastingFile):
             with self._changed:
                 self._waiting.popleft()
                 if self._left_out_bytes:
-                    note = f"\n... {self._left_out_bytes} bytes are left out: nobody read them ...\n".encode()
+                    note = f"\n... {self._left_out_bytes} bytes were dropped: nobody read them ...\n".encode()
                     self._waiting.appendleft(note)
                     self._waiting_bytes, self._left_out_bytes = self._waiting_bytes + len(note), 0
                 self._keeps_up = self._keeps_up or not self._waiting

@@ -49,7 +49,7 @@ def as_typed(text: str) -> str:
 def cure_of_missing(module: str) -> str:
     """Return what to type if a module cannot be imported; for an installed copy, the extra that contains it."""
     if CHECKOUT:
-        return "type 'make setup', and .venv/bin/python instead of python"
+        return "run 'make setup', and use .venv/bin/python instead of python"
     extra = next((name for name, modules in EXTRAS.items() if module.partition(".")[0] in modules), "")
     return f"pip install '{f'zerovision[{extra}]' if extra else module}'"
 

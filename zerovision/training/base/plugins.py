@@ -41,7 +41,7 @@ def _load(file: str) -> str:
         raise UserError(f"{FLAG} {shown(given)}: cannot be read ({getattr(error, 'strerror', error)}).") from None
     digest = hashlib.sha256(content).hexdigest()[:DIGITS]
     if wanted and digest != wanted:
-        raise UserError(f"{FLAG} {given}: it was changed: its sha256 begins with {digest}, not with {wanted}.")
+        raise UserError(f"{FLAG} {given}: the file has changed: its sha256 begins with {digest}, not with {wanted}.")
     name = f"zerovision_plugin_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
     if name not in _LOADED:
         _import(name, path, content, given)

@@ -105,14 +105,14 @@ def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[byt
         if time.monotonic() >= deadline:
             if not earlier.was_before(origin):
                 raise UserError(
-                    f"run '{path.parent.name}' is being trained by {who}. Wait for its end or give another --run-name. "
-                    f"If that machine is lost, remove {path}."
+                    f"run '{path.parent.name}' is being trained by {who}. Wait until it ends, or give another "
+                    f"--run-name. If that machine is lost, remove {path}."
                 )
             print(f"{who}, of an earlier start, is lost: continuing without it", file=sys.stderr, flush=True)
             path.unlink(missing_ok=True)
         elif not is_waiting:
             is_waiting = True
-            print(f"run '{path.parent.name}' is held by {who}: waiting {wait_s:.0f} s for its end", file=sys.stderr)
+            print(f"run '{path.parent.name}' is held by {who}: waiting {wait_s:.0f} s for it to end", file=sys.stderr)
         time.sleep(min(POLL_SECONDS, wait_s))
 
 
@@ -121,7 +121,7 @@ def _lock(file: IO[bytes]) -> bool:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in NO_LOCKS:
-            print(f"note: {file.name}: no locks there ({error.strerror}); start no second training", file=sys.stderr)
+            print(f"note: {file.name}: no locks there ({error.strerror}): never train twice there", file=sys.stderr)
             return True
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise

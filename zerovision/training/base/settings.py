@@ -48,8 +48,7 @@ class RunSettings:
     epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
     minutes: float = option(
         0.0,
-        "Longest duration of a new run: it lowers --epochs, to 1 at least, by the measured speed of a few steps; "
-        "0: no limit.",
+        "Time limit for a new run: lowers --epochs, to at least 1, by the measured speed of a few steps; 0: no limit.",
         low=0,
         high=100_000,
     )
@@ -71,19 +70,19 @@ class RunSettings:
     )
     learning_rate: float | Literal["auto"] = option(
         USUAL_RATE,
-        "Peak learning rate, before scaling by --base-batch-size; auto: the best in short trainings before; default "
+        "Peak learning rate, before scaling by --base-batch-size; auto: the best in several short trainings; default "
         f"with --optimizer adamw and random weights: that of the network, {RATES}.",
         above=0,
         high=100,
     )
 
     # Model.
-    pretrained: bool = option(False, "Start from the model's published weights (needs a network or the hub's cache).")
+    pretrained: bool = option(False, "Start from the model's published weights (needs internet or the hub's cache).")
     weights: str = path_option("", "Start from a local file: safetensors, or a pickle that contains only tensors.")
     tune: str = option(
         "full",
-        f"What is trained of a model with trained weights: {TUNE_USAGE} (the last N layers; adapters of rank R). "
-        "The head always is; all else keeps its weights.",
+        f"What to train of a pretrained model: {TUNE_USAGE} (the last N layers; adapters of rank R). "
+        "The head is always trained; other weights stay as they are.",
     )
     features: Literal["computed", "cached"] = option(
         "computed",

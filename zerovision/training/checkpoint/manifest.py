@@ -103,13 +103,13 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read: {one_line(error)}") from None
     if not is_ours:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} is not of the format '{FORMAT}'")
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} does not have format '{FORMAT}'")
     if not is_unchanged:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not match")
     try:
         return _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} lacks a value or has a wrong one: {one_line(error)}") from None
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} has a missing or wrong value: {one_line(error)}") from None
 
 
 def file_size(path: Path) -> int:

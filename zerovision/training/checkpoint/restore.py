@@ -56,7 +56,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
         epoch_sums = reader.epoch_sums(world.data.rank, world.data.size)
         _check_content(own, manifest, reader, buffers)
         if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
-            raise DamagedCheckpoint("other parameters are frozen in it than in this model")
+            raise DamagedCheckpoint("its frozen parameters are not those of this model")
         _check_sums(epoch_sums, sums)
         engine.load_state(reader.tensors, buffers, manifest.applied_steps)
         sums.restore(epoch_sums)
@@ -81,14 +81,14 @@ def _check_content(
     moments, stored = sorted(own.moment_kinds), sorted(reader.moment_kinds)
     if stored != moments:
         names = one_line(", ".join(stored) or "none")
-        raise DamagedCheckpoint(f"its moments are {names}, the optimizer has {', '.join(moments) or 'none'}")
+        raise DamagedCheckpoint(f"its moments are {names}, but the optimizer has {', '.join(moments) or 'none'}")
 
 
 def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
     """Raise an error for impossible sums: every later average would be wrong or NaN."""
     own = sums.state()
     if (found.shape, found.dtype) != (own.shape, own.dtype):
-        raise DamagedCheckpoint("its sums of the epoch have another shape or dtype")
+        raise DamagedCheckpoint("its epoch sums have another shape or dtype")
     loss, top1, top5, samples = found.tolist()
     if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # nan is in no range
-        raise DamagedCheckpoint("its sums of the epoch are not those of losses and images")
+        raise DamagedCheckpoint("its epoch sums cannot be those of losses and images")

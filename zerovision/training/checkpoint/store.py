@@ -160,7 +160,7 @@ def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
     kept = [name for name in names if not pointed or _position(name) <= _position(pointed)] or names
     candidates = [folder / name for name in reversed(kept)]
     if pointed and pointed not in names:
-        problem = f"names {pointed}, which is not there"
+        problem = f"names {pointed}, which does not exist"
         if _aside(folder / pointed).is_dir():
             candidates.insert(0, _aside(folder / pointed))
     if problem and candidates:

@@ -128,7 +128,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
             print(note, file=sys.stderr, flush=True)
     if metadata["description"].embedding:
         raise UserError(
-            f"weights file '{path}' is of --loss supcon and tells no classes apart yet: train a head for it with "
+            f"weights file '{path}' was trained with --loss supcon and has no classifier yet: train a head with "
             f"--weights {path} --tune head."
         )
     try:

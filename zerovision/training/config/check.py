@@ -144,8 +144,8 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
         raise unknown_name("loss", config.loss, LOSSES)
     if config.batch_size == "auto" and config.gradient_accumulation_steps > 1:
         yield (
-            f"{of['batch_size']} auto also chooses {of['gradient_accumulation_steps']}: leave that out. For more "
-            f"images per update give {of['global_batch']} N."
+            f"{of['batch_size']} auto also chooses {of['gradient_accumulation_steps']}: leave it out. For more images "
+            f"per update give {of['global_batch']} N."
         )
     if config.strategy in OF_LAUNCHERS:
         yield (
@@ -163,14 +163,14 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     size_ramp(config.progressive_size)
     if config.compile == "on" and (config.progressive_size or config.eval_image_size):
         yield (
-            f"{of['compile']} on does not take images of several sizes: leave out {of['progressive_size']} and "
+            f"{of['compile']} on does not support several image sizes: leave out {of['progressive_size']} and "
             f"{of['eval_image_size']}."
         )
     if config.compile == "on" and config.activation_checkpointing:
         yield f"{of['compile']} on and {of['activation_checkpointing']} exclude each other: give one."
     if config.order == "shards" and config.sampling == "balanced":
         yield (
-            f"{of['sampling']} balanced draws images from the whole data set, {of['order']} shards reads a few shards "
+            f"{of['sampling']} balanced draws images from the whole data set; {of['order']} shards reads a few shards "
             f"at a time: give one of them, or {of['class_weights']} balanced."
         )
     if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
@@ -205,7 +205,7 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     for mode in MODES:
         yield from mode(config).mistakes(of)
     if config.learning_rate == "auto" and config.base_batch_size:
-        yield f"{of['base_batch_size']}: leave it out, {of['learning_rate']} auto already searches at this batch size."
+        yield f"{of['base_batch_size']}: leave it out: {of['learning_rate']} auto already searches at this batch size."
     if config.mixup_off_epochs > config.epochs:
         yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has only {plural(config.epochs, 'epoch')}."
     if config.weights and config.pretrained:
@@ -218,7 +218,7 @@ def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allo
         if (value := getattr(config, name)) not in allowed:
             is_left_out = value is True or allowed == ("",)
             cure = f"leave {of[name]} out" if is_left_out else f"give {of[name]} {allowed[0]}"
-            yield f"{setting} does not go with {of[name]} {shown(value)}: {cure}."
+            yield f"{setting} cannot be combined with {of[name]} {shown(value)}: {cure}."
 
 
 def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
@@ -250,7 +250,7 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     last = round(decay + config.cooldown_epochs, 6)
     if decay and last % 1:
         start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
-        yield f"{schedule}: the decay of wsd must begin with a whole epoch: give {start}."
+        yield f"{schedule}: the decay of wsd must begin at a whole epoch: give {start}."
     if decay and used + decay > config.epochs:
         before = " with the epochs before it" if used else ""
         yield f"{schedule}{before}: the run has only {plural(config.epochs, 'epoch')}."

@@ -334,7 +334,7 @@ def _override_hint(
             if subject(str(error)) == subject(message):
                 continue
         shown_default = str(default).lower() or "''"
-        return f" That is preset {values['preset']}'s: to override it, add {FLAG_OF[name]} {shown_default}."
+        return f" It is set by preset {values['preset']}: to override it, add {FLAG_OF[name]} {shown_default}."
     return ""
 
 

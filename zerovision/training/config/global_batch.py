@@ -45,7 +45,7 @@ def few_steps_note(global_batch: int, ranks: int, training_images: int) -> str:
     better = usual_global_batch(ranks, training_images)
     cure = f"--global-batch {better} makes them {-(-training_images // better)}"
     if better >= global_batch:
-        cure = f"fewer ranks, or a number below {FEWEST_IMAGES} for --batch-size, make them more"
+        cure = f"fewer ranks, or a --batch-size below {FEWEST_IMAGES}, give more"
     return f"; an epoch has only {steps} of these: {cure}"
 
 
@@ -75,7 +75,7 @@ def micro_batches(global_batch: int, ranks: int, most: int = 0) -> list[int]:
     ]
     if not found:
         raise UserError(
-            f"--batch-size auto: a global batch of {global_batch} on {ranks} ranks takes more than {most_steps} "
+            f"--batch-size auto: a global batch of {global_batch} on {ranks} ranks needs more than {most_steps} "
             f"accumulation steps: use --global-batch {nearest_multiples(global_batch, most_steps * ranks)}."
         )
     return [size for size in found if not most or size <= most] or found[:1]
@@ -135,7 +135,7 @@ def divide_given(config: TrainConfig, ranks: int) -> TrainConfig:
     if config.gradient_accumulation_steps not in (1, shared.gradient_accumulation_steps):
         raise UserError(
             f"--gradient-accumulation-steps {config.gradient_accumulation_steps}: --batch-size {config.batch_size} x "
-            f"{ranks} ranks takes {shared.gradient_accumulation_steps} of them for {whose} {config.global_batch}: "
+            f"{ranks} ranks needs {shared.gradient_accumulation_steps} of them for {whose} {config.global_batch}: "
             "leave it out."
         )
     return shared
@@ -167,7 +167,7 @@ def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure:
     accumulation_steps, most = per_rank // batch_size, FIELDS["gradient_accumulation_steps"].metadata["high"]
     if accumulation_steps > most:
         raise UserError(
-            f"{product} takes {accumulation_steps} accumulation steps for {whose} {global_batch}, {most} are allowed: "
+            f"{product} needs {accumulation_steps} accumulation steps for {whose} {global_batch}; {most} are allowed: "
             "use a larger --batch-size."
         )
     return divided(config, batch_size, global_batch, ranks)

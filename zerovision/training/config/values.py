@@ -151,6 +151,6 @@ def allowed_values(field: dataclasses.Field) -> str:
         texts = {"above": "above {}", "low": "from {}", "high": "up to {}"}
         bounds = [text.format(field.metadata[key]) for key, text in texts.items() if field.metadata[key] is not None]
         or_names = "".join(f", or {name}" for name in names)
-        or_names += " of a square, or HEIGHTxWIDTH" if field_types()[field.name] == ImageSize else ""
+        or_names += ", or HEIGHTxWIDTH" if field_types()[field.name] == ImageSize else ""
         return " ".join(["a whole number" if number is int else "a number", *bounds]) + or_names
     return " | ".join(names) if names else {bool: "true or false", str: "text"}[kind]

@@ -142,7 +142,7 @@ def _notes(indexes: Sequence[Index]) -> Iterator[str]:
         first = next(index.dotted[1] for index in indexes if index.dotted[0])
         yield (
             f"skipped {plural(dotted, 'image')} such as {shown(first)}, because a key ends at the first dot of a name: "
-            "take the other dots out of the names"
+            "remove the other dots from the names"
         )
 
 
@@ -167,7 +167,7 @@ def _given_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[
     """Return the ordered class names from the files, or from a file beside them; [] if there are none."""
     named = {tuple(index.class_names) for index in indexes} - {()}
     if len(named) > 1:
-        raise UserError(f"the files in '{root}' have different names of classes: make them alike.")
+        raise UserError(f"the files in '{root}' have different class names: make them equal.")
     if named:
         return [*named.pop()]
     with contextlib.suppress(OSError):

@@ -108,7 +108,7 @@ def _load_npz(options: DataOptions) -> DatasetPair:
     if train.images.shape[1:] != val.images.shape[1:]:
         raise UserError(f"--data npz:{path}: images of x_train and x_test have different shapes.")
     if train.values != val.values:
-        raise UserError(f"--data npz:{path}: x_train is {train.values}, x_test is {val.values}: give both one type.")
+        raise UserError(f"--data npz:{path}: x_train is {train.values}, x_test is {val.values}: make the types equal.")
     size = size_of(*train.images.shape[2:])
     return make_array_datasets(train, val, names, options, size, "shift_flip").noted(notes)
 

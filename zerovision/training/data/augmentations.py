@@ -129,13 +129,13 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
         )
     if given.randaugment != RANDAUGMENT and line.policy != "randaugment":
         raise UserError(
-            f"--randaugment {given.randaugment}: it changes --augmentation randaugment alone, not {given.augmentation}."
+            f"--randaugment {given.randaugment}: it changes only --augmentation randaugment, not {given.augmentation}."
         )
     scale = _read_range("--crop-scale", given.crop_scale, 1)
     ratio = _read_range("--crop-ratio", given.crop_ratio, _LARGEST_RATIO)
     if (given.crop_scale, given.crop_ratio) != (CROP_SCALE, CROP_RATIO) and not line.crop:
         cropping = ", ".join(name for name, line in AUGMENTATIONS.items() if line.crop)
-        raise UserError(f"--crop-scale and --crop-ratio: the augmentation {name} does not crop, these do: {cropping}.")
+        raise UserError(f"--crop-scale and --crop-ratio: the augmentation {name} does not crop; these do: {cropping}.")
     is_own_shift = given.shift_pixels == "auto"
     return replace(
         line,

@@ -99,14 +99,14 @@ def number_classes(labels: Collection[Label], given: Sequence[str], where: str) 
             numbers = {label: int(label) for label in labels}
             if (largest := max(numbers.values(), default=0)) >= len(names):
                 raise UserError(
-                    f"{where} has {len(names)} names of classes and the label {largest}; expected a number below "
+                    f"{where} has {len(names)} class names and the label {largest}; expected a number below "
                     f"{len(names)}."
                 )
             return names, numbers
     order = {name: number for number, name in enumerate(names)}
     if unknown := sorted({str(label) for label in labels} - order.keys()):
         raise UserError(
-            f"{where} has the label {shown(unknown[0])}, which is none of the {len(names)} class names: "
+            f"{where} has the label {shown(unknown[0])}, which is not one of the {len(names)} class names: "
             f"{', '.join(map(shown, names[:NAMED]))}{', ...' if len(names) > NAMED else ''}."
         )
     return names, {label: order[str(label)] for label in labels}
@@ -121,9 +121,7 @@ def read_class_names(content: bytes, file: str) -> list[str]:
     try:
         lines = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     except UnicodeDecodeError:
-        raise UserError(
-            f"'{file}' is not encoded as UTF-8: save it so, with the name of a class in each line."
-        ) from None
+        raise UserError(f"'{file}' is not encoded as UTF-8: save it as UTF-8, with one class name per line.") from None
     names = [clean(line) for line in lines]
     while names and not names[-1]:
         names.pop()
@@ -143,14 +141,14 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     alike = defaultdict(list)
     for name in names:
         alike[_without_spelling(name)].append(name)
-    doubts = _doubts([group for group in alike.values() if len(group) > 1], "differ by case, blanks or digits only")
-    doubts += _doubts([[name] for name in names if name.casefold() in _NOTHING], "may stand for no label")
+    doubts = _doubts([group for group in alike.values() if len(group) > 1], "differ only in case, blanks or digits")
+    doubts += _doubts([[name] for name in names if name.casefold() in _NOTHING], "may mean no label")
     lists = [[name] for name in names if re.search(r"[;|]|^[\[{].*[\]}]$", name)]
     doubts += _doubts(lists, f"may be several labels: {SEVERAL_LABELS} reads those")
     if any("." in name for name in names) and all(map(_DECIMAL.fullmatch, names)):
-        doubts.append(f"all are numbers such as {names[0]}: --label-column names another column than a measurement")
+        doubts.append(f"all are numbers such as {names[0]}: if they are measurements, give another --label-column")
     if doubts:
-        yield f"look at these class names, each of which is a class of its own: {'; '.join(doubts)}"
+        yield f"check these class names; each counts as a class of its own: {'; '.join(doubts)}"
 
 
 def _doubts(groups: Sequence[Sequence[str]], what: str) -> list[str]:

@@ -322,7 +322,7 @@ def _check_colours(source: Source, augmentation: Augmentation, options: DataOpti
         flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
         plain = ", ".join(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
         raise UserError(
-            f"{flag} changes the colours of RGB images of bytes, these have {source.channels} channel(s) of "
+            f"{flag} changes the colors of 8-bit RGB images, but these have {source.channels} channel(s) of "
             f"{source.values}: give one of {plain} without --color-jitter."
         )
 
@@ -333,11 +333,11 @@ def _check_sizes(
     """Raise a UserError if the sizes of training and validation images, in pixels, contradict each other."""
     smallest = ramp.low if ramp else min(sides(size))
     if ramp and isinstance(size, str):
-        raise UserError(f"--progressive-size {ramp_given}: square images grow, these are {size}: leave it out.")
+        raise UserError(f"--progressive-size {ramp_given}: only square images grow; these are {size}: leave it out.")
     if smallest > min(sides(size)):
-        raise UserError(f"--progressive-size {ramp_given}: images grow, to {size} pixels: begin below.")
+        raise UserError(f"--progressive-size {ramp_given}: images grow to {size} pixels: begin below that.")
     if any(there < here for there, here in zip(sides(eval_size), sides(size), strict=True)):
-        raise UserError(f"--eval-image-size {eval_size}: images are trained on at {size} pixels: give {size} or more.")
+        raise UserError(f"--eval-image-size {eval_size}: training images have {size} pixels: give {size} or more.")
     if (augmentation.shift_pixels or 0) >= smallest:
         raise UserError(
             f"--shift-pixels {augmentation.shift_pixels}: images of {smallest} pixels can be shifted by at most "
@@ -418,7 +418,7 @@ def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: D
         rarest, most = (shown(class_names[counts.index(count)]) for count in (low, high))
         yield (
             f"the classes are not balanced: {most} has {high} training images, {rarest} {low}; --sampling balanced or "
-            "--class-weights balanced gives the rare ones as much say"
+            "--class-weights balanced gives rare classes equal weight"
         )
 
 
@@ -433,9 +433,9 @@ def _preparation_notes(options: DataOptions, preprocessing: Preprocessing, *, of
 def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) -> Iterator[str]:
     if ramp:
         last = max(ramp.last, ramp.first + 1)
-        yield f"training images have {ramp.low} pixels up to epoch {ramp.first + 1}, {size} from epoch {last + 1} on"
+        yield f"training images have {ramp.low} pixels up to epoch {ramp.first + 1}, {size} from epoch {last + 1}"
     if eval_size != size:
-        yield f"training images have {size} pixels, validation images {eval_size}, for which the model is made"
+        yield f"training images have {size} pixels, validation images {eval_size}, the size that the model is made for"
 
 
 def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float, ...]:
@@ -459,5 +459,5 @@ def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets:
     # a label out of range would end in an assertion on the GPU, long after the start
     low, high, last = int(labels.min()), int(labels.max()), len(class_names) - 1
     if low < 0 or high > last:
-        raise UserError(f"the {what} labels reach from {low} to {high}: {last + 1} classes need 0 to {last}.")
+        raise UserError(f"the {what} labels range from {low} to {high}: {last + 1} classes need 0 to {last}.")
     return torch.bincount(labels, minlength=len(class_names)).tolist()

@@ -21,7 +21,7 @@ import torch
 from zerovision.training.data.columns import NO_FACTS, Facts
 from zerovision.training.data.reading.files import MAX_FILE_BYTES, ImageError, read_file
 
-COLUMNS: dict[str, str] = {  # and their types, as of `array` and NumPy
+COLUMNS: dict[str, str] = {  # and their types, see `array` and NumPy
     **dict.fromkeys(("folder", "label", "part", "group"), "i"),  # numbers of `Images.words`
     **dict.fromkeys(("start", "size", "changed", "place"), "q"),
     **{"length": "i", "file": "i", "weight": "d"},

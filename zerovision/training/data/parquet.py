@@ -153,7 +153,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
         size = opened.metadata.row_group(group).total_byte_size
         if size > MOST_GROUP_BYTES:
             raise UserError(
-                f"'{file}' has a row group of {size / 1e9:.1f} GB, which is read as a whole: write it in smaller ones."
+                f"'{file}' has a row group of {size / 1e9:.1f} GB, which is read as a whole: write smaller row groups."
             )
         read = _group(file, opened, group, (images, labels, *facts.of_facts.values()))
         sizes = compute.binary_length(_field(read[0], "bytes"))

@@ -74,7 +74,7 @@ def find_parts(listing: FolderListing, val_part: str = "") -> tuple[Tops, list[s
             f"{flat[0].name}/CLASS/IMAGE; {CLASSES_ANYWAY}."
         )
     _refuse_alike(root, folders)
-    notes = [f"{_names(flat)} is taken for a class, because no other folder has the name of a part"] if flat else []
+    notes = [f"{_names(flat)} counts as a class, because no other folder has the name of a part"] if flat else []
     return [("", root)], notes
 
 
@@ -112,8 +112,8 @@ def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, s
         return others | {chosen: VAL}
     if unknown := sorted(name for name, kind in found.items() if not kind):
         raise UserError(
-            f"--data {options.data}: the split {shown(unknown[0])} is none of train, val and test: rename it, or give "
-            f"--val-part NAME to validate on one of {listed}, or --val-part {NO_PARTS} to pass over all of them."
+            f"--data {options.data}: the split {shown(unknown[0])} is not train, val or test: rename it, or give "
+            f"--val-part NAME to validate on one of {listed}, or --val-part {NO_PARTS} to ignore all of them."
         )
     return found
 
@@ -176,7 +176,7 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
     train, val, test = (next(iter(by_kind[kind]), None) for kind in (TRAIN, VAL, TEST))
     if train is None and with_images:
         raise UserError(
-            f"{root!r} has {_names(parts)}, but no train/ beside: put the class folders {_names(with_images)} into "
+            f"{root!r} has {_names(parts)}, but no train/: put the class folders {_names(with_images)} into "
             f"{root}/train; {CLASSES_ANYWAY}."
         )
     if train is None:
@@ -192,14 +192,14 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
     are_plain = not test and val is not None and (train.name, val.name) == (TRAIN, VAL)
     notes = [] if are_plain else [_summary([train], val, test)]
     if with_images:
-        notes.append(f"not used: {_names(with_images)}, which have no class folders or are no part by their names")
+        notes.append(f"not used: {_names(with_images)}, which have no class folders, or names that are not a part's")
     return _tops([train], val, test), notes
 
 
 def _summary(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None) -> str:
     names = ", ".join(f"{one.name}/" for one in train[:NAMES_SHOWN])
     validated = f"{val.name}/ is the validation part" if val else "--val-fraction of each class is held out"
-    judged = f"; {test.name}/ is judged once, after training" if test else ""
+    judged = f"; {test.name}/ is evaluated once, after training" if test else ""
     return f"training on {names}; {validated}{judged}"
 
 

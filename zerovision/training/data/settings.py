@@ -81,13 +81,13 @@ DATASETS: dict[str, DatasetEntry] = {
     ),
     "parquet": DatasetEntry(
         "DIR/*.parquet",
-        "a folder of Parquet files as Hugging Face's data sets have them, with images inside; or one, also of paths",
+        "a folder of Parquet files with images inside, as in Hugging Face's data sets; or one file, also of paths",
         ".parquet",
         has_parts=True,
     ),
     "table": DatasetEntry(
         "LIST.csv",
-        "a table of images, also .tsv: columns path and label, if wanted also split, weight, group",
+        "a table of images, also .tsv: columns path and label, and optionally split, weight, group",
         ".table",
         has_parts=True,
     ),
@@ -100,7 +100,7 @@ DATASETS: dict[str, DatasetEntry] = {
     ),
     URL: DatasetEntry(
         "URL",
-        "tar files, Parquet files or a table behind http://, https://, s3://, gs:// or hf://, kept on disk as read",
+        "tar files, Parquet files or a table behind http://, https://, s3://, gs:// or hf://, cached on disk",
         ".urls",
         takes_name=True,
         has_parts=True,
@@ -128,13 +128,13 @@ class DataFields:
     )
     path_column: str = option(
         "",
-        "Column of a table with the images' paths; none: path, or image as predict has it. Of Parquet files the column "
-        "with the images, of tar files their extension, such as jpg, if a sample has several.",
+        "Column of a table with the images' paths; default: path, or image as predict writes it. Parquet files: column "
+        "with the images. Tar files: extension of the image, such as jpg, if a sample has several.",
     )
     label_column: str = option(
         "label",
-        "Column of a table with the names of the classes. --task multilabel: with lists of them, such as cat;dog, or "
-        "A,B,...: columns of 1 and 0, one for each class.",
+        "Column of a table with the class names. --task multilabel: a column of lists, such as cat;dog, or A,B,...: "
+        "one column of 1 and 0 per class.",
     )
     label_separator: str = option(
         "",
@@ -144,7 +144,7 @@ class DataFields:
     task: Literal["multiclass", "multilabel"] = option(
         "multiclass", "multilabel: an image of a table has any number of classes, and each class is decided separately."
     )
-    download: bool = option(False, "Allow data sets of torchvision and of the hub to be downloaded.")
+    download: bool = option(False, "Allow downloading data sets of torchvision and the hub.")
     remote_cache_gb: float = option(
         20.0, "Gigabytes of remote data to keep in remote/ below --data-root.", low=0.1, high=10**6
     )
@@ -190,8 +190,8 @@ class DataFields:
     )
     image_channels: int = option(
         0,
-        "Channels of the images: 1 grey, 3 RGB, 4 RGBA, others of arrays only; 0: 3, or as many as arrays of 2, 4 or "
-        "more have.",
+        "Channels of the images: 1 grey, 3 RGB, 4 RGBA, others for arrays only; 0: the number in arrays with 2, 4 or "
+        "more, else 3.",
         low=0,
         high=MOST_IMAGE_CHANNELS,
     )
@@ -208,7 +208,7 @@ class DataFields:
         CROP_RATIO, "Smallest and largest width of a crop as a multiple of its height (of W/H with --image-size HxW)."
     )
     mirror: Literal["auto", "off", "random", "alternate"] = option(
-        "auto", "Mirror left to right: half of the time, or every other epoch (alternate); auto: as the augmentation."
+        "auto", "Mirror left to right half of the time, or in every other epoch (alternate); auto: the augmentation's."
     )
     shift_pixels: int | Literal["auto"] = option(
         "auto", "Largest shift; 0: none; auto: as the augmentation does.", low=0, high=LARGEST_IMAGE_SIZE
@@ -231,7 +231,7 @@ class DataFields:
     )
     mixup_off_epochs: int = option(0, "Number of last epochs without mixup and cutmix.", low=0, high=100_000)
     sampling: Literal["uniform", "balanced"] = option(
-        "uniform", "uniform: each sample once an epoch; balanced: as many samples, equally many of each class."
+        "uniform", "uniform: each sample once per epoch; balanced: as many samples in all, equally many per class."
     )
     order: Literal["random", "shards"] = option(
         "random",
@@ -243,7 +243,7 @@ class DataFields:
     )
     repeated_augmentation: int = option(
         1,
-        "Copies of each sample in an epoch, each augmented differently; the length of the epoch stays.",
+        "Copies of each sample in an epoch, each augmented differently; the epoch keeps its length.",
         low=1,
         high=64,
     )

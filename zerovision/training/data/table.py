@@ -150,13 +150,13 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
         raise UserError(f"--data {options.data}: the table is empty: expected a header with path and label.")
     twice = [name for name in header if name and header.count(name) > 1]
     if twice:
-        raise UserError(f"--data {options.data}: the column {one_line(twice[0])} is there twice.")
+        raise UserError(f"--data {options.data}: the column {one_line(twice[0])} occurs twice.")
 
     def cells() -> Iterator[Row]:
         for row in every:
             if len(row) > len(header):
                 raise UserError(
-                    f"--data {options.data}, line {reader.line_num}: {len(row)} cells, the header has {len(header)}."
+                    f"--data {options.data}, line {reader.line_num}: {len(row)} cells; the header has {len(header)}."
                 )
             if row:
                 yield reader.line_num, dict(zip(header, map(as_given, row), strict=False))

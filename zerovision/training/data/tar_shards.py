@@ -99,7 +99,7 @@ def scan(extension: str, label_key: str, file: Path) -> Index:
         cause = one_line(error)
     except (OSError, ValueError, OverflowError, RecursionError, MemoryError) as error:  # of a crafted header
         cause = f"damaged: {one_line(error)}"
-    raise UserError(f"'{file}' is not an uncompressed tar file ({cause}): unpack it, or make it anew.")
+    raise UserError(f"'{file}' is not an uncompressed tar file ({cause}): unpack it, or make it again.")
 
 
 class _Scan:
@@ -118,8 +118,8 @@ class _Scan:
             kinds = {_kind_of(member.name): member for member in members}
             if key in keys or len(kinds) < len(members):
                 raise UserError(
-                    f"'{self._file}': the key {shown(key)} is there twice: a key is one sample, whose files follow "
-                    "each other, as tar --sort=name packs them; rename one, or make the file anew."
+                    f"'{self._file}': the key {shown(key)} occurs twice: a key is one sample, whose files follow each "
+                    "other, as tar --sort=name packs them; rename one, or make the file again."
                 )
             keys.add(key)
             images = [kind for kind in kinds if self._is_image(kind)]
@@ -192,7 +192,7 @@ def _members(file: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     while rest := tar.fileobj.read(READ_BYTES):
         if rest.strip(b"\0"):
             raise UserError(
-                f"'{file}' goes on behind its end, as of files joined by cat: join them by tar --concatenate, or keep "
+                f"'{file}' continues after its end, as if joined with cat: join files with tar --concatenate, or keep "
                 "them apart in one folder."
             )
 

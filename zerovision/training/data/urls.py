@@ -58,7 +58,7 @@ def listing(options: DataOptions) -> Images:
     suffix = next((file.suffix for file in files if file.suffix in ARCHIVES), "")
     if not suffix:
         raise UserError(
-            f"--data {options.data}: no tar or Parquet file is listed there; of folders of images make tar files: "
+            f"--data {options.data}: no tar or Parquet file is listed there; pack folders of images into tar files: "
             "python scripts/pack.py DIR OUT."
         )
     kind = (parquet.kind_of if suffix == parquet.SUFFIX else kind_of_tar)(options)

@@ -47,12 +47,12 @@ def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by
         if config.engine == "auto" and plan.replicas == 1 and (reasons := way.reasons(plan, module)):
             if needed_by:
                 raise UserError(
-                    f"{needed_by} is for --engine torch, these settings take {way.engine}, which alone knows "
-                    f"{', '.join(reasons)}: leave out one or the other."
+                    f"{needed_by} needs --engine torch; other settings need {way.engine}, which alone supports "
+                    f"{', '.join(reasons)}: leave one out."
                 )
             return way.engine
         if unknown := way.alone_knows():
-            raise UserError(f"--engine torch does not know {', '.join(unknown)}: use --engine {way.engine}, or auto.")
+            raise UserError(f"--engine torch does not support {', '.join(unknown)}: use --engine {way.engine} or auto.")
     _check_torch(plan, module)
     return TORCH
 

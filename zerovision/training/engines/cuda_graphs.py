@@ -160,7 +160,7 @@ def _difference(network: nn.Module, recorded: Call, setup: EngineSetup, images: 
             return f"replayed, logits are off by up to {float((logits - expected).abs().max()):.2g}"
         off, norm = (_norm(torch._foreach_sub(gradients, exact)), _norm(exact))
         if not off <= LARGEST_ERROR * norm:
-            return f"replayed, gradients are off by {off:.2g}, where their norm is {norm:.2g}"
+            return f"replayed, gradients are off by {off:.2g}, at a norm of {norm:.2g}"
     return None
 
 

@@ -248,11 +248,12 @@ class TimedEngine:
 
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
+"""Maps logits [B, C], or [B, C, members] for an ensemble, and their batch to losses, float32 [B]."""
 
 Note = Callable[..., None]
-"""Takes what a micro-batch has given: batch, losses [B], logits [B, classes], and, unless the losses tell, evidence [B]
-that is not finite where a sample is to blame."""
+"""Takes the results of a micro-batch: batch, losses [B], logits [B, classes], and, if the losses do not show it,
+evidence [B] that is not finite for a bad sample.
+"""
 
 
 class StepInput(NamedTuple):
@@ -272,8 +273,7 @@ class StepInput(NamedTuple):
 
 
 Step = Callable[[TimedEngine, StepInput], StepResult | None]
-"""Trains on this rank's part of a step by the model with its optimizer, and returns what the engine did; a collective.
-"""
+"""Trains the model on this rank's part of a step, and returns the engine's result; a collective."""
 
 
 class Averages(Protocol):

@@ -42,7 +42,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
     """
     details = scores.details
     if details is None:
-        raise ValueError("these scores have no details: take those of an evaluation")
+        raise ValueError("these scores have no details: use those of an evaluation")
     counts = count_classes(scores, len(class_names))
     classes, thresholds = class_scores(counts, class_names), scores.thresholds
     if thresholds is not None:
@@ -91,7 +91,7 @@ def check_replaceable(
         UserError: for such a folder, or a file.
     """
     if folder.exists() and not (folder / mark).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"'{folder}' exists and holds no {kind}: move it away, or {cure}.")
+        raise UserError(f"'{folder}' exists and contains no {kind}: move it away, or {cure}.")
 
 
 def confusion_cells(details: SampleScores, num_classes: int) -> list[list[int]]:

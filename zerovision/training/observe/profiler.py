@@ -93,7 +93,7 @@ def costliest_operators(trace: profile, steps: int) -> str:
     kernels = [event for event in events if event.device_type != DeviceType.CPU]
     key = "self_device_time_total" if kernels else "self_cpu_time_total"
     total = max(sum(getattr(event, key) for event in kernels or operators), 1e-9)
-    lines = [f"{steps} step(s) of rank 0; {'GPU' if kernels else 'CPU'} time in the operator itself", ""]
+    lines = [f"{steps} step(s) of rank 0; {'GPU' if kernels else 'CPU'} time of the operator itself", ""]
     lines.append(f"{'share':>7} {'ms a step':>10} {'calls a step':>13}  operator")
     for event in sorted(operators, key=attrgetter(key), reverse=True)[:OPERATORS_LISTED]:
         time, calls = getattr(event, key), event.count / steps

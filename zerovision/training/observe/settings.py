@@ -30,7 +30,7 @@ class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
         "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
     )
     loggers: str = option(
-        "tensorboard", "Where curves go: some of tensorboard, wandb, mlflow, trackio, with commas between; or none."
+        "tensorboard", "Where to send curves: any of tensorboard, wandb, mlflow, trackio, separated by commas; or none."
     )
     tensorboard: bool = option(True, "Write TensorBoard event files; false overrides --loggers.")
     report: bool = option(True, "Write report.html, the run on one page, when the run ends.")

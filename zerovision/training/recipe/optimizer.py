@@ -63,8 +63,7 @@ def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, P
         )
         if config.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
             raise UserError(
-                f"--layer-decay {config.layer_decay}: what is trained of {type(part).__name__} is one layer: "
-                "leave it out."
+                f"--layer-decay {config.layer_decay}: only one layer of {type(part).__name__} is trained: leave it out."
             )
         for group in groups:
             settings = ParameterSettings(group["weight_decay"] > 0, group["lr_scale"])
@@ -109,8 +108,8 @@ def build_optimizer(
         by_rule.setdefault(rule, []).append(group)
     if config.optimizer not in by_rule:
         raise UserError(
-            f"--optimizer {config.optimizer}: nothing that is trained is a matrix or convolution that it updates (at "
-            f"least 4 by 4, one side at most 128 times the other): use --optimizer {fallback.name}."
+            f"--optimizer {config.optimizer}: it updates only matrices and convolutions (at least 4 by 4, one side at "
+            f"most 128 times the other), and none is trained: use --optimizer {fallback.name}."
         )
     rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
     return rules[0] if len(rules) == 1 else Composite(rules)

@@ -116,11 +116,11 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_
         raise unknown_name("optimizer", name, allowed)
     if name in WHOLE_PARAMETER and shards_parameters:
         raise UserError(
-            f"{flag} {name} computes with whole parameters, which --strategy {strategy} shards: use --strategy ddp, "
+            f"{flag} {name} needs whole parameters, which --strategy {strategy} shards: use --strategy ddp, "
             "or a rule such as adamw or lion."
         )
     if name in WHOLE_PARAMETER and engine not in ("auto", "torch"):
         raise UserError(
-            f"{flag} {name} computes with whole parameters, which --engine {engine} cuts into flat parts: "
+            f"{flag} {name} needs whole parameters, which --engine {engine} cuts into flat parts: "
             "use --engine torch, or auto."
         )

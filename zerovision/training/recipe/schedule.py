@@ -226,14 +226,13 @@ def schedule_notes(schedule: Schedule) -> list[str]:
     notes = []
     if 2 * schedule.warmup_steps > schedule.total_steps:
         notes.append(
-            f"the learning rate is still warming up in {min(schedule.warmup_steps, schedule.total_steps)} of "
-            f"{schedule.total_steps} steps: "
-            "a lower --warmup-epochs, or more --epochs, trains at the rate that was asked for"
+            f"the learning rate warms up in {min(schedule.warmup_steps, schedule.total_steps)} of "
+            f"{schedule.total_steps} steps: to train at the full rate, use a lower --warmup-epochs or more --epochs"
         )
     if schedule.drop_rate != 1:
         late = sum(drop >= schedule.total_steps for drop in schedule.drops)
         if late == len(schedule.drops):
-            notes.append("no decay of --schedule step lies within the run: the rate stays what it is")
+            notes.append("no decay of --schedule step lies within the run: the rate stays constant")
         elif late:
             notes.append(f"{late} of the {len(schedule.drops)} decays of --schedule step lie after the run's end")
     return notes

@@ -17,20 +17,20 @@ class RecipeSettings(RunSettings):
 
     optimizer: str = option(
         "adamw",
-        "Update rule, by timm's name; sgd has Nesterov momentum. Under every strategy: "
-        f"{', '.join(ELEMENT_WISE)}. Under ddp alone: {', '.join(WHOLE_PARAMETER)}.",
+        "Update rule, by timm's name; sgd has Nesterov momentum. With every strategy: "
+        f"{', '.join(ELEMENT_WISE)}. With ddp only: {', '.join(WHOLE_PARAMETER)}.",
     )
     fallback_optimizer: str = option(
         "adamw",
-        f"{', '.join(MATRIX_RULES)}: rule of the head, and of all that is no matrix and no convolution; "
+        f"{', '.join(MATRIX_RULES)}: update rule for the head and for everything but matrices and convolutions; "
         "NAME:SCALE:OPTIONS, such as adamw:0.3:betas=0.85/0.95, scales --learning-rate for it and sets its options.",
     )
     optimizer_options: str = option(
-        "", f"More of the rule, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}."
+        "", f"Options of the rule, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}."
     )
     weight_decay: float = option(0.05, "Decay of weights (decoupled in adamw); see --no-weight-decay.", low=0, high=10)
     no_weight_decay: Literal["vectors", "model"] = option(
-        "vectors", "No weight decay for vectors (biases, norms), or also for what a timm model names."
+        "vectors", "No weight decay for vectors (biases, norms), or also for parameters that a timm model names."
     )
     layer_decay: float = option(
         1.0, "Learning rate of a layer as a share of the rate of the next layer.", above=0, high=1
@@ -56,11 +56,11 @@ class RecipeSettings(RunSettings):
     schedule: str = option(
         "cosine",
         f"How the learning rate falls after the warm-up: {'; '.join(form.usage for form in SCHEDULES.values())}. "
-        "wsd: warm-up, stable, decay. EPOCHS left out, or auto: of step a third of the run, of wsd a fifth.",
+        "wsd: warm-up, stable, decay. Without EPOCHS, or auto: for step a third of the run, for wsd a fifth.",
     )
     final_learning_rate_scale: float = option(
         0.01,
-        "Learning rate at the end of the schedule, as a share of the peak; not of step and constant.",
+        "Learning rate at the end of the schedule, as a share of the peak; not with step and constant.",
         low=0,
         high=1,
     )

@@ -35,7 +35,7 @@ MOST_FINDINGS = 3  # about one rank: the last ends the run
 SENT = ("images", "labels", "weights", "targets", "loss_weights", "indices")  # of a batch, as far as it has them
 
 Hashes = list[tuple[str, str]]
-"""Of the gradients of a leaf: names of parameters, in their order, and hashes."""
+"""The gradients of a leaf: names of parameters, in order, and hashes."""
 
 
 def check_audit(config: ObserveSettings, world: World) -> None:
@@ -43,10 +43,10 @@ def check_audit(config: ObserveSettings, world: World) -> None:
     every = config.audit
     if every and world.size == 1:
         raise UserError(
-            f"--audit {every}: a single rank has no other to compare with: start two or more, or leave it out."
+            f"--audit {every}: a single rank has no other to compare with: start at least two, or leave it out."
         )
     if every and world.device.type == "cuda" and not config.deterministic:
-        raise UserError(f"--audit {every}: a GPU repeats its bits with --deterministic only: give both, or none.")
+        raise UserError(f"--audit {every}: a GPU repeats its bits only with --deterministic: give both, or neither.")
 
 
 class _WrongLeafError(Exception):
@@ -189,16 +189,16 @@ class Audited:
         who = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong)
         differing = sorted({name for name, _ in set(first[owner]) ^ set(first[checker])})
         self.loggers.message(
-            f"step {step}: {who} computed wrong: rank {owner} and rank {checker} have other gradients of the same "
-            f"images in {len(differing)} layer(s), such as {differing[0]}; the step begins anew"
+            f"step {step}: {who} computed wrong results: rank {owner} and rank {checker} have different gradients of "
+            f"the same images in {len(differing)} layer(s), such as {differing[0]}; the step starts again"
         )
         named = {"ranks": wrong, "hosts": [hosts[rank] for rank in wrong], "parameters": differing}
         self.loggers.event("wrong_gradient", {"step": step} | named)
         self.findings.update(wrong)
         if (most := max(self.findings.values())) >= self.most_findings:
             raise RunEnded(
-                f"{who} computed wrong, {most} times in this start (--audit): leave that machine out, and go on with "
-                "--resume auto.",
+                f"{who} computed wrong results {most} times since the start (--audit): leave that machine out, and "
+                "continue with --resume auto.",
                 WRONG_GRADIENT_EXIT_CODE,
                 step,
             )

@@ -205,8 +205,8 @@ class Saver(Observer):
         self._failed_position = save.position
         self._loggers.event("checkpoint_failed", values | {"error": save.error})
         self._loggers.message(
-            f"checkpoint {save.name} could not be saved ({save.error}): the one before it stays"
-            + ("" if save.is_last_try else f", the next try comes within {self._backoff.delay_s():.0f} s")
+            f"checkpoint {save.name} could not be saved ({save.error}): the previous one is kept"
+            + ("" if save.is_last_try else f", the next attempt follows within {self._backoff.delay_s():.0f} s")
         )
 
     def finish(self, *, is_stop: bool = False) -> None:
@@ -238,7 +238,7 @@ class Saver(Observer):
                     clock=self._clock,
                     sleep=self._sleep,
                 ):
-                    self._loggers.message("signal: the last try to save; a second signal ends without it")
+                    self._loggers.message("signal: the last attempt to save; a second signal skips it")
                     self._backoff.give_up_s = 0.0
 
     def wait(self) -> None:

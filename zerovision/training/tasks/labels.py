@@ -23,7 +23,7 @@ from zerovision.training.tasks.settings import LOSSES, TaskSettings
 from zerovision.training.world.world import World
 
 Weighted = Iterable[tuple[float, torch.Tensor]]
-"""The weight and the logits [B, C] of each view of some images."""
+"""The weight and logits [B, C] of each view of images."""
 
 
 class OneLabel:
@@ -149,7 +149,7 @@ def _check_threshold(config: TaskSettings, classes: int) -> None:
     low, high = smoothing / classes, 1 - smoothing + smoothing / classes
     if not low < threshold < high:
         raise UserError(
-            f"--bce-target-threshold {threshold:g} makes all targets alike: with --label-smoothing {smoothing:g} and "
+            f"--bce-target-threshold {threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
             f"{classes} classes they are {low:.4g} and {high:.4g}; give a value between."
         )
 

@@ -36,7 +36,7 @@ class TaskSettings(RunSettings):
     loss: str = option(
         "cross_entropy",
         f"Training loss: {', '.join(LOSSES)}; bce: binary cross-entropy of each class, averaged over the classes; "
-        "supcon: supervised contrastive, trains features for a head that is trained after it.",
+        "supcon: supervised contrastive, which trains features for a head to be trained afterwards.",
     )
     temperature: float = option(0.1, "--loss supcon: divisor of the cosines.", low=0.001, high=100)
     gradient_cache: int = option(
@@ -48,13 +48,13 @@ class TaskSettings(RunSettings):
     distill: str = option(
         "",
         "kl:T[:ALPHA] trains on the output of --teacher: the divergence at temperature T, times T squared, "
-        "with weight ALPHA; --loss has the rest. Default of ALPHA: 1.",
+        "with weight ALPHA; --loss gets the rest. Default of ALPHA: 1.",
     )
     teacher: str = path_option(
         "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
     )
     teacher_classes: str = path_option(
-        "", "--teacher: a file with the data's name for each of its outputs, one per line; default: its own names."
+        "", "--teacher: a file with the class name of each of its outputs, one per line; default: its own names."
     )
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(

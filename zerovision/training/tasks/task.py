@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zerovision.training.world.world import World
 
 Forward = Callable[..., int]
-"""`zerovision.training.loop.forward_all` without what it is the same for: a collective, which a signal may end."""
+"""`zerovision.training.loop.forward_all` with its fixed arguments set: a collective, which a signal may end."""
 
 
 class Task(Mode):
@@ -60,12 +60,12 @@ class Task(Mode):
         given_weights(config.class_weights)
         if config.learning_rate == "auto" and config.loss not in OF_CLASSES:
             loss = f"{of['loss']} {config.loss}"
-            yield f"{loss} does not go with {of['learning_rate']} auto, which needs another loss: give one."
+            yield f"{loss} cannot be combined with {of['learning_rate']} auto, which needs another loss: give one."
         if config.class_weights != "none" and config.sampling == "balanced":
             both = f"{of['class_weights']} and {of['sampling']} balanced"
-            yield f"{both} both make up for rare classes: give one of them."
+            yield f"{both} both compensate for rare classes: give one of them."
         if config.bce_target_threshold and config.loss != "bce":
-            yield f"{of['bce_target_threshold']} is of {of['loss']} bce only: give both, or none."
+            yield f"{of['bce_target_threshold']} is for {of['loss']} bce only: give both, or neither."
 
     def chunks(self) -> dict[str, int]:
         """Return the setting for how many images go through the network at a time, if a step is divided by it."""

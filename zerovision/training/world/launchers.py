@@ -79,7 +79,7 @@ def environment_for_ranks() -> dict[str, str]:
         refuse_a_pod_alone(environment)
         environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
     if "RANK" in environment:
-        raise UserError("gpus: this process is a rank already, and its launcher has started the others: leave it out.")
+        raise UserError("gpus: this process is already a rank, and its launcher started the others: leave it out.")
     return environment
 
 
@@ -157,8 +157,8 @@ def _refuse_a_single_process() -> None:
         raise UserError(f"srun started {size} processes, and each would train on its own. {_WAYS}")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         raise UserError(
-            "accelerate was asked for several processes and started one on its own: give it --multi_gpu, which starts "
-            f"them on CPUs too, in place of --cpu. {_WAYS}"
+            "accelerate was asked for several processes and started one on its own: give it --multi_gpu, which also "
+            f"starts them on CPUs, instead of --cpu. {_WAYS}"
         )
 
 

@@ -123,4 +123,4 @@ def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -
         name for name in present for word in names if word and (name == word if is_exact else name.startswith(word))
     }
     if has_gpus and any(names) and (named == {*present} if excludes else not named):
-        raise UserError(f"NCCL_SOCKET_IFNAME {shown(nccl)} leaves no interface, {here}. Correct or unset it.")
+        raise UserError(f"NCCL_SOCKET_IFNAME {shown(nccl)} matches no interface, {here}. Correct or unset it.")

@@ -41,7 +41,7 @@ def preserved_process() -> Iterator[None]:
         UserError: if the process already has a process group.
     """
     if not _IN_USE.acquire(blocking=False):
-        print("note: another thread of this process trains or evaluates: waiting for its end", file=sys.stderr)
+        print("note: another thread of this process trains or evaluates: waiting for it to end", file=sys.stderr)
         _IN_USE.acquire()
     try:
         with contextlib.nullcontext() if "RANK" in os.environ else _restored_process():

@@ -242,7 +242,7 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
     # As `srun --gpus-per-task=1` has it.
     sees_its_own_alone = present == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if local_size > present and not sees_its_own_alone:
-        raise UserError(f"{local_size} GPUs asked for, {present} present: ask for fewer.")
+        raise UserError(f"{local_size} GPUs requested, {present} present: request fewer.")
     device = torch.device("cuda", 0 if sees_its_own_alone else local_rank)
     torch.cuda.set_device(device)
     return device
@@ -261,8 +261,8 @@ def _refuse_unusable_gpus() -> None:
     except (AssertionError, RuntimeError) as error:
         reason = one_line(error).rstrip(".")
         raise UserError(
-            f"torch {torch.__version__} cannot use the {len(gpus)} GPU(s) of this machine: {reason}. "
-            "Mend that (scripts/doctor.py helps), or compute on the CPU: put CUDA_VISIBLE_DEVICES= before the command."
+            f"torch {torch.__version__} cannot use the {len(gpus)} GPU(s) of this machine: {reason}. Fix that "
+            "(scripts/doctor.py helps), or compute on the CPU: put CUDA_VISIBLE_DEVICES= before the command."
         ) from None
 
 

@@ -34,8 +34,9 @@ from zerovision.training.data.reading.native import crop_jpeg
 from zerovision.training.data.settings import MAX_MEGAPIXELS
 
 Decoder = Callable[..., np.ndarray]
-"""`decode` or `image_numbers.decode_numbers` with their options: from the file, a chooser of a part and a list for
-notes."""
+"""`decode` or `image_numbers.decode_numbers` with options set: takes the file, a chooser of a part, and a list for
+notes.
+"""
 Decoded = TypeVar("Decoded")
 
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
@@ -200,7 +201,7 @@ def load(
         _check_header(image, max_pixels)
         is_animated = getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES
         if notes is not None and is_animated:
-            notes.append("several frames or pages, the first is used")
+            notes.append("several frames or pages: the first is used")
         _scale_transparent_colour(image)
         image.load()
         with suppress(*_BROKEN_EXIF):
@@ -226,7 +227,7 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
     tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
     bits = tags.get(BITS_PER_SAMPLE, ())
     if tags.get(_PLANAR_CONFIGURATION) == 2 and len(bits) > 1 and max(bits) > 8:
-        raise Refused("more than 8 bits in separate planes, which Pillow does not read: save it otherwise")
+        raise Refused("more than 8 bits in separate planes, which Pillow does not read: save it in another format")
 
 
 # From the values of a PNG to the 8 bits that Pillow converts them to, for the raw modes in which it does not convert
@@ -277,7 +278,7 @@ def _deep_grey(image: Image.Image) -> Image.Image:
     values, white = np.asarray(image), white_of(image)
     low, high = values.min(), values.max()
     if not (low >= 0 and high <= white):  # also for NaN
-        raise Refused(f"pixels from {low:g} to {high:g}, only 0 to {white} has a known scale")
+        raise Refused(f"pixels from {low:g} to {high:g}; only 0 to {white} has a known scale")
     is_inverted = _tag(image, _PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
     grey = Image.fromarray(np.rint((white - values if is_inverted else values) * (255 / white)).astype(np.uint8))
     if (transparent := image.info.get("transparency")) is not None:

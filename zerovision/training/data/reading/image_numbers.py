@@ -50,13 +50,13 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
     numbers = _numbers_in(content, wanted, max_pixels)
     found = numbers.shape[-1] if numbers.ndim else 0
     if numbers.ndim != 3 or not numbers.size or found not in (channels, 1 if channels == 3 else channels):
-        raise Refused(f"its numbers are {list(numbers.shape)}, the model sees [height, width, {channels}]")
+        raise Refused(f"its shape is {list(numbers.shape)}, but the model takes [height, width, {channels}]")
     try:
         image, kind = to_values(numbers, "it")
     except UserError as error:
         raise Refused(str(error)) from None
     if kind != wanted:
-        raise Refused(f"it has {kind} numbers, the model takes {wanted}")
+        raise Refused(f"it has {kind} values, but the model takes {wanted}")
     return image.permute(2, 0, 1).expand(channels, -1, -1)
 
 
@@ -87,7 +87,7 @@ def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
         return []
     return [
         f"the largest value in {plural(len(found), 'image')} of more than 8 bits is {high} of {white}: read as 8 bits "
-        f"they have {high * 255 // white + 1} of 256 levels; --decode numbers keeps all (of colours: saved as "
+        f"they have {high * 255 // white + 1} of 256 levels; --decode numbers keeps all (for colors: saved as "
         f"{ARRAY_EXTENSION} files)"
     ]
 
@@ -122,7 +122,7 @@ def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
     """
     is_grey, bits = is_deep_grey(image), _bits_of(image, content)
     if bits > 8 and not is_grey:
-        raise ValueError(f"colours of {bits} bits, which Pillow reads as 8: save it as {ARRAY_EXTENSION}")
+        raise ValueError(f"colors with {bits} bits, which Pillow reads as 8: save it as {ARRAY_EXTENSION}")
     return np.array(image if is_grey or image.mode in CHANNEL_MODES.values() else image.convert("RGB"))
 
 
@@ -154,7 +154,7 @@ def _read_array(content: bytes) -> np.ndarray:
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # a damaged file may end in anything, also in a header of a size without limits
-        raise Refused(f"no readable .npy file ({one_line(error)})") from None
+        raise Refused(f"not a readable .npy file ({one_line(error)})") from None
     return array
 
 

@@ -49,7 +49,7 @@ def check_url(text: str) -> bool:
         raise UserError(f"{given}: expected a path, or a URL that begins with {'://, '.join(PACKAGES)}://.")
     if separator and ("@" in rest.partition("/")[0] or "?" in rest or "#" in rest):
         raise UserError(
-            f"{given}: a user, password or query would stand in logs: give the URL without, and credentials where "
+            f"{given}: a user, password or query would appear in logs: give the URL without it, and credentials where "
             f"{PACKAGES[scheme]} finds them (such as ~/.netrc, ~/.aws, hf auth login)."
         )
     return bool(separator)

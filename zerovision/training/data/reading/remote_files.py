@@ -28,7 +28,7 @@ CONNECTIONS = 16  # of each process
 COUNTER, COUNTER_BYTES = ".added", 8  # of bytes since the last look for what goes
 NAME_DIGITS = 32  # of a copy
 KEPT_SHARE = 0.9  # of a folder that was full
-DAMAGED = "these are other bytes than its index was made of"
+DAMAGED = "its bytes differ from those that its index describes"
 UNKNOWN_CHECKSUM = 0
 
 
@@ -121,7 +121,7 @@ class Copies:
                 end = min(start + BLOCK_BYTES, size)
                 block = ask(file, "cat_file", start=start, end=end)
                 if len(block) > end - start:
-                    raise UserError(f"'{file}': its server gives whole files, no byte ranges: copy it to this machine.")
+                    raise UserError(f"'{file}': its server does not support byte ranges: copy it to this machine.")
                 if len(block) < end - start:
                     raise OSError(errno.EIO, DAMAGED)
                 checksum = zlib.crc32(block, checksum)
@@ -193,6 +193,6 @@ class RemoteArchive(Archive):
         size = sum(self._copies.states[file][0] for file in {*files})
         if size > self._copies.max_bytes and not self._is_of_images:
             raise UserError(
-                f"the images of the {part} part are in {size / 1e9:.3g} GB of files, --remote-cache-gb keeps "
-                f"{self._copies.max_bytes / 1e9:g}: give more, or tar files of their own, as scripts/pack.py makes."
+                f"the images of the {part} part are in {size / 1e9:.3g} GB of files, but --remote-cache-gb keeps "
+                f"{self._copies.max_bytes / 1e9:g}: give more, or pack the data with scripts/pack.py."
             )

@@ -100,7 +100,7 @@ def _mistakes(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str
         elif expected is None:
             yield f"key '{name}' is unknown, or has no effect here.{nearest(key, schema)}"
         elif value == "auto":
-            yield f"key '{name}' is 'auto', which is decided by nobody here: give a value."
+            yield f"key '{name}' is 'auto', which nothing here decides: give a value."
         elif isinstance(expected, Mapping):
             if isinstance(value, Mapping):
                 yield from _mistakes(value, expected, prefix=name + ".")

@@ -68,7 +68,7 @@ class DiLoCo(Way):
         meant = self.config.islands or size // ranks_per_machine(world, flag)
         if meant < 2:
             raise AgreedError(
-                f"{flag} needs 2 islands or more, here would be {meant}: give --islands N and a multiple of N "
+                f"{flag} needs 2 islands or more, not {meant}: give --islands N and a multiple of N "
                 f"ranks ({size} here), or leave {flag} out."
             )
         machines = {*gather_objects(world.local_size, world)}
@@ -77,7 +77,7 @@ class DiLoCo(Way):
             cure = f", or give --islands {islands}" if islands > 1 else ""
             raise AgreedError(
                 f"--islands {meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
-                f"machines or of a part of one: start a multiple of {meant} ranks{cure}."
+                f"machines or part of one: start a multiple of {meant} ranks{cure}."
             )
         before = islands if names is None else number_of_islands(names)
         if islands == before:
@@ -86,7 +86,7 @@ class DiLoCo(Way):
         if islands > before:
             how = "new ones begin with the outer weights and island 0's moments"
         note = (
-            f"{plural(islands, 'island')} in place of the checkpoint's {before} ({meant} are meant to be): {how}, the "
+            f"{plural(islands, 'island')} in place of the checkpoint's {before} ({meant} intended): {how}, the "
             "bytes will not be those of the run so far"
         )
         return {"islands": meant}, islands, [note]

@@ -79,7 +79,7 @@ class IslandEngine(TorchEngine):
         super().__init__(dataclasses.replace(setup, world=along(1, numbers, setup.world)))
         self.peers, self.everyone = along(0, numbers, setup.world), setup.world
         if self.loss_scale is not None:
-            raise AgreedError("--local-steps: fp16 would have another loss scale on each island, use --precision fp32.")
+            raise AgreedError("--local-steps: fp16 would have another loss scale on each island: use --precision fp32.")
 
     def step(self) -> StepResult | None:
         """See `Engine.step`.
@@ -194,8 +194,8 @@ class OuterSteps(Averages):
         return [
             f"{plural(engine.peers.size, 'island')} of {plural(engine.everyone.size // engine.peers.size, 'rank')}: "
             f"{plural(rounds, 'round')} of {config.local_steps} steps, each with an outer step at its end (learning "
-            f"rate {config.outer_learning_rate:g}, momentum {config.outer_momentum:g}, {config.outer_precision}); "
-            "evaluated and saved are the outer weights"
+            f"rate {config.outer_learning_rate:g}, momentum {config.outer_momentum:g}, {config.outer_precision}); the "
+            "outer weights are evaluated and saved"
         ]
 
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:

@@ -38,7 +38,7 @@ class PipelineSettings:
     )
     pipeline_split: str = option(
         "auto",
-        "First blocks of the later stages, with commas between, such as blocks.3,blocks.6; auto: stages that "
+        "First blocks of the later stages, separated by commas, such as blocks.3,blocks.6; auto: stages that "
         "take equally long.",
     )
 
@@ -64,11 +64,11 @@ class Pipeline(Way):
         flag = f"{label_of['pipeline_parallel']} {self.config.pipeline_parallel}"
         for name in ("batch_size", "learning_rate"):
             if getattr(self.config, name) == "auto":
-                yield f"{flag} does not go with {label_of[name]} auto: give {label_of[name]} a number."
+                yield f"{flag} cannot be combined with {label_of[name]} auto: give {label_of[name]} a number."
         if self.uses_own():
             if self.config.distill:  # a teacher answers where the images are, the loss is computed on the last stage
                 taught = label_of["distill"]
-                yield f"{flag} does not go with {taught} {self.config.distill}: leave {taught} out."
+                yield f"{flag} cannot be combined with {taught} {self.config.distill}: leave {taught} out."
             if not self.config.global_batch:
                 self.check_micro_batches()
             return

@@ -62,7 +62,7 @@ def _choose_cuts(
     taken = ", ".join(f"{share:.0%}" for share in shares)
     setup.notes.append(
         f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take {taken} of a "
-        f"forward; by {schedule} a rank waits for {waits:.0%} of a step"
+        f"forward; with the {schedule} schedule a rank waits {waits:.0%} of a step"
     )
     setup.events["pipeline"] = {"cuts": cuts, "stage_shares": shares, "wait_share": waits}
     return cuts

@@ -58,7 +58,7 @@ class TrackerLogger(EventLogger):
         except queue.Full:
             self._dropped += 1
             if self._dropped == 1:
-                self._note(f"{MOST_WAITING} lines wait for it: it takes no more for now, training goes on")
+                self._note(f"{MOST_WAITING} lines are waiting: more are dropped for now; training goes on")
 
     def delivered(self) -> None:
         """Let it take the run's files, and wait for that, but not forever."""
@@ -72,7 +72,7 @@ class TrackerLogger(EventLogger):
             self._process.wait(deadline - time.monotonic())
         except (queue.Full, subprocess.TimeoutExpired):
             self._process.kill()
-            self._note(f"not all sent in {ENDING_SECONDS:.0f} s: the run's folder has it")
+            self._note(f"not everything was sent in {ENDING_SECONDS:.0f} s: the run's folder has it")
         self._teller.join(1)
         if self._dropped:
             self._note(f"{self._dropped} lines were dropped: metrics.jsonl has them")

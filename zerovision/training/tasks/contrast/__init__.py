@@ -43,7 +43,7 @@ class Contrastive(Task):
                 "gives the same gradient in the same memory: use that."
             )
         if config.gradient_cache and config.batch_size == "auto":
-            yield f"{cache} is what goes through the network at a time: give {of['batch_size']} a number."
+            yield f"{cache} sets what goes through the network at a time: give {of['batch_size']} a number."
         if self.is_asked() and model_spec(config.model_type).takes_members:
             yield f"{loss}: the members of an ensemble have no features in common: train each by itself."
 
@@ -86,6 +86,6 @@ class Contrastive(Task):
         from zerovision.training.tasks.contrast.comparison import NEIGHBOURS
 
         return [
-            f"top-1 is by the {NEIGHBOURS} nearest training images: --loss {self.config.loss} trains no classifier. "
-            f"That comes after it, with --weights {weights} --tune head"
+            f"top-1 is by the {NEIGHBOURS} nearest training images, as --loss {self.config.loss} trains no classifier: "
+            f"train one later with --weights {weights} --tune head"
         ]

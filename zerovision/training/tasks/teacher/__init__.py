@@ -36,7 +36,7 @@ class Distillation(Task):
         if self.is_asked():
             read_distill(self.config.distill)
         if self.is_asked() != bool(self.config.teacher):
-            yield f"{label_of['distill']} learns from {label_of['teacher']}: give both, or none."
+            yield f"{label_of['distill']} learns from {label_of['teacher']}: give both, or neither."
 
     def prepare(self, data: DatasetPair, precision: str, world: World) -> None:
         from zerovision.training.tasks.teacher.network import load_teacher

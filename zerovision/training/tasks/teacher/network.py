@@ -111,11 +111,11 @@ class Teacher:
         if all(gather_objects(torch.equal(self.answer(first), answers), world)):
             self.kept = rows.values
             seconds = format_duration(time.perf_counter() - begin)
-            say(f"teacher      answered to {images} images in {seconds}, for all epochs")
+            say(f"teacher      answered {images} images in {seconds}, for all epochs")
         else:
             say(
-                "note: here the last bits of a teacher's answer depend on an image's place in the batch: it answers in "
-                "every epoch"
+                "note: here the last bits of a teacher's outputs depend on an image's place in the batch: they are "
+                "computed in every epoch"
             )
         return 0
 
@@ -141,11 +141,11 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
         own, given = (torch.tensor(each[:2], dtype=torch.float64) for each in (made, here))
         if own.shape != given.shape:
             raise UserError(
-                f"--teacher {config.teacher} takes images of {own.shape[1]} channel(s), these have {given.shape[1]}."
+                f"--teacher {config.teacher} takes images of {own.shape[1]} channel(s); these have {given.shape[1]}."
             )
         for size in data.train.sizes:
             if failure := forward_failure(module, size, config.micro_batch, data.preprocessing.channels):
-                raise UserError(f"--teacher {config.teacher} takes no images of {size} pixels: {one_line(failure)}.")
+                raise UserError(f"--teacher {config.teacher} does not take {size}-pixel images: {one_line(failure)}.")
         order = torch.tensor(_order(config, data, *outputs))
         teacher = Teacher(module, order, own, given, precision, world.device)
         if config.teacher_classes:  # of another order it is another teacher
@@ -159,7 +159,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
     digests = gather_objects(teacher.digest, world)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            raise AgreedError(f"--teacher {config.teacher} is another on rank {rank} than on rank 0: copy one to all.")
+            raise AgreedError(f"--teacher {config.teacher} differs between rank {rank} and rank 0: copy one to all.")
     return teacher
 
 
@@ -196,24 +196,24 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
     Raises:
         UserError: if it is unknown for some class.
     """
-    states = "--teacher-classes FILE, the data's name of each of its outputs, one a line"
+    states = "--teacher-classes FILE, the class name of each of its outputs, one per line"
     if config.teacher_classes:
         known = [_stated_classes(config.teacher_classes)]
         if len(known[0]) != number:
             raise UserError(
-                f"--teacher-classes {config.teacher_classes} has {plural(len(known[0]), 'line')}, --teacher "
+                f"--teacher-classes {config.teacher_classes} has {plural(len(known[0]), 'line')}, but --teacher "
                 f"{config.teacher} {number} outputs: give a line for each."
             )
     if not known:
         raise UserError(
-            f"--teacher {config.teacher} has no names for its {number} classes, and an equal number is no "
+            f"--teacher {config.teacher} has no names for its {number} classes, and an equal number does not mean an "
             f"equal order: give {states}."
         )
     order, missing = order_of(data.class_names, known)
     if missing:
         raise UserError(
             f"--teacher {config.teacher} does not know {len(missing)} of the {len(data.class_names)} classes, such as "
-            f"{shown(missing[0])}; what it knows is such as {shown(known[0][0])}: give one that was trained on them, "
+            f"{shown(missing[0])}; it knows classes such as {shown(known[0][0])}: give one that was trained on them, "
             f"or, if only the names differ, {states}."
         )
     return order
@@ -240,7 +240,7 @@ def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise UserError(
-            f"--teacher {config.teacher} is not a run with a {WEIGHTS} in {logs[0]}, a folder or a file: give "
+            f"--teacher {config.teacher} is neither a run with a {WEIGHTS}, here or in {logs[0]}, nor a file: give "
             "one, or timm:NAME."
         )
     module, metadata = load_model(path)
