@@ -293,7 +293,7 @@ def test_a_missing_package_is_one_line_with_the_cure(tmp_path, monkeypatch, caps
     config = TrainConfig(loggers="mlflow", progress="off")
     loggers.open_loggers(config, run_folder(tmp_path), {}, {}, 0).close()
     assert capsys.readouterr().out == (
-        "note: --loggers mlflow: not installed, the run goes on without it: pip install mlflow\n"
+        "note: --loggers mlflow: not installed; the run continues without it: pip install mlflow\n"
     )
 
 

@@ -31,7 +31,7 @@ class ChosenRun:
     Attributes:
         stages: the settings of each; the last is the requested run.
         choices: the chosen settings with their reasons; empty for a resumed run.
-        lines: describe the choices, and the command that repeats them.
+        lines: messages about the choices, and the command that repeats them.
         began: when the minutes began, in seconds since 1970.
     """
 

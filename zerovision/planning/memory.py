@@ -194,9 +194,9 @@ def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, 
 def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Needs:
     """Stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
 
-    Besides its part, a rank holds all weights at stage 2. At stage 3 it holds those outside all blocks and those of a
-    block next to the largest: while one block's gradients are sent, the next block is gathered. The gradients of the
-    largest block are sent whole, with a copy; those outside all blocks when backward ends.
+    Besides its part, a rank holds all weights at stage 2. At stage 3 it holds the weights outside all blocks, and one
+    block beside the largest: while one block's gradients are sent, the next block is gathered. The gradients of the
+    largest block are sent whole, with a copy; gradients outside all blocks are sent when backward ends.
     """
     whole, part = _whole_and_part(sizes, plan)
     if ranks == 1:

@@ -159,7 +159,7 @@ class ImageContents:
         """Write the list if all images were read; a collective.
 
         Args:
-            is_last_chance: Whether the epoch was read completely, or is the last one.
+            is_last_chance: Whether the epoch was read completely or is the last one.
         """
         own = {name: loader.digests for name, loader in self._loaders.items() if loader.digests is not None}
         if not (is_last_chance and own):

@@ -206,7 +206,7 @@ class Saver(Observer):
         self._loggers.event("checkpoint_failed", values | {"error": save.error})
         self._loggers.message(
             f"checkpoint {save.name} could not be saved ({save.error}): the previous one is kept"
-            + ("" if save.is_last_try else f", the next attempt follows within {self._backoff.delay_s():.0f} s")
+            + ("" if save.is_last_try else f"; the next attempt follows within {self._backoff.delay_s():.0f} s")
         )
 
     def finish(self, *, is_stop: bool = False) -> None:

@@ -39,8 +39,8 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
         override: another file to read instead of the strategy's own, or ''.
 
     Raises:
-        UserError: with file and key, if the file is missing or malformed, has a key that is unknown, of the wrong type,
-            `auto` or owned by the command line, or has another ZeRO stage than the strategy.
+        UserError: with file and key, if the file is missing or malformed, has a key that is unknown, has the wrong
+            type, is `auto` or is set by a flag, or has another ZeRO stage than the strategy.
     """
     path = Path(override) if override else strategy_file(strategy)
     try:

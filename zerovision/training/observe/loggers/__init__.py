@@ -62,7 +62,7 @@ def open_loggers(
             warn_cannot_write(name, error)
     loggers = Loggers(destinations)
     for name in missing:
-        loggers.message(f"note: --loggers {name}: not installed, the run goes on without it: pip install {name}")
+        loggers.message(f"note: --loggers {name}: not installed; the run continues without it: pip install {name}")
     try:
         write_json(folder.path / CONFIG, dataclasses.asdict(settings))
         write_json(folder.path / ENVIRONMENT, facts)
