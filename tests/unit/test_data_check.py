@@ -168,8 +168,9 @@ def test_every_digest_is_that_of_the_file_whatever_reads_it(tmp_path):
 
 
 def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
-    assert train(copies, tmp_path / "logs") == 0
+    assert train(copies, tmp_path / "logs", resume="auto") == 0
     folder, log = tmp_path / "logs/runs/r", capsys.readouterr().out
+    assert "run r has no checkpoint: starting from the beginning" in log
     assert "training on train/; val/ is the validation part; test/ is evaluated once, after training" in log
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (test,) = [line for line in lines if line["kind"] == "test"]
@@ -185,7 +186,9 @@ def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
     assert card.count("split: test") == card.count("split: val") == 1
     assert "test top-1 accuracy" in page
     assert train(copies, tmp_path / "logs", resume="auto") == 0
-    assert "of the test part" not in capsys.readouterr().out.split("resuming from")[1]  # it was judged already
+    again = capsys.readouterr().out.split("resuming from")[1]
+    assert ": all epochs are trained\n" in again
+    assert "of the test part" not in again  # it was judged already
 
 
 def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):

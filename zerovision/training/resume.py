@@ -81,6 +81,8 @@ def find_checkpoint(
         if config.resume not in ("auto", "never"):
             raise AgreedError(f"--resume {config.resume}: no good checkpoint. {next(iter(refused.values()))}")
         notes.append("no good checkpoint is left: starting from the beginning")
+    elif found is None and config.resume == "auto" and not is_restart:
+        notes.append(f"run {folder.name} has no checkpoint: starting from the beginning")
     if world.is_main:
         set_aside(folder.checkpoints, refused)
     return found, notes + [f"checkpoint {path} is skipped: {reason}" for path, reason in refused.items()]

@@ -195,9 +195,7 @@ def train(context: Run, deliver: Deliver | None = None) -> int:
     if world.is_main:
         # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.
         _deliver(context, deliver, has_finished=not stop_signal)
-    if stop_signal:
-        return 128 + stop_signal
-    return DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
+    return 128 + stop_signal if stop_signal else DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
 
 
 def _resume(context: Run) -> None:
@@ -209,10 +207,11 @@ def _resume(context: Run) -> None:
     if found is not None:
         state, world, restarts = context.state, context.world, start.origin.restarts
         agreed(lambda: restore(found, state, world), world)
-        progress = state.progress
-        loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
+        progress, epochs = state.progress, context.config.epochs
+        place = f"epoch {progress.epoch + 1}, step {progress.step + 1}"
+        loggers.message(f"resuming from {found.path}: {place if progress.epoch < epochs else 'all epochs are trained'}")
         if world.is_main:
-            kept = keep_finished(context.folder, found.manifest, context.config.epochs)
+            kept = keep_finished(context.folder, found.manifest, epochs)
             brought = bring_along(found.path, context.folder, progress.best_epoch)
             for line in filter(None, (kept, brought)):
                 loggers.message(line)
