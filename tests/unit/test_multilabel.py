@@ -192,7 +192,8 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
     assert one["map"] == pytest.approx(scores["map"])
     command = local_ranks_command("auto", has_gpus=False)
     command += ["--nproc_per_node=3", f"--master_port={free_port()}", "scripts/evaluate.py", str(weights), *words]
-    subprocess.run([*command, str(tmp_path / "three")], cwd=ROOT, check=True, capture_output=True)
+    three = subprocess.run([*command, str(tmp_path / "three")], cwd=ROOT, capture_output=True, text=True)
+    assert three.returncode == 0, three.stderr
     for name in ("scores.json", "per_class.csv"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
     for flag in (["--reject", "0.9"], ["--flip"]):
