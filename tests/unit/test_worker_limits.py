@@ -58,6 +58,19 @@ def test_a_script_without_a_main_guard_runs_in_no_worker(tmp_path, start):
     assert done.stdout.split() == ["script", "worker", "0", "128", "128"], done.stderr
 
 
+def test_a_worker_that_is_left_does_not_keep_the_program_from_ending():
+    """Which has an error whose frames hold the loader, as a notebook has: Python itself ends what is left."""
+    code = (
+        "import time\n"
+        "from zerovision.training.data import workers\n"
+        "workers._PRELOADED_MODULES.clear()\n"
+        "left = workers.worker_context().Process(target=time.sleep, args=(600,), daemon=True)\n"
+        "left.start(); time.sleep(1.0); print('the end', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
+
+
 def test_too_many_open_files_is_one_line():
     assert known_failure(OSError(24, "Too many open files"), 1) == (
         "rank 1 cannot open enough files: raise 'ulimit -n', or give fewer --workers"

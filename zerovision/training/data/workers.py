@@ -71,13 +71,19 @@ def fit_workers_into_memory(
     return room
 
 
+class _Started(popen_forkserver.Popen):
+    def terminate(self) -> None:
+        """Kill it: at exit Python terminates the workers of a loader that was not closed, and waits for them."""
+        self.kill()
+
+
 class _Worker(ForkServerProcess):
     @staticmethod
     def _Popen(process: BaseProcess) -> popen_forkserver.Popen:
         """Start the process without a main module: a module with neither spec nor file is not imported."""
         main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:
-            return popen_forkserver.Popen(process)
+            return _Started(process)
         finally:
             sys.modules["__main__"] = main
 
