@@ -9,6 +9,7 @@ from pathlib import Path
 
 from commands import launch, run_command, train_alone, train_here
 
+from zerovision.training.base import plugins
 from zerovision.training.checkpoint.weights import read_metadata
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -45,7 +46,8 @@ def test_network_loss_and_logger_of_own_files_are_trained_and_evaluated(tmp_path
         assert refused.stderr.count("\n") == 1
 
 
-def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_path):
+def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins, "_LOADED", {})  # of this process, which later tests share
     mine = tmp_path / "mine.py"
     mine.write_text((EXAMPLES / "own_augmentation.py").read_text())
     flags = [*f"{SMALL} --augmentation turned --log-dir {tmp_path} --plugin {mine}".split()]

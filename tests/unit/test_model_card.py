@@ -28,6 +28,7 @@ from zerovision.delivery.calibration import calibration_file
 from zerovision.delivery.model_card import write_model_card
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
+from zerovision.training.base import plugins
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.small_files import sha256_of
@@ -185,7 +186,8 @@ def test_the_command_repeats_the_configuration(run: Path):
         ("s3://people/jane/photos", "s3://people/jane/photos"),
     ],
 )
-def test_no_folder_of_the_machine_is_in_the_card(run: Path, data: str, shown: str):
+def test_no_folder_of_the_machine_is_in_the_card(run: Path, data: str, shown: str, monkeypatch):
+    monkeypatch.setattr(plugins, "_LOADED", {})  # else all weights that are saved later would name the file
     paths = {one.name: "./people/jane/x.csv" for one in dataclasses.fields(TrainConfig) if one.metadata.get("is_path")}
     del paths["data"]
     plugin = run / "people" / "jane" / "mine.py"
