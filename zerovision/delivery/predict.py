@@ -386,15 +386,14 @@ def _csv_header(top_k: int) -> list[str]:
 
 
 def _write_table(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:
-    columns = ["image", "label", "probability", "then"][: 4 if top_k > 1 else 3]
-    table = Table(*columns, box=None, header_style="bold")
+    table = Table("image", "label", "probability", *["then"] * (top_k > 1), box=None, header_style="bold")
     table.columns[2].justify = "right"
     for one in predictions:
         shown = [f"{printable(label)} {share:.1%}" for label, share in zip(one.labels, one.probabilities, strict=True)]
         first = (printable(one.image), printable(one.label or NONE_OF_THESE), f"{one.probability:.1%}")
         told = one.chosen or (() if one.is_rejected else one.labels[:1])
         then = [text for label, text in zip(one.labels, shown, strict=True) if label not in told]
-        table.add_row(*(*first, ", ".join(then))[: len(columns)])
+        table.add_row(*first, *[", ".join(then)] * (top_k > 1))
     if table.row_count:
         width = None if stream.isatty() else WIDEST  # nothing is cut where there is no screen
         Console(file=stream, width=width, highlight=False, markup=False, emoji=False).print(table)
