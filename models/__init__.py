@@ -32,9 +32,9 @@ class ModelSpec:
     An ensemble has none, because `zerovision.models.build` makes it from its members.
     """
     always_pretrained: bool = False
-    """Whether the model is refused without pretrained weights, from the hub or from `--weights FILE`."""
+    """Whether the model requires pretrained weights, from the hub or from `--weights FILE`."""
     learning_rate: float = USUAL_RATE
-    """Default peak learning rate of AdamW from random weights, see docs/dev/models.md."""
+    """Default peak learning rate of AdamW when training from random weights; see docs/dev/models.md."""
     takes_members: bool = False
     """Whether the network consists of other models in this table."""
     whitens_stem: bool = False
@@ -70,7 +70,7 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def hub_name_of(weights: str) -> str:
-    """Return `timm:hf-hub:ORG/NAME@REVISION` of a file in the hub's local cache, '' for any other file."""
+    """Return `timm:hf-hub:ORG/NAME@REVISION` for a file in the hub's local cache, '' for any other file."""
     found = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/([^/]+)/model\.safetensors$", weights)
     return f"{HUB_PREFIX}{found[1]}/{found[2]}@{found[3]}" if found else ""
 

@@ -1,4 +1,4 @@
-"""The memory that a network's forward and backward need besides its weights, counted without data."""
+"""The memory that a network's forward and backward passes need besides its weights, counted without data."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Piece(NamedTuple):
     """The bytes of a network's computation from one place to the next, for one micro-batch.
 
     Attributes:
-        saved: what forward keeps of it for backward.
-        workspace: the most bytes, in either direction, besides what is kept of it and of earlier pieces.
+        saved: the bytes that the forward pass keeps for the backward pass.
+        workspace: the most bytes, in either direction, besides what this piece and earlier ones keep.
         entered: the tensor from the previous piece; 0 for the first.
     """
 
@@ -44,12 +44,12 @@ class Activations(NamedTuple):
     """Bytes of one micro-batch.
 
     Attributes:
-        saved: what forward keeps for backward: distinct tensors, including the images.
-        moments: pairs of bytes and elements at the moments of highest use. The bytes are additional ones: gradients of
-            activations, weight gradients that are being computed, and on a CPU oneDNN's copies of these, minus what
-            backward has freed. The elements are those of complete weight gradients. Moments with no more of either are
-            left out.
-        pieces: the same between the requested places, one more than there are places.
+        saved: what the forward pass keeps for the backward pass: distinct tensors, including the images.
+        moments: pairs of bytes and elements at the moments of highest use. The bytes come on top of `saved`: gradients
+            of activations, weight gradients that are being computed, and on a CPU oneDNN's copies of these, minus what
+            the backward pass has freed. The elements are those of complete weight gradients. Moments that another one
+            exceeds in both are left out.
+        pieces: the same for the stretches between the requested places, which are one more than the places.
     """
 
     saved: int
@@ -71,11 +71,11 @@ def activations(
     channels_last: bool = True,
     places: Sequence[str] = (),
 ) -> Activations:
-    """Count in a forward and a backward on tensors without data, with gradients added to existing ones.
+    """Count the memory of a forward and a backward pass without data, where gradients are added to existing ones.
 
     Args:
-        network: of `without_data`, float32 images [B, C, H, W] -> logits; activation checkpointing may be enabled. It
-            must not be used afterwards.
+        network: the result of `without_data`, which maps float32 images [B, C, H, W] to logits; activation
+            checkpointing may be enabled. It must not be used afterwards.
         shape: shape of a micro-batch of images, [B, C, H, W].
         precision: 'fp32', or 'bf16' or 'fp16' with autocast, whose copies of the weights count too.
         device: 'cpu', or 'cuda', whose autocast normalizes in fp32.
@@ -112,7 +112,7 @@ def activations(
 
 
 class _Pieces:
-    """Records the memory used while forward and backward are between places of a network."""
+    """Records the memory used while the forward and backward passes are between places of a network."""
 
     def __init__(self, network: nn.Module, places: Sequence[str], live: LiveBytes, image_bytes: int) -> None:
         self._live, self._most = live, [0] * (len(places) + 1)

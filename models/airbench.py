@@ -1,7 +1,7 @@
 """The small network of airbench, for fast training on small images (Jordan 2024, https://arxiv.org/abs/2404.00498).
 
 Each block halves the image right after its first convolution, so that most of the work is done at low resolution.
-Unlike there, BatchNorm's scales are trained, and PyTorch's default rate updates its running statistics.
+Unlike in the paper, BatchNorm's scales are trained, and its running statistics use PyTorch's default momentum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOGIT_SCALE = 1 / 9
 
 
 class Airbench(nn.Module):
-    """Images `[B, C, H, W]` to logits `[B, num_classes]`; H and W are at least 9 pixels."""
+    """Maps images `[B, C, H, W]` to logits `[B, num_classes]`; H and W are at least 9 pixels."""
 
     def __init__(self, num_classes: int, in_chans: int, widths: tuple[int, int, int]) -> None:
         """Make the layers; `widths` are the channels of the three blocks."""
@@ -32,7 +32,7 @@ class Airbench(nn.Module):
         self.head = nn.Linear(channels, num_classes, bias=False)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return which parameters are in one layer, in timm's form."""
+        """Return the patterns that group the parameters by layer, in timm's format."""
         return {"stem": r"^stem", "blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

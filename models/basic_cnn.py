@@ -28,17 +28,17 @@ def conv_block(
 
 
 class BasicCNN(nn.Module):
-    """Images `[B, C, H, W]` to logits `[B, num_classes]`."""
+    """Maps images `[B, C, H, W]` to logits `[B, num_classes]`."""
 
     def __init__(self, num_classes: int, in_chans: int, drop_rate: float = 0.2) -> None:
-        """Make the layers; the stem's stride is 2, `zerovision.models.image_size` lowers it for small images."""
+        """Make the layers; the stem's stride is 2, which `zerovision.models.image_size` lowers for small images."""
         super().__init__()
         self.blocks = nn.Sequential(conv_block(in_chans, 32, stride=2), conv_block(32, 64), conv_block(64, 128))
         self.dropout = nn.Dropout(drop_rate)
         self.head = nn.Linear(128, num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return which parameters are in one layer, in timm's form."""
+        """Return the patterns that group the parameters by layer, in timm's format."""
         return {"blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

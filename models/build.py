@@ -31,7 +31,7 @@ class BuiltModel:
     """A network that is ready to train, with its description."""
 
     module: nn.Module
-    """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings, see `ProjectionHead`."""
+    """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings (see `ProjectionHead`)."""
     description: Description
     """The description for `rebuild_model`."""
     notes: list[str] = field(default_factory=list)
@@ -53,12 +53,13 @@ def build_model(
 
     Args:
         config: settings with the model and its initial weights. Dropout and drop path are not part of the description,
-            because only training uses them; the batch size is needed to refuse one that BatchNorm cannot use.
+            because only training uses them; the batch size is needed to reject one that BatchNorm cannot use.
         num_classes: width of the head.
         image_size: size of the images, pixels.
         image_channels: channels of the images.
-        loads_weights: whether it starts from the configured weights; otherwise from random ones, for any model.
-        class_names: class names of the data, by which the loaded classifier is reordered; none to keep its order.
+        loads_weights: whether the network starts from the configured weights; if not, any model starts from random
+            ones.
+        class_names: class names of the data, by which the loaded classifier is reordered; empty to keep its order.
 
     Raises:
         UserError: for a name, size, batch or file that does not work, with what to type; for dropout or drop path in a
@@ -123,10 +124,10 @@ def rebuild_model(description: Description) -> nn.Module:
 
 
 def tensor_mismatch(description: Description, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Return how a description differs from the tensors for its network, or None; allocates nothing.
+    """Return how a description differs from its network's tensors, or None; this allocates nothing.
 
     The network is made of tensors that have shapes but no data, so that a file cannot use more memory than its own
-    size. A short description may otherwise stand for any number of parameters, or of indices computed from the image
+    size. Otherwise a short description could stand for any number of parameters, or of indices computed from the image
     size.
 
     Args:
@@ -181,7 +182,7 @@ def _checked_members(model_type: str, members: Sequence[str]) -> tuple[str, ...]
 
 
 def _parts(description: Description) -> dict[str, Description]:
-    """Return each member's description by the prefix of its parameter names; by '' if there are no members."""
+    """Return each member's description by the prefix of its parameter names, which is '' if there are no members."""
     if not description.members:
         return {"": description}
     alone = replace(description, members=(), stem_stride_changed={}, embedding=0)
@@ -202,7 +203,7 @@ def _create(
     pretrained: bool = False,
     rates: Mapping[str, float] = {},
 ) -> nn.Module:
-    """Create a part for the image size of its description, or for another one."""
+    """Create a part for the image size of its description, or for another size."""
     name, size = _registered(part), image_size or part.image_size
     module = create(name, part.num_classes, size, part.image_channels, pretrained=pretrained, rates=rates)
     return put_projection(module, part.model_type, part.embedding) if part.embedding else module
@@ -259,12 +260,12 @@ def _create_pretrained(part: Description, make: Callable[..., nn.Module], notes:
 
 
 def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_names: Sequence[str]) -> Iterator[str]:
-    """Reorder a published classifier with as many classes as the data to match them, and yield notes about it.
+    """Reorder the outputs of a published classifier with as many classes as the data, and yield notes about it.
 
     Args:
         part: the network's description.
         module: module with the published weights.
-        fresh: the same with random weights.
+        fresh: the same module with random weights.
         class_names: class names of the data.
     """
     published = getattr(module, "default_cfg", {})
@@ -281,7 +282,7 @@ def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_na
 
 
 class ProjectionHead(nn.Sequential):
-    """Features `[B, F]` to embeddings `[B, width]` in training; in evaluation it returns the features themselves.
+    """Maps features `[B, F]` to embeddings `[B, width]` in training; in evaluation it returns the features unchanged.
 
     Khosla et al. 2020 (https://arxiv.org/abs/2004.11362, section 3): two layers that are discarded after training,
     because the features before them are the better representation.
@@ -292,7 +293,7 @@ class ProjectionHead(nn.Sequential):
         super().__init__(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, width))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Map features `[B, F]` to `[B, width]`, in evaluation to themselves."""
+        """Map features `[B, F]` to `[B, width]`; in evaluation return them unchanged."""
         return super().forward(features) if self.training else features
 
 

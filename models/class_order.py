@@ -17,11 +17,12 @@ Names = Sequence[str]
 
 
 def order_of(names: Names, known: Sequence[Names]) -> tuple[list[int], list[str]]:
-    """Return the output of each of these classes, and the classes with none or several.
+    """Return the output of each of these classes, and the classes that have no output or several.
 
     Args:
         names: names of the classes, in the desired order.
-        known: lists of the outputs' names, such as wnids and words; the one with the most of the classes counts.
+        known: lists of the outputs' names, such as wnids and words; the list that contains the most of the classes is
+            used.
     """
     found: list[tuple[list[int], list[str]]] = []
     for outputs in known:
@@ -37,8 +38,8 @@ def order_of(names: Names, known: Sequence[Names]) -> tuple[list[int], list[str]
 def published_classes(config: Mapping[str, Any]) -> list[Names]:
     """Return the names of the outputs of published weights; none if unknown.
 
-    timm identifies ImageNet only by its number of classes: the 1,000 classes have wnids, all their words, and the first
-    word ("tench" of "tench, Tinca tinca").
+    timm identifies ImageNet only by its number of classes: the 1,000 classes are known by wnid, by all their words, and
+    by the first word ("tench" of "tench, Tinca tinca").
 
     Args:
         config: timm's configuration, with num_classes, and label_names for other classes.
@@ -72,12 +73,12 @@ def head_by_name(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return a trained classifier for the classes of the data, and notes about it.
 
-    A classifier with these classes is kept and reordered. One with other classes starts from random weights; classes
-    without names are taken for those of the data.
+    A classifier with the same classes is kept and reordered; one with other classes starts from random weights. Classes
+    without names are assumed to be those of the data.
 
     Args:
-        head: its tensors, with as many outputs as there are names.
-        fresh: the same with random weights.
+        head: the classifier's tensors, with as many outputs as there are names.
+        fresh: the same tensors with random weights.
         names: names of the data's classes.
         known: lists of the outputs' names.
     """

@@ -19,10 +19,10 @@ HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  #
 
 
 class CNNLSTM(nn.Module):
-    """Images `[B, C, H, W]` to logits `[B, num_classes]`."""
+    """Maps images `[B, C, H, W]` to logits `[B, num_classes]`."""
 
     def __init__(self, num_classes: int, in_chans: int, drop_rate: float = 0.2) -> None:
-        """Make the layers; the stem's stride is 2, `zerovision.models.image_size` lowers it for small images."""
+        """Make the layers; the stem's stride is 2, which `zerovision.models.image_size` lowers for small images."""
         super().__init__()
         self.blocks = nn.Sequential(
             conv_block(in_chans, 32, stride=2),
@@ -35,7 +35,7 @@ class CNNLSTM(nn.Module):
         self.head = nn.Linear(2 * HIDDEN_SIZE, num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return which parameters are in one layer, in timm's form."""
+        """Return the patterns that group the parameters by layer, in timm's format."""
         return {"blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

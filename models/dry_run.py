@@ -24,7 +24,7 @@ from zerovision.models.sides import ImageSize, sides
 
 
 def without_data(module: nn.Module) -> nn.Module:
-    """Return a copy of a module in training mode whose parameters and buffers are on the meta device.
+    """Return a copy of a module, in training mode and with its parameters and buffers on the meta device.
 
     Args:
         module: the module, neither sharded nor converted for several ranks; it is not changed.
@@ -40,7 +40,7 @@ def without_data(module: nn.Module) -> nn.Module:
 
 
 def forward_failure(module: nn.Module, image_size: ImageSize, batch_size: int, image_channels: int = 3) -> str | None:
-    """Return why a forward in training mode fails at this size, or None; the module is put into training mode."""
+    """Return why a forward pass in training mode fails at this size, or None; the module is put into training mode."""
     module.train()
     shape = (batch_size, image_channels, *sides(image_size))
     try:
@@ -58,13 +58,14 @@ def forward_failure(module: nn.Module, image_size: ImageSize, batch_size: int, i
 
 
 def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> int | None:
-    """Return the operations of forward and backward for one image, None if the module cannot be run without data.
+    """Return the operations of a forward and a backward pass for one image; None if the module cannot run without data.
 
     Multiplications and additions in convolutions and matrix products count, as in `torch.utils.flop_counter`;
     normalization, activations, the optimizer and recomputed activations do not.
 
     Args:
-        module: of `without_data`, float32 images [B, C, H, W] -> logits; its BatchNorms are removed.
+        module: the result of `without_data`, which maps float32 images [B, C, H, W] to logits; its BatchNorms are
+            removed.
         image_size: H and W, in pixels.
         image_channels: C.
     """
@@ -85,11 +86,9 @@ def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int
 def forward_flops(
     module: nn.Module, places: Sequence[str], image_size: ImageSize, image_channels: int = 3
 ) -> list[int]:
-    """Return the operations of a forward for one image before, between and after places.
+    """Return the operations of a forward pass for one image before, between and after places.
 
-    Otherwise like `training_flops`.
-
-    Places are names of modules in order of entry, once each.
+    The operations are counted as in `training_flops`. The places are names of modules in order of entry, once each.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -118,7 +117,7 @@ def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> objec
 
 @contextmanager
 def _silent_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback for a shape that does not fit, which the check allows."""
+    """Keep torch from logging a traceback for a shape that does not fit; the check expects such shapes."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = logger.disabled
     logger.disabled = True
@@ -138,8 +137,8 @@ def convolution_backward_flops(
 ) -> int:
     """Count a convolution's backward: the gradients of input and weight each take as many operations as forward.
 
-    PyTorch's own formula ignores groups, and counts a depthwise convolution's weight gradient several hundred times,
-    which gives 14 times the operations of MobileNetV3-Small's whole training.
+    PyTorch's own formula ignores groups, and counts a depthwise convolution's weight gradient several hundred times, so
+    that the training of MobileNetV3-Small would seem to take 14 times as many operations.
 
     Args:
         gradient_shape: shape of the gradient of the output [B, C_out, ...].
@@ -155,7 +154,7 @@ def convolution_backward_flops(
 
 
 def _remove_batchnorm(module: nn.Module) -> None:
-    """Remove BatchNorm, which does not count but takes two thirds of the time without data."""
+    """Remove BatchNorm, whose operations are not counted but take two thirds of the time of a run without data."""
     for name, child in module.named_children():
         if isinstance(child, _BatchNorm):
             setattr(module, name, nn.Identity())

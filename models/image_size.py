@@ -44,7 +44,7 @@ def create_for_image_size(
         The network and the strides that were changed.
 
     Raises:
-        UserError: if the size does not work; the message has one that does.
+        UserError: if the size does not work; the message names one that does.
     """
     own_stem_from = 0 if keep_stem else SMALL_IMAGE_PIXELS
     module, changes, failure = _create_and_fit(create, image_size, batch_size, image_channels, own_stem_from)

@@ -20,14 +20,14 @@ FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # ours by timm's
 
 
 class Preparation(NamedTuple):
-    """The preprocessing for a network; None for what does not matter.
+    """The preprocessing for a network; a field is None if it does not matter.
 
     Attributes:
         mean: Mean per channel of pixels in 0..1.
         std: See `mean`.
         interpolation: Name of the filter.
         fit: crop, squash or pad.
-        crop: Share of the shorter side that is kept, with `fit` crop.
+        crop: Share of the shorter side that is kept, if `fit` is crop.
         image_size: In pixels.
     """
 
@@ -62,7 +62,7 @@ class Preparation(NamedTuple):
 
 
 def crop_share(size: ImageSize, resized: ImageSize) -> float:
-    """Return the share of the shorter side that a centre crop keeps, from which the resized side can be recomputed."""
+    """Return the share of the shorter side that a center crop keeps, in a form that gives back the resized side."""
     side, whole = (min(sides(each)) for each in (size, resized))
     share = side / whole
     return share if math.floor(side / share) == whole else math.nextafter(share, 0)
@@ -104,7 +104,7 @@ def starting_preparations(
         model_type: a name of `MODELS`, or `timm:<name>`.
         members: names of an ensemble's members.
         pretrained: whether the hub's weights are loaded.
-        weights: the local file to load, or ''; a file from one of our runs has its own.
+        weights: the local file to load, or ''; a file from one of our runs contains its own.
 
     Raises:
         UserError: if the members' published weights expect different normalizations.

@@ -1,8 +1,8 @@
-"""The layers that several ranks can compute together, each a part of every layer (tensor parallelism).
+"""Finds the layers that several ranks can divide, each computing a part of every layer (tensor parallelism).
 
-A region begins with matrices whose outputs are divided over the ranks, and ends with one whose inputs are. In between
-each rank has some heads or hidden features, and the ranks' results are added once (Shoeybi et al. 2019,
-https://arxiv.org/abs/1909.08053).
+A region begins with matrices whose outputs are divided among the ranks, and ends with a matrix whose inputs are
+divided. In between each rank has some heads or hidden features, and the ranks' results are added once (Shoeybi et al.
+2019, https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TensorPlan:
 
 
 def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
-    """Return the parts of a network that `ranks` ranks can divide.
+    """Return the parts of a network that `ranks` ranks can divide among themselves.
 
     A region with other weights, such as a norm over all heads, stays whole.
 

@@ -46,8 +46,8 @@ def load_weights_file(
         Messages for the log, one line each.
 
     Raises:
-        UserError: for a file that is missing, broken, unsafe, contradictory, from another model, or has NaN or
-            infinity.
+        UserError: for a file that is missing, broken, unsafe, contradictory, or from another model, or that contains
+            NaN or infinity.
     """
     expected = module.state_dict()
     tensors, facts, read_notes = read_weights_file(path, expected)
@@ -118,7 +118,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
 
     Args:
         path: the file.
-        names: names of the network's tensors; a prefix to them in the file is removed.
+        names: names of the network's tensors; a prefix in front of them in the file is removed.
 
     Returns:
         The tensors by name, the metadata of our own files or {}, and notes about what was used from other files.
@@ -162,7 +162,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
 def _unpickled(path: str) -> object:
     """Return what `torch.save` wrote, if it consists of tensors and plain values.
 
-    timm and torchvision keep their arguments in an `argparse.Namespace`: it has no code that a pickle could use.
+    timm and torchvision keep their arguments in an `argparse.Namespace`, which has no code that a pickle could use.
     """
     with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
         warnings.simplefilter("ignore")  # about a pickle that is then refused
@@ -190,7 +190,7 @@ def _check_same_network(
 ) -> None:
     """Raise an error for tensors that do not fit.
 
-    `ours` describes the network, `theirs` the file's, if it is from a run.
+    `ours` describes the network, `theirs` the file's network, if the file is from a run.
     """
     model_type = ours.model_type
     missing = [key for key in expected if key not in tensors]
@@ -211,7 +211,7 @@ def _check_same_network(
 
 
 def _other_strides(theirs: Description, ours: Description) -> list[str]:
-    """Return a note for each stem layer whose stride differs from the training of our file."""
+    """Return a note for each stem layer whose stride differs from the one that our file was trained with."""
     there, here = theirs.stem_stride_changed, ours.stem_stride_changed
     notes = []
     for name, (usual, _) in {**there, **here}.items():

@@ -57,7 +57,7 @@ class _Section:
         return cls(**{name: tuple(one) if isinstance(one, list) else one for name, one in found.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the section as a dictionary for JSON."""
         usual = {name: getattr(type(self), name, None) for name in LEFT_OUT}
         values = {name: [*one] if isinstance(one, tuple) else one for name, one in vars(self).items()}
         return {name: one for name, one in values.items() if name not in usual or one != usual[name]}

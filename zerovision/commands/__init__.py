@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 def run_command(name: str, verb: str = "") -> int:
-    """Run the command line as a command, whose mistakes are told under its verb, and return the exit code."""
+    """Run the command line as a command, report mistakes under its verb, and return the exit code."""
     command = COMMANDS[name]
     return run_script(verb or name, command.parse, command.run, writes_product=command.writes_product)
 

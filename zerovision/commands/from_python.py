@@ -85,7 +85,7 @@ class Predictions(Sequence[Prediction]):
 
 @dataclass(frozen=True)
 class Result:
-    """A training that has ended.
+    """A training run that has ended.
 
     Attributes:
         folder: the run's folder.
@@ -143,7 +143,7 @@ def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **sett
     Raises:
         UserError: for a setting that is wrong or unknown, and for data that cannot be used.
         KeyboardInterrupt: after Ctrl-C, once a checkpoint is saved.
-        RuntimeError: if the training failed otherwise; what happened is on standard error.
+        RuntimeError: if the training failed otherwise; the reason is on standard error.
     """
     present = len(usable_gpus())
     ranks = gpus or 1

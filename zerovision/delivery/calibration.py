@@ -1,4 +1,4 @@
-"""The views of an image to average, and the calibration file beside the weights; without torch, for pages."""
+"""The views of an image to average, and the calibration file beside the weights; free of torch, for the pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Views(NamedTuple):
 
     @property
     def are_several(self) -> bool:
-        """Whether there is more than the image itself."""
+        """Whether there are views besides the image itself."""
         return self.flip or self.shift_pixels > 0
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def calibration_file(weights: Path) -> Path:
 
 
 def read_calibration(weights: Path) -> Calibration | None:
-    """Return the calibration of a weights file, or None; one that belongs to older weights does not count.
+    """Return the calibration of a weights file, or None; one that belongs to older weights is ignored.
 
     Raises:
         UserError: if the file is damaged.

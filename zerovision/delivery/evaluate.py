@@ -60,9 +60,9 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
 
     Args:
         model: a run's name or folder, or a safetensors file.
-        data: images to evaluate on, as `--data` of the training; default: the run's own.
+        data: images to evaluate on, in any form that the trainer's `--data` takes; by default the run's own.
         verbose: whether to print scores and progress.
-        options: the other fields of `EvaluateSettings`; `output=None`: no files are written.
+        options: the other fields of `EvaluateSettings`; with `output=None` no files are written.
 
     Returns:
         The keys of `evaluation.describe_scores`, and epoch, data, split and precision; with `flip` or `shift_pixels`
@@ -110,12 +110,12 @@ class Evaluation:
         metadata: the metadata of its weights.
         data: the images, and the model's index of each of their classes.
         world: the ranks, which share the images.
-        settings: what is asked for.
+        settings: the user's settings.
         precision: precision of the forward passes.
         views: the views of each image to average as well.
         keeps_probabilities: see `SampleRecorder`.
-        calibrator: gets the logits of the images that the model was not trained on; None for none.
-        folder: folder of the files; None for none.
+        calibrator: gets the logits of the images that the model was not trained on; None to keep no logits.
+        folder: folder for the files; None to write none.
     """
 
     module: nn.Module
@@ -181,7 +181,7 @@ class Result(NamedTuple):
 
     Attributes:
         plain: scores of the images that the model was not trained on; of all of them, if it was trained on all.
-        views: of the mean of several views of these; None without.
+        views: scores of the mean probabilities of several views of these images; None if there are no other views.
         trained_on: scores of the images that the model was trained on; None if there are none, or it is not known.
     """
 
@@ -291,7 +291,7 @@ def _is_of_other_data(folder: Path, data: str) -> bool:
 
 
 def _write(evaluation: Evaluation, scores: dict[str, Any]) -> None:
-    """Write the files; rank 0 alone does."""
+    """Write the files, on rank 0 only."""
     folder = evaluation.folder
     if folder is not None and evaluation.world.is_main:
         explain = explainer(evaluation.module, evaluation.metadata["preprocessing"])
@@ -300,7 +300,7 @@ def _write(evaluation: Evaluation, scores: dict[str, Any]) -> None:
 
 
 def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> None:
-    """Print the scores and the classes; of many classes, those with the lowest F1."""
+    """Print the scores and the classes; if there are many classes, only those with the lowest F1."""
     console = open_console()
     for note in notes:
         console.print(f"note: {printable(note)}", soft_wrap=True)

@@ -36,8 +36,8 @@ class EvaluationData:
 
     Attributes:
         datasets: the images to evaluate are its `val`.
-        data: what was asked for, such as "digits", or the full path of a folder; for the run's own data, as the run was
-            given it.
+        data: the requested data, such as "digits", or the full path of a folder; for the run's own data, as it was
+            given to the run.
         split: "val", "test", "train" or "all".
         label_map: int64 [labels of the data], the model's index of each class, or of each set with several labels.
         task: the task that scores them.
@@ -99,7 +99,7 @@ def load_evaluation_data(
         known: what is known about the run's data.
 
     Raises:
-        UserError: if there is no such data, its classes are not the model's, or the run's path now leads elsewhere.
+        UserError: if there is no such data, its classes are not the model's, or the run's path now leads to other data.
     """
     if not choice.data and config is None:
         raise UserError("these weights are not in a run's folder, so their data is not known: give --data.")
@@ -163,7 +163,7 @@ def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], Da
 def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is_own: bool) -> str:
     """Return what "auto" means: the held-out part, or all images of other data without parts.
 
-    Data with a test part but no validation part gives the test part.
+    If the data has a test part but no validation part, this is the test part.
 
     Raises:
         UserError: if the data has no such part.

@@ -39,7 +39,7 @@ def write_evaluation(
 
     Args:
         folder: where they go; the files of an earlier evaluation are replaced.
-        facts: of `describe_scores`; it may have more keys.
+        facts: the result of `describe_scores`, possibly with more keys.
         read_image: returns the image at a position, uint8 or float32 [C, H, W].
         explain: shows what led to the class; None if that is not possible.
     """

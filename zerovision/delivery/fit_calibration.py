@@ -82,7 +82,7 @@ class Calibrator:
             before: the scores of the uncalibrated probabilities.
             data: the name of the images.
             split: their part.
-            num_classes: C.
+            num_classes: number of classes.
             world: the ranks.
 
         Raises:
@@ -116,14 +116,16 @@ class Calibrator:
 
 
 def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
-    """Return the temperature with the smallest loss, the same on any number of ranks; 1 if no image is wrong.
+    """Return the temperature with the smallest loss, on any number of ranks; 1 if all images are right.
 
     The loss is convex in 1 / temperature, so there is one minimum; a network that is worse than chance gets the highest
     temperature.
     """
 
     def slope(logarithm: float) -> float:
-        """Return the derivative of the summed loss by 1 / temperature: the expected logit minus the true class's."""
+        """Return the summed loss's derivative with respect to 1 / temperature: the expected logit minus the true
+        class's.
+        """
         inverse = math.exp(-logarithm)
         total = torch.zeros(1, dtype=torch.float64, device=world.device)
         for logits, labels, weights, _ in batches:
@@ -142,10 +144,10 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
 
 
 def threshold_of(details: SampleScores, reject: str) -> float:
-    """Return the lowest threshold with the accuracy of `--reject`, half-way to the nearest rejected image.
+    """Return the lowest threshold that reaches the accuracy of `--reject`, halfway to the nearest rejected image.
 
     Raises:
-        UserError: if no threshold has that accuracy.
+        UserError: if no threshold reaches that accuracy.
     """
     wanted, is_threshold = read_reject(reject)
     if is_threshold:

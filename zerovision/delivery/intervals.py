@@ -41,7 +41,7 @@ def interval_of(scores: Mapping[str, Any], name: str) -> Interval | None:
 
 
 def wilson(hits: int, samples: int) -> Interval | None:
-    """Return the interval of a share of images, None without images.
+    """Return the interval of a share of images; None if there are no images.
 
     Wilson's score interval, as Brown, Cai and DasGupta 2001 (https://doi.org/10.1214/ss/1009213286) recommend: it holds
     for few images and near 100 %, where the normal interval does not.
@@ -89,13 +89,13 @@ def _root(falling: Callable[[float], float], low: float, high: float) -> float:
 
 
 def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
-    """Return the intervals of `OF_CLASSES`: for the mean scores on more images of the same kind.
+    """Return the intervals of the scores in `OF_CLASSES`: where their means lie on more images of the same kind.
 
     As for shares in surveys (Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), it is Wilson's
     interval for the effective number of images: the number at which a share has the variance of the mean. The variance
     is the delta method's (Takahashi et al. 2022, https://doi.org/10.1007/s10489-021-02635-5) with two more images in
-    each class, one right and one wrong: a class without a mistake would have no variance. The F1 of few images is too
-    low on average, because it is a ratio; the interval is for the F1 of many images.
+    each class, one right and one wrong, because a class without a mistake would have no variance. The F1 of few images
+    is too low on average, because it is a ratio; the interval is for the F1 of many images.
     """
     true, predicted, images = np.array(scores["confusion"], dtype=np.int64).T
     classes, wrong = len(scores["classes"]), true != predicted

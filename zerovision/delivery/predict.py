@@ -102,7 +102,7 @@ class Predictor:
         module: the network, on its device, in evaluation mode.
         metadata: the metadata of its weights.
         settings: the settings.
-        views: of each image, whose probabilities are averaged.
+        views: the views of each image whose probabilities are averaged.
         reader: reader of the images.
         calibration: turns logits into probabilities and rejects images; None for plain softmax.
         explains: whether predictions have a picture.
@@ -132,7 +132,7 @@ def predict(model: str | Path, images: str | Path | Iterable[str | Path], **opti
         options: the other fields of `PredictSettings`; with `explain=True` predictions have a picture.
 
     Raises:
-        UserError: for a mistake in the arguments, and weights that cannot be used. While iterating: if a folder
+        UserError: for a mistake in the arguments, and weights that cannot be used; while iterating, if a folder
             contains no image, or standard input is empty or larger than `MAX_FILE_BYTES`.
     """
     listed = [images] if isinstance(images, str | Path) else images

@@ -46,7 +46,7 @@ def publish(settings: PublishSettings) -> Iterator[str]:
     The hub's client finds the token in HF_TOKEN, or where `hf auth login` stored it.
 
     Raises:
-        UserError: for a wrong name, a run without a model card, and whatever the hub refuses.
+        UserError: for a wrong name, a run without a model card, and whatever the hub rejects.
     """
     repository, dry_run = settings.repository, settings.dry_run
     check_repository(repository)
@@ -101,10 +101,7 @@ def check_repository(name: str) -> None:
 
 
 def why_not_for_timm(metadata: dict[str, Any]) -> str:
-    """Return why `timm.create_model("hf-hub:ORG/NAME")` would load a different network.
-
-    '' if it would load this one.
-    """
+    """Return why `timm.create_model("hf-hub:ORG/NAME")` would load another network; '' if it would load this one."""
     description = metadata["description"]
     if not description.timm_name:
         return "it is not a timm network"

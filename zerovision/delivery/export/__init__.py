@@ -64,7 +64,7 @@ PRECISIONS: dict[str, str] = {
 
 
 class ExportRefused(Exception):
-    """The exported file gives other results than the model; the message is one line."""
+    """The exported file's results differ from the model's; the message is one line."""
 
 
 def check_choice(format_name: str, precision: str, *, with_preprocessing: bool = False) -> ExportFormat:

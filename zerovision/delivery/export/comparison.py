@@ -52,7 +52,7 @@ class Agreement:
 
     Attributes:
         difference: largest absolute difference of a logit from the PyTorch module's.
-        rms_share: root mean square of the differences, as a share of that of the PyTorch module's logits.
+        rms_share: root mean square of the differences, relative to that of the PyTorch module's logits.
         batch_difference: largest absolute difference of a logit between batch sizes of the file.
         scale: largest absolute logit of the PyTorch module.
         equal_top1: share of images, 0 to 1, with the same top class.
@@ -78,17 +78,17 @@ class Agreement:
 
     @property
     def points_lost(self) -> float:
-        """The percentage points of top-1 by which the file is below the module."""
+        """The percentage points of top-1 accuracy that the file loses."""
         return 100 * (self.model_top1 - self.file_top1)
 
     @property
     def points_lost_interval(self) -> Interval:
-        """The 95 % interval of the loss on infinitely many such images."""
+        """The 95 % interval of `points_lost` on infinitely many such images."""
         low, high = of_difference(self.lost, self.gained, self.images)
         return 100 * low, 100 * high
 
     def describe_loss(self, precision: str) -> str:
-        """Return what the file loses, with the interval."""
+        """Return a text about `points_lost`, with the interval."""
         low, high = self.points_lost_interval
         return (
             f"{precision} loses {self.points_lost:.2f} points of top-1 ({percent(self.model_top1)} -> "
@@ -162,7 +162,7 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
 
 
 def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: float) -> None:
-    """Refuse a file that differs by more than its precision explains, or loses more than allowed.
+    """Raise an error for a file that differs by more than its precision explains, or loses more than allowed.
 
     Raises:
         ExportRefused: with the number and its bound.
@@ -192,7 +192,7 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
 def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: int) -> float:
     """Return the median time per image in batches of one size.
 
-    Images, float32 [N, C, S, S], are repeated if too few.
+    Images, float32 [N, C, S, S], are repeated if there are too few.
     """
     batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
     seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=TIMED_RUNS)

@@ -73,8 +73,8 @@ class ExportJob:
 
     Attributes:
         settings: the user's settings.
-        module: the network, or what contains it with its preprocessing, float32 on the CPU in evaluation mode; writers
-            leave it as it is.
+        module: the network, or a module that contains it and its preprocessing, float32 on the CPU in evaluation mode;
+            writers must not change it.
         metadata: what `zerovision.training.checkpoint.weights.load_model` returned with it.
         origin: where it came from, as JSON values.
         check: images that the file is compared on.
@@ -97,7 +97,7 @@ class ExportJob:
 
     @property
     def free_sides(self) -> tuple[dict[int, Any]]:
-        """The free dimensions of the input, for torch.export."""
+        """The dynamic dimensions of the input, for torch.export."""
         names = ("batch", "height", "width") if isinstance(self.module, FromPictures) else ("batch",)
         return ({axis: torch.export.Dim(name) for axis, name in enumerate(names)},)
 
@@ -178,7 +178,7 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 
 def write_safetensors(job: ExportJob, path: Path) -> None:
-    """Write the tensors with our metadata; in bf16 biases and norms keep fp32."""
+    """Write the tensors with our metadata; with bf16, biases and norms stay in fp32."""
     is_bf16, tensors = job.settings.precision == "bf16", job.module.state_dict()
     stored = {name: tensor.bfloat16() if is_bf16 and is_large(tensor) else tensor for name, tensor in tensors.items()}
     facts = {**job.metadata, "extra": {**job.metadata["extra"], "exported": job.origin}}
@@ -211,7 +211,7 @@ class StoredInBf16(nn.Module):
 
 
 def write_torch_export(job: ExportJob, path: Path) -> None:
-    """Trace the network with a free batch dimension and write it.
+    """Trace the network with a dynamic batch dimension and write it.
 
     Raises:
         UserError: if PyTorch cannot trace it.

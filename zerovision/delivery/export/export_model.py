@@ -76,8 +76,8 @@ def export_model(settings: ExportSettings) -> Exported:
     """Export a model; files appear under their names only after the check.
 
     Raises:
-        UserError: for a mistake in the settings, and for errors of the disk.
-        ExportRefused: if the file gives other results than the model.
+        UserError: for a mistake in the settings, and for disk errors.
+        ExportRefused: if the file's results differ from the model's.
     """
     chosen = check_choice(settings.format, settings.precision, with_preprocessing=settings.with_preprocessing)
     limit_threads()

@@ -75,7 +75,7 @@ def open_onnx(path: Path, threads: int) -> Forward:
 
 
 def export_graph(job: ExportJob) -> ModelProto:
-    """Return the network as an ONNX graph, opset 20, fp32: BatchNorm folded into convolutions, batch size free.
+    """Return the network as an ONNX graph, opset 20, fp32: BatchNorm folded into convolutions, batch size dynamic.
 
     Raises:
         UserError: if its weights are too large for one ONNX file, or PyTorch cannot trace it.

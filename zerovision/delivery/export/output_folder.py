@@ -45,7 +45,7 @@ def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
     """Yield a hidden folder inside the output folder, and the function that moves its files there.
 
     That function takes the files' names, in order, and returns their new paths. Leaving the block removes the hidden
-    folder, and after an error the folders that were made for it.
+    folder, and after an error also the folders that were created for it.
 
     Raises:
         UserError: instead of an OSError, such as for a full disk.
@@ -110,7 +110,7 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
 
     Args:
         output: the folder.
-        facts: of `files_about`.
+        facts: the result of `files_about`.
 
     Raises:
         UserError: if not.

@@ -1,6 +1,6 @@
 """Preprocessing inside an exported file: from pictures of any size to the probabilities of `predict`.
 
-PyTorch resizes bytes as bytes: columns first, then rows, with weights of 16 bits, rounded after each. Here two matrix
+PyTorch resizes bytes as bytes: columns first, then rows, with 16-bit weights, rounding after each. Here two matrix
 products do the same, because every runtime has them and few have a Resize with antialiasing. Their sums are whole
 numbers that float32 holds exactly: below 2^24, unless a picture is shrunk very far.
 """
@@ -71,7 +71,7 @@ class FromPictures(nn.Module):
         return probabilities, torch.where(highest < threshold, -1, classes)
 
     def prepared(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Return what the network takes, float32 [N, C, H, W]."""
+        """Return the network's input, float32 [N, C, H, W]."""
         values = (self.resized(pictures) / 255 - self.mean) / self.std
         return values.permute(0, 3, 1, 2)
 

@@ -211,7 +211,7 @@ def _spread_labels(drawn: Sequence[dict[str, Any]]) -> None:
 def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str, Any]:
     """Return `rows` of text at the x values of the sparsest line, and the number of rows `left_out`.
 
-    A line's value at x is that of its last point up to x.
+    A line's value at x is the value of its last point at or before x.
     """
     candidates = sorted((np.unique(line.x) for line in lines), key=len)
     places = next((found for found in candidates if len(found) > 2), candidates[0])

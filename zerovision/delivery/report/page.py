@@ -1,4 +1,4 @@
-"""Write the page, once or whenever a training run logs; say whether runs differ significantly."""
+"""Writes the page, once or whenever a training run logs; says whether runs differ significantly."""
 
 from __future__ import annotations
 
@@ -234,13 +234,13 @@ def compare(folders: Sequence[Path]) -> list[str]:
 def mcnemar(right: np.ndarray, other: np.ndarray) -> tuple[int, int, float]:
     """Return on how many images only one of two models is right, for each, and the p-value.
 
-    McNemar 1947 (https://doi.org/10.1007/BF02295996), in its exact form: if the models do not differ, either is equally
-    likely to be the right one where only one is right. Dietterich 1998 (https://doi.org/10.1162/089976698300017197)
-    recommends the test for models that were trained once.
+    McNemar 1947 (https://doi.org/10.1007/BF02295996), in its exact form: if the models do not differ, each is equally
+    likely to be the one that is right. Dietterich 1998 (https://doi.org/10.1162/089976698300017197) recommends the test
+    for models that were trained once.
 
     Args:
-        right: bool [N], whether the first one is right.
-        other: the same of the second one.
+        right: bool [N], whether the first model is right.
+        other: the same for the second model.
     """
     from scipy.stats import binomtest  # seconds, which a page of one run does not take
 

@@ -77,7 +77,7 @@ class History:
         rounds: the lines about outer steps of islands, by number.
         processes: one for each start of the run.
         repeated_steps, repeated_seconds: logged training that was repeated after restarts.
-        logged_images, logged_seconds: of all logged intervals, repeated ones included.
+        logged_images, logged_seconds: the sums over all logged intervals, including repeated ones.
         memory_bytes_per_rank: the peak of each rank; only rank 0's before the first epoch ends.
         first_time, last_time: Unix seconds of the first and the last line, None if there is none.
         last_kind: kind of the last line, empty if there is none.
@@ -251,7 +251,7 @@ class RunFiles:
         history: the lines of metrics.jsonl.
         scores: evaluation/scores.json, None if it is missing.
         test_scores: scores of the test part, or None.
-        calibration: the weights's calibration, or None.
+        calibration: the weights' calibration, or None.
         rate_search: learning_rate.json, None without a search.
         parameters: the number of values in the weights file, with BatchNorm buffers; None if it is missing.
         notes: a sentence for each missing file.

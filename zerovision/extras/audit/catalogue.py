@@ -82,7 +82,7 @@ class Catalogue:
         return self._sets[part].source.read(position)
 
     def read(self, preprocessing: Preprocessing | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
-        """For each batch yield the images' numbers, the batch, and which images could be read, bool [B].
+        """Yield for each batch the images' numbers, the batch, and which images could be read, bool [B].
 
         A terminal shows one progress bar per part.
 

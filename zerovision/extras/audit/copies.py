@@ -42,7 +42,7 @@ class Copy(NamedTuple):
         one: position of the first.
         other: position of the second, larger than `one`.
         is_mirrored: whether one is the mirror image of the other.
-        difference: 1 - the correlation of the aligned images or of their details, as a share of its limit.
+        difference: 1 - the correlation of the aligned images or of their details, relative to its limit.
     """
 
     one: int
@@ -235,8 +235,9 @@ def _fit(
         images: uint8 [N, SIDE, SIDE].
         pairs: the candidates.
         places: int64 [P], positions of the pairs to fit.
-        boxes: float32 [P, 4], left, upper, right and lower edge of each window, in -1 to 1. Each edge moves by itself:
-            otherwise the centre of a window over the whole image could not move before its size changes.
+        boxes: float32 [P, 4], left, upper, right and lower edge of each window, in -1 to 1. Each edge moves
+            independently; otherwise the center of a window that covers the whole image could not move before its size
+            changes.
         steps: number of Adam steps.
     """
     whole = _whole(images, pairs, places)

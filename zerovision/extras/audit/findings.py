@@ -116,12 +116,12 @@ def _surest(copies: Iterable[Copy]) -> dict[int, float]:
 def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[int]) -> list[tuple[int, Fix]]:
     """Return a group for each scene, by image number, so that no division of the data separates its images.
 
-    Test images get none, because their part stays as it is; neither does a scene whose images already have different
-    groups.
+    Test images get no group, because their part stays as it is; neither does a scene whose images already have
+    different groups.
 
     Args:
         catalogue: the images.
-        copies: pairs of them.
+        copies: pairs of copies.
         gone: images that are dropped.
     """
     sure, offers = _surest(copies), []
@@ -139,14 +139,14 @@ def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int
     """Return fixes for copies, by number, so that each group has one label and is in one part.
 
     The test part stays as it is. If a group is in training and validation, the larger share stays: training images are
-    dropped, or, if they are more, validation images become training images. Of contradicting labels, the majority's is
-    kept; without a majority all copies are dropped except in the test part. Copies in one part with one label do no
-    harm and stay, as do all pairs below the confidence `APPLIED`.
+    dropped, or, if they are more, validation images become training images. If the labels contradict each other, the
+    majority's is kept; if there is no majority, all copies outside the test part are dropped. Copies in one part with
+    one label do no harm and stay, as do all pairs below the confidence `APPLIED`.
 
     Args:
         catalogue: the images.
-        copies: pairs of them.
-        labels: fixes of single labels, which are applied before.
+        copies: pairs of copies.
+        labels: fixes of single labels, which are applied first.
     """
     copies = [copy for copy in copies if copy.confidence >= APPLIED]
     sure, fixes = _surest(copies), []
@@ -197,8 +197,8 @@ def label_findings(
 
     Args:
         catalogue: the images.
-        doubts: doubts about some of them.
-        numbers: int64 [N], of these.
+        doubts: doubts about some of the images.
+        numbers: int64 [N], the numbers of these images.
     """
     findings, fixes = [], {}
     for place in np.flatnonzero(doubts.probability >= SUSPECTED).tolist():
