@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (507, 350),
-    "models": (1339, 900),
+    "models": (1338, 900),
     "zerovision/training/config": (811, 500),
     "zerovision/training/base": (1186, 550),
     "zerovision/training/world": (625, 450),
-    "zerovision/training/data": (4276, 2900),
-    "zerovision/training/recipe": (603, 650),
+    "zerovision/training/data": (4251, 2900),
+    "zerovision/training/recipe": (601, 650),
     "zerovision/training/engines": (3120, 2250),
     "zerovision/training/checkpoint": (590, 600),
     "zerovision/training/tasks": (801, 400),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.reader import Batch
+from zerovision.training.data.reader import Batch, batch_of
 from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.data.sampler import BatchKey
 from zerovision.training.data.transfer import to_device
@@ -96,10 +96,7 @@ class ImagesOnDevice:
         if dataset is not self._filled_with:
             self._fill(dataset)
         images = dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.draw_keys)
-        indices = torch.from_numpy(key.indices)
-        labels = dataset.source.labels[indices]
-        weights = torch.from_numpy(key.weights)
-        return Batch(images, labels, weights, indices, epoch=key.epoch, leaf=key.leaf, is_transformed=True)
+        return batch_of(key, dataset.source, images, is_transformed=True)
 
 
 def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDevice | None:

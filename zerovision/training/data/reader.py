@@ -6,6 +6,7 @@ import dataclasses
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from zerovision.training.base.errors import FileServerError, UserError
 from zerovision.training.data.bad_images import read_or_replace
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.reading.sources import UNKNOWN
+from zerovision.training.data.reading.sources import UNKNOWN, Source
 from zerovision.training.data.sampler import BatchKey
 from zerovision.training.world.preserved_process import preserved_generators
 
@@ -59,6 +60,14 @@ class Batch:
         return dataclasses.replace(self, **pinned)
 
 
+def batch_of(key: BatchKey, source: Source, images: torch.Tensor, **more: Any) -> Batch:
+    """Return the batch of a key with these images of a source; `more` are other fields."""
+    indices, own = torch.from_numpy(key.indices), source.loss_weights
+    more |= {"epoch": key.epoch, "draw_keys": key.draw_keys, "leaf": key.leaf}
+    more["loss_weights"] = None if own is None else own[indices]
+    return Batch(images, source.labels[indices], torch.from_numpy(key.weights), indices, **more)
+
+
 def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | FileServerError:
     """Read the batch of a key. Errors are returned, because DataLoader would add a traceback to a raised one."""
     try:
@@ -71,7 +80,7 @@ def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | File
 
 
 def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
-    source, weights = dataset.source, torch.from_numpy(key.weights)
+    source = dataset.source
     source.digests, source.notes = {} if key.wants_digests else None, {}
     source.expect(key.indices.tolist())
     draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
@@ -82,28 +91,9 @@ def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
         image, error = read_or_replace(read, index, dataset)
         if error is not None:
             bad_images[error.path] = error.reason
-            weights[slot] = 0
+            key.weights[slot] = 0
         images.append(image)
-    indices = torch.from_numpy(key.indices)
-    digests = [] if source.digests is None else [source.digests.get(int(index), UNKNOWN) for index in indices]
-    return Batch(
-        _stack(images),
-        source.labels[indices],
-        weights,
-        indices,
-        bad_images,
-        source.notes,
-        epoch=key.epoch,
-        draw_keys=key.draw_keys,
-        leaf=key.leaf,
-        digests=np.array(digests, dtype=np.int64),
-        loss_weights=None if source.loss_weights is None else source.loss_weights[indices],
-    )
-
-
-def _stack(images: list[torch.Tensor]) -> torch.Tensor:
-    """Stack images [C, S, S] into [B, C, S, S], channels innermost."""
-    batch = torch.empty((len(images), *images[0].shape), dtype=images[0].dtype, memory_format=torch.channels_last)
-    for slot, image in enumerate(images):
-        batch[slot] = image
-    return batch
+    stacked = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)  # channels innermost
+    digests = [] if source.digests is None else [source.digests.get(index, UNKNOWN) for index in key.indices.tolist()]
+    found = {"bad_images": bad_images, "notes": source.notes, "digests": np.array(digests, dtype=np.int64)}
+    return batch_of(key, source, stacked, **found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerovision.training.data.loader import Loader
-from zerovision.training.data.reader import Batch
+from zerovision.training.data.reader import Batch, batch_of
 from zerovision.training.data.sampler import BatchKey
 from zerovision.training.data.transfer import to_device
 from zerovision.training.world.collectives import gather_rows
@@ -48,14 +48,6 @@ class SampleRows:
 
     def batch(self, key: BatchKey) -> Batch:
         """Return the batch of a key, with features instead of images; unreadable images have weight 0."""
-        indices, own = torch.from_numpy(key.indices), self._source.loss_weights
-        return Batch(
-            self.values.index_select(0, to_device(indices, self.values.device)),
-            self.labels[indices],
-            torch.from_numpy(key.weights) * self.weights[indices],
-            indices,
-            epoch=key.epoch,
-            leaf=key.leaf,
-            is_transformed=True,
-            loss_weights=None if own is None else own[indices],
-        )
+        places = to_device(torch.from_numpy(key.indices), self.values.device)
+        key = key._replace(weights=key.weights * self.weights.numpy()[key.indices])
+        return batch_of(key, self._source, self.values.index_select(0, places), is_transformed=True)

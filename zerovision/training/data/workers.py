@@ -196,7 +196,6 @@ class WorkerPool:
             batch_size=None,
             sampler=self._keys,
             num_workers=workers,
-            collate_fn=_unchanged,
             worker_init_fn=end_with_parent,
             pin_memory=device.type == "cuda",
             persistent_workers=True,
@@ -223,7 +222,3 @@ class WorkerPool:
         # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
         self._workers = None
         self._context.wait_for_queues()
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
