@@ -49,7 +49,7 @@ def fractal_noise(generator: np.random.Generator, side: int) -> np.ndarray:
 
 
 def photograph(generator: np.random.Generator, textures: np.ndarray, label: int, pixels: int) -> np.ndarray:
-    """Mix light, colour and grain; the class decides the hue. uint8 [pixels, pixels, 3]."""
+    """Mix light, color and grain; the class decides the hue. uint8 [pixels, pixels, 3]."""
     layers = []
     for number in generator.integers(len(textures), size=3):
         top, left = generator.integers(textures.shape[1] - pixels, size=2)

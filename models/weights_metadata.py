@@ -34,7 +34,7 @@ LARGEST_MEAN, SMALLEST_STD, LARGEST_STD = 1e6, 1e-6, 1e6  # of pixels in 0..1
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 BYTES = "uint8"
 VALUE_TYPES = (BYTES, "uint16", "int16", "float32")
-PICTURE_CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
+PICTURE_CHANNELS = (1, 3, 4)  # gray, RGB, RGBA
 
 
 class WrongMetadata(ValueError):
@@ -112,7 +112,7 @@ class Preprocessing(_Section):
 
     Attributes:
         image_size: Size of the network's input, in pixels.
-        resize_size: Size that the resized image covers (for a number, its shorter side) before the centre crop; None to
+        resize_size: Size that the resized image covers (for a number, its shorter side) before the center crop; None to
             resize to `image_size`.
         mean: Mean per channel of values in 0..1.
         std: See `mean`.

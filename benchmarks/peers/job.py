@@ -96,7 +96,7 @@ def make_adamw(module: nn.Module, job: Job, **settings: bool) -> torch.optim.Ada
 
 
 def image_folder(job: Job) -> ImageFolder:
-    """Open the files as torchvision's examples do: Pillow, random crop, flip, normalised float32."""
+    """Open the files as torchvision's examples do: Pillow, random crop, flip, normalized float32."""
     augment = [transforms.RandomResizedCrop(job.image_size), transforms.RandomHorizontalFlip()]
     tensor = [transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
     return ImageFolder(str(Path(job.data) / "train"), transforms.Compose([*augment, *tensor]))

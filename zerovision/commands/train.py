@@ -50,7 +50,7 @@ class TrainSettings:
         """Read the command line.
 
         Raises:
-            UserError: for whatever cannot be parsed.
+            UserError: for anything that cannot be parsed.
             SystemExit: after `--help`.
         """
         parser = OneLineParser("train", inspect.getdoc(cls))

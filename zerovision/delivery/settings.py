@@ -113,7 +113,7 @@ class PredictSettings(ViewSettings, ModelSettings):
     python scripts/predict.py digits photo.png --explain why          # why/00001-photo.png: what led to the label
     curl -s https://example.org/cat.jpg | python scripts/predict.py digits -
 
-    Exit code: 0 all images were labelled, 1 some could not be read (named on standard error), 2 the arguments are
+    Exit code: 0 all images were labeled, 1 some could not be read (named on standard error), 2 the arguments are
     wrong. Only safetensors files are read.
     """
 
@@ -148,8 +148,8 @@ class ExportSettings(ImageSettings, ModelSettings):
     python scripts/export.py logs/runs/digits --format torch-export    # for PyTorch without zerovision
     python scripts/export.py model.safetensors --format safetensors --precision bf16 --data digits --output ~/models
 
-    Every file is opened again and compared with PyTorch on real images before it is kept. Exit code: 0 exported, 1
-    refused because the file differs by too much, 2 the arguments are wrong.
+    Every file is opened again and compared with PyTorch on real images before it is kept. Exit code: 0 exported, 1 the
+    file differs by too much, 2 the arguments are wrong.
     """
 
     NAME: ClassVar = "export"
@@ -179,7 +179,7 @@ class ExportSettings(ImageSettings, ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportSettings(CommandSettings):
-    """Write the report of a run, or of several side by side: a single HTML file that needs no network.
+    """Writes the report of a run, or of several side by side: a single HTML file that needs no network.
 
     python scripts/report.py digits                                # writes logs/runs/digits/report.html
     python scripts/report.py digits --watch                        # again whenever the run logs, until it ends

@@ -120,7 +120,7 @@ def run(settings: ReplaySettings) -> int:
 
 @preserved_process()
 def replay(run: Path, number: int) -> WatchedStep:
-    """Repeat step `number`, from 1, of the run in a folder; a temporary folder takes its files.
+    """Repeat step `number`, from 1, of the run in a folder; its files go to a temporary folder.
 
     Raises:
         UserError: if the run has no such step, its data or configuration is missing, or its ranks trained separately.
@@ -150,7 +150,7 @@ def replay(run: Path, number: int) -> WatchedStep:
 
 
 def _trained_steps(run: Path, planned: int) -> int:
-    """Return the last step that a run logged, even if it went back later; `planned` without a log."""
+    """Return the last step that a run logged, even if it went back later; `planned` if there is no log."""
     try:
         content = (run / METRICS).read_bytes()
     except OSError:

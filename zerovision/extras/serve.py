@@ -49,7 +49,7 @@ class Handler(WSGIRequestHandler):
 
 
 class Server(ThreadedWSGIServer):
-    """Serves `GET /`, the page, and `POST /predict`, from an image's bytes to JSON; nothing else.
+    """Serves the page at `GET /`, and the labels of an image's bytes as JSON at `POST /predict`; nothing else.
 
     Attributes:
         predictor: the loaded model.

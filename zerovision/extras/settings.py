@@ -26,7 +26,7 @@ MOST_STEPS, LARGEST_PORT = 10**9, 65535
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditSettings(CommandSettings):
-    """Look for mistakes in a data set: scenes in two parts or under two labels, and changed copies.
+    """Looks for mistakes in a data set: scenes in two parts or under two labels, and changed copies.
 
     python scripts/audit_data.py ~/photos                                  # writes logs/audits/photos
     python scripts/audit_data.py ~/photos --output ~/photos-audit
@@ -56,7 +56,7 @@ class AuditSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings(ModelSettings):
-    """Serve one model as a page on this machine: drop an image, see its labels and the regions that led to the first.
+    """Serves one model as a page on this machine: drop an image, see its labels and the regions that led to the first.
 
     python scripts/serve.py digits                       # prints the address; Ctrl-C ends it
     python scripts/serve.py model.safetensors --port 0   # a free port
@@ -75,7 +75,7 @@ class ServeSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplaySettings(CommandSettings):
-    """Repeat one step of a run from the checkpoint before it, and show its inputs and results.
+    """Repeats one step of a run from the checkpoint before it, and shows its inputs and results.
 
     python scripts/replay.py digits --step 100      # writes logs/runs/digits/replay-100: batch.png, step.json
 
@@ -95,7 +95,7 @@ class ReplaySettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BisectSettings(CommandSettings):
-    """Find the first step at which two runs that should be equal differ, and what else differs.
+    """Finds the first step at which two runs that should be equal differ, and what else differs.
 
     bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --run-name a --log-hashes 10
     bash scripts/launch_distributed.sh mobilenet ddp 1 16 2 --run-name b --log-hashes 10 --gradient-accumulation-steps 2
@@ -117,15 +117,15 @@ class BisectSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepSettings(CommandSettings):
-    """Train with several values of flags, and compare: a grid or random draws; all trials, or only the better ones.
+    """Trains with several values of flags and compares: a grid or random draws; all trials, or only the better ones.
 
     python scripts/sweep.py rates --vary learning-rate=0.001,0.003,0.01 --vary seed=0,1 -- mobilenet ddp 2 16 12
     python scripts/sweep.py wide --vary learning-rate=0.0003..0.03:log --vary weight-decay=0..0.2 --trials 9 \\
         --halving 3 -- basic_cnn ddp 2 16 9 --data digits
     python scripts/sweep.py rates --hostfile hostfile.txt --vary seed=0,1,2,3 -- mobilenet ddp 2 16 12
 
-    The arguments of scripts/launch_distributed.sh follow --. The same line again continues a stopped sweep. Exit code:
-    0 every trial is done, 1 some have failed (each is a row), 2 a mistake, 130 or 143 stopped.
+    The arguments of scripts/launch_distributed.sh follow --. To continue a stopped sweep, repeat its command line. Exit
+    code: 0 every trial is done, 1 some have failed (each is a row), 2 a mistake, 130 or 143 stopped.
     """
 
     NAME: ClassVar = "sweep"

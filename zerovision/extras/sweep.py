@@ -186,13 +186,13 @@ class RunningSweep:
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
 
     def stop(self) -> None:
-        """Let the running trials save and exit, and start no other. Signal handlers call this, so it never waits."""
+        """Let the running trials save and exit, and start no others. Signal handlers call this, so it never waits."""
         self._is_stopped = True
 
     def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[Place | None]) -> SweepTrial:
         """Train a trial up to the end of an epoch, unless it is already there; a failure becomes its state.
 
-        A machine that cannot be reached gets no other trial.
+        A machine that cannot be reached gets no more trials.
         """
         if self._is_stopped or self._is_there(trial, until):
             return trial
@@ -252,7 +252,7 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
     """Check the command lines of a sweep and all its trials, and find the state of an earlier start.
 
     Raises:
-        UserError: for whatever the trainer would refuse, and for another sweep of that name.
+        UserError: for anything that the trainer would reject, and if another sweep has that name.
     """
     if not _NAME.fullmatch(sweep.name):
         raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
@@ -446,7 +446,7 @@ class Combination:
     rank: tuple[int, float]
 
     def score(self, best_by: str) -> str:
-        """Return mean ± standard deviation (n - 1), shares in percent; a single value by itself."""
+        """Return the mean ± standard deviation (n - 1), with shares in percent; a single value has no ±."""
         scores = [one.score for one in self.compared if one.score is not None]
         if not scores:
             return "-"
@@ -456,7 +456,7 @@ class Combination:
 
 
 def rows_of(running: RunningSweep) -> list[Combination]:
-    """Return a row for each combination of values except `REPEATS`, by most rungs, then by best mean."""
+    """Return a row for each combination of values except `REPEATS`, by rungs reached, then by mean, best first."""
     groups: dict[tuple[tuple[str, str], ...], list[SweepTrial]] = {}
     for one in running.trials:
         key = tuple((flag, value) for flag, value in one.values.items() if flag not in REPEATS)

@@ -9,7 +9,7 @@ so only ssh's keys, or Slurm, decide who may start one. Its orders are messages 
     mark      write a file into the log folder, which is removed before the ranks start; answer "marked"
     see       answer "seen": whether the file that another node has written there appears here
     facts, listen, reach, all-reduce   answer, in a message of the same kind, what the doctor asks (machine_facts.py)
-    start     start the ranks; "ended" follows when no process of them is left
+    start     start the ranks; "ended" follows when none of their processes is left
     signal    pass a signal on to the ranks
     end       end the ranks at once
     beat      nothing: a heartbeat

@@ -249,7 +249,7 @@ def _with_dashes(word: str) -> str:
 
 
 def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
-    """Refuse too many ranks, and a flag that contradicts a positional argument."""
+    """Reject too many ranks, and a flag that contradicts a positional argument."""
     nodes, gpus = (int(positional.get(name, 1)) for name in ("num_nodes", "gpus_per_node"))
     if nodes * gpus > MOST_RANKS:
         raise UserError(f"num_nodes {nodes} x gpus_per_node {gpus}: expected up to {MOST_RANKS} GPUs.")
@@ -281,7 +281,7 @@ def check_training(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration from the arguments of the training entry.
 
     Raises:
-        UserError: for anything that the entry would refuse.
+        UserError: for anything that the entry would reject.
     """
     config, _ = parse_args(arguments)
     check_files(config)

@@ -74,7 +74,7 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
     Args:
         facts: see `machine_facts`.
         ranks: number of ranks on this machine; 0 if unknown.
-        all_ranks: over all machines.
+        all_ranks: number of ranks on all machines.
         cluster_has_gpus: whether any machine has a GPU.
         saved_bytes: bytes of the weights and one checkpoint, 0 if unknown.
     """
@@ -96,7 +96,7 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
 
 
 def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
-    """Compare with the versions of requirements.txt; torch and torchvision must fit together."""
+    """Compare the installed versions with requirements.txt; torch and torchvision must match."""
     versions = {name: version.partition("+")[0] for name, version in facts["software"].items() if name != "code"}
     packages = {name: version for name, version in versions.items() if name != "Python"}
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -120,7 +120,7 @@ def read_pins(requirements: str) -> dict[str, str]:
 
 
 def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
-    """Compare the number of GPUs, or of cores without GPUs, with the ranks (0: unknown), and the driver with torch."""
+    """Compare the number of GPUs, or else of cores, with the ranks (0: unknown), and the driver with torch."""
     gpus, ranks = facts["gpus"], max(ranks, 1)
     if facts["gpu_problem"]:
         cure = "load the driver (modprobe nvidia), or check dmesg for Xid errors"
@@ -178,7 +178,7 @@ def assess_gpu_health(gpus: Sequence[Facts]) -> list[Row]:
 def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) -> list[Row]:
     """Compare memory, /dev/shm, open files, the log folder, and a container's cores with what the ranks need.
 
-    Ranks, NCCL and loader workers exchange data through /dev/shm. If it is full, a process dies of a bus error.
+    Ranks, NCCL and loader workers exchange data through /dev/shm. If it is full, a process dies with a bus error.
     """
     free, total, shm_free, shm_total = (
         format_bytes(facts[f"{name}_bytes"]) for name in ("memory_free", "memory", "shm_free", "shm")
@@ -237,7 +237,7 @@ def _limit(row: Row, available: float, needed: float, show: Callable[[float], st
 
 
 def assess_versions(hosts: Mapping[str, Facts], here: Mapping[str, str]) -> list[Row]:
-    """Compare Python, libraries and code, with uncommitted changes; a tie goes to this machine."""
+    """Compare Python, libraries and code, including uncommitted changes; a tie goes to this machine."""
     cure = "check out the same commit there (git status, git pull) and run make setup, or share the folder"
     same = ", ".join(f"{name} {version[:12]}" for name, version in here.items())
     differing = differences({**{host: facts["software"] for host, facts in hosts.items()}, HERE: here}, here)
@@ -260,7 +260,7 @@ def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
 
 
 def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
-    """Return a row for the failed paths, if any: for the host in most of them, or the target of a single one.
+    """Return a row for the failed paths, if any: it names the host in most of them, or the target of a single one.
 
     Args:
         failed: which host failed to reach which other one, and the port there.

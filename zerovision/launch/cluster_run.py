@@ -158,7 +158,7 @@ class ClusterRun:
         self._received.clear()
 
     def _expect_absent(self, used: list[str]) -> None:
-        """Keep asking the hosts that do not take part; ask less often the more often one has come back."""
+        """Keep asking the hosts that do not take part; the more often one has come back, the less often it is asked."""
         absent = [host for host in self._plan.hosts if host not in used]
         if absent:
             self._absent_s = RETURN_SECONDS * 2 ** max(self._hosts.returns[host] for host in absent)
@@ -232,7 +232,9 @@ def _node_ending(ended: Message) -> Ending:
 
 
 def _print_rendezvous(plan: Plan, rendezvous: Rendezvous, restart: int) -> None:
-    """Print the nodes, their interfaces and their meeting point; for this machine alone, only what it lacks."""
+    """Print the nodes, their interfaces and their meeting point; if there is only this machine, print only what it
+    lacks.
+    """
     if plan.is_local:
         if not rendezvous.has_gpus and restart == 0:
             limit = f" ({note})" if (note := quota_note()) else ""

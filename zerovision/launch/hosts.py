@@ -84,7 +84,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
 
     Args:
         path: the file.
-        nodes: number of hosts the run takes, from the top of the file; 0: all of them.
+        nodes: number of hosts the run takes, from the top of the file; 0 means all of them.
         slots: GPUs the run takes on each of them.
 
     Returns:

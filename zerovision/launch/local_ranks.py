@@ -166,7 +166,7 @@ def passing_signals_on(ranks: list[int]) -> Iterator[None]:
 
 
 def wait_for_all(ranks: list[int], channel: socket.socket | None = None, stop_timeout_s: float = END_SECONDS) -> int:
-    """Wait until every rank has ended; return the exit code (the shell's).
+    """Wait until every rank has ended; return the exit code in the shell's form.
 
     If one fails, the others are stopped. If the supervisor dies, all are stopped, and the launch's folder, which it
     would have removed, is removed here.

@@ -77,7 +77,7 @@ class NodeLauncher:
         return self._process.pid if self._process else 0
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
-        """Start the ranks; the command begins as `local_ranks_command` gives it."""
+        """Start the ranks; the command begins with the result of `local_ranks_command`."""
         if not self._is_asked(command, environment):
             self.close()
             self._run(command, environment)

@@ -132,13 +132,13 @@ class Node:
         return self.end_by < math.inf
 
     def prepare(self, order: Message) -> None:
-        """Order it to prepare a start, and forget its messages from the last one."""
+        """Order the agent to prepare a start, and forget its messages from the last one."""
         self.messages.clear()
         self.end_by = math.inf
         self.send("prepare", **order)
 
     def end(self, within_s: float) -> None:
-        """Order it, once, to end its ranks at once; give it up after this many seconds."""
+        """Order the agent, only once, to end its ranks immediately; give it up after this many seconds."""
         if not self.was_ended:
             self.end_by = time.monotonic() + within_s
             self.send("end")
@@ -159,7 +159,7 @@ class Shell:
     all_read: threading.Event = field(default_factory=threading.Event)
 
     def end(self, number: int, deadline: float) -> None:
-        """Send it a signal (0: none) if it still runs, and wait until the deadline for it to exit."""
+        """Send the process a signal (0: none) if it still runs, and wait until the deadline for it to exit."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             if number and self.process.poll() is None:
                 os.killpg(self.process.pid, number)
@@ -216,8 +216,8 @@ class Nodes:
     def _start_here(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
         """Messages go over a separate pipe: the ranks print to this process's output, perhaps a terminal.
 
-        The pipe closes with the process at its other end, so silence means nothing: everything may have been paused, by
-        Ctrl-Z or with a container.
+        The pipe closes with the process at its other end, so silence is not a sign of failure: everything may have been
+        paused, by Ctrl-Z or with a container.
         """
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb"):

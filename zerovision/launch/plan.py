@@ -57,9 +57,8 @@ class Plan:
 
     @cached_property
     def software(self) -> dict[str, str]:
-        """The software of the launching machine, see `zerovision.training.observe.environment.software`.
-
-        {} on a single machine.
+        """The software of the launching machine, see `zerovision.training.observe.environment.software`; {} on a single
+        machine.
         """
         return {} if self.is_local else software(self.config.plugin)
 
@@ -157,7 +156,7 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
 
 
 def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
-    """Refuse a run name that is in use, and a global batch that the ranks cannot share.
+    """Reject a run name that is in use, and a global batch that the ranks cannot share.
 
     A resumed run keeps the global batch of its checkpoint, which the ranks read and check.
 

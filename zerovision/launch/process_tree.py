@@ -93,7 +93,7 @@ def code_of_zombie(pid: int) -> int | None:
 
 
 def shell_exit_code(code: int) -> int:
-    """Return the shell's code, 128 + n, for an end by signal n, which Popen gives as -n."""
+    """Return the exit code in the shell's form: 128 + n for signal n, which Popen reports as -n."""
     return 128 - code if code < 0 else code
 
 

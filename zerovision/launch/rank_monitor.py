@@ -101,7 +101,8 @@ class RankMonitor:
     def first_failure(self) -> Death | None:
         """Return the first death that may make other ranks wait, if there is one.
 
-        If a rank ran out of memory, it is that one, because ranks that lost their connection to it may end earlier.
+        If a rank ran out of memory, it is that rank's death, because ranks that lost their connection to it may end
+        earlier.
         """
         failures = [death for death in self.deaths if death.is_failure]
         return min(failures, key=lambda death: death.code != OUT_OF_MEMORY_EXIT_CODE, default=None)

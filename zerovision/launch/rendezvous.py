@@ -265,7 +265,7 @@ def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
     """Return why a folder cannot be used for the logs, for each host that does not share it.
 
     The first host's agent writes a file there, and removes it before its ranks start; the others look for it. If none
-    of several finds it, the first host is the odd one; with only two hosts, neither can be trusted.
+    of several finds it, the first host is at fault; with only two hosts, neither can be trusted.
     """
     first, *others = hosts
     if not others:

@@ -70,7 +70,7 @@ class Job:
         """Read Slurm's variables; None outside a job.
 
         Raises:
-            UserError: for a value that Slurm would not give.
+            UserError: for a value that Slurm would not set.
         """
         slurm_id = _number(environment, "SLURM_JOB_ID")
         if slurm_id is None:
@@ -109,7 +109,7 @@ def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str]
         job: the job; None for a check outside a job, where every task is 0.
 
     Raises:
-        UserError: for arguments that the training entry refuses, and if tasks of an array would share a run.
+        UserError: for arguments that the training entry rejects, and if tasks of an array would share a run.
     """
     task = 0 if job is None else job.task
     if task is None and any(TASK in given for given in arguments):
@@ -128,7 +128,7 @@ def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str]
 
 
 def _goes_on(job: Job, folder: RunFolder, arguments: list[str], resume: str) -> bool:
-    """Return whether to add --resume auto: without --resume, or if a requeued job has a run to resume."""
+    """Return whether to add --resume auto: if --resume is missing, or a requeued job has a run to resume."""
     if resume == "never":
         return job.restarts > 0 or not any(re.match(r"--resume(=|$)", given) for given in arguments)
     return job.restarts > 0 and folder.has_checkpoint

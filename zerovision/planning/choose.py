@@ -69,7 +69,7 @@ Choices = dict[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Published:
-    """Weights to start a network from: their image size in pixels, licence and location."""
+    """Weights to start a network from: their image size in pixels, license and location."""
 
     network: str
     image_size: int
@@ -236,7 +236,7 @@ def _take_rule(given: Mapping[str, Any], network: str, about: tuple[int, bool], 
 
 
 def has_head_first(facts: Facts, values: Mapping[str, Any], given: Collection[str]) -> bool:
-    """Return whether to fit only the head to its optimum first and then train everything, for few images."""
+    """Return whether to fit only the head to its optimum first and then train everything, which suits few images."""
     starts = bool(values.get("pretrained") or values.get("weights"))
     is_whole = values.get("tune", "full") == "full" and not {"tune", "features", "preset"} & {*given}
     has_plain_head = not str(values["model_type"]).startswith("airbench")  # which scales what its head gives

@@ -32,7 +32,7 @@ class ChosenRun:
         stages: the settings of each; the last is the requested run.
         choices: the chosen settings with their reasons; empty for a resumed run.
         lines: messages about the choices, and the command that repeats them.
-        began: when the minutes began, in seconds since 1970.
+        began: when the allowed minutes began, in seconds since 1970.
     """
 
     stages: Sequence[TrainConfig]
@@ -68,7 +68,7 @@ class ChosenRun:
                     (self.folder.path / CHOICE).write_text("\n".join(self.lines) + "\n", encoding="utf-8")
 
     def _in_time(self, stage: TrainConfig) -> TrainConfig:
-        """Return its settings with the remaining minutes."""
+        """Return the stage's settings with the remaining minutes."""
         if not stage.minutes or stage.solver == "lbfgs":
             return stage
         left = stage.minutes - (time.time() - self.began) / 60

@@ -32,7 +32,7 @@ def read(words: Sequence[str]) -> PlanFlags:
     """Read the command line, without torch.
 
     Raises:
-        UserError: for whatever cannot be parsed.
+        UserError: for anything that cannot be parsed.
     """
     parser = OneLineParser("plan", __doc__)
     parser.add_number("--num-gpus", 1, MOST_RANKS, default=1, help="GPUs (or CPU ranks) of the run (default: 1).")

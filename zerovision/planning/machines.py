@@ -71,7 +71,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its key in `GPUS`; other punctuation, and no memory size, work too, as in 'H100' or 'RTX 3090'.
+    """Return a GPU by its key in `GPUS`; punctuation may differ, and the memory size be left out: 'H100' or 'RTX 3090'.
 
     A size alone, such as '8gb', means any GPU with that memory and bf16.
 

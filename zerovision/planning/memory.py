@@ -35,7 +35,7 @@ class ModelSizes:
         trained: number of trained elements.
         largest_parameter: elements of the largest parameter.
         largest_block: elements of the largest repeated block, which FSDP2 gathers at once; 0 without blocks.
-        next_block: elements of the larger of its two neighbours.
+        next_block: elements of the larger of its two neighbors.
         outside: elements outside all blocks, which are gathered with the whole network.
         buffer_bytes: bytes of the buffers, such as BatchNorm's statistics.
     """
@@ -98,7 +98,7 @@ class MemoryPlan:
 
     @property
     def tensors(self) -> int:
-        """The same without overhead, as `torch.cuda.max_memory_allocated` counts it."""
+        """The peak without overhead, as `torch.cuda.max_memory_allocated` counts it."""
         state = self.weights + self.optimizer + self.buffers + self.gradients
         return max(
             state + max(self.activations + self.communication + self.workspace - self.later, self.step), self.start
@@ -170,7 +170,7 @@ class _Needs:
     """Returns how many of the computed gradient elements are in their final place; None if gradients keep their memory
     between steps."""
     communication: float = 0
-    """The most in backward."""
+    """The most bytes in backward."""
     grows: float = 0
     """Communication memory allocated during backward."""
     forward: int = 0

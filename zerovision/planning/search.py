@@ -133,7 +133,7 @@ def memory_of(
     """Return the engine for one configuration of a job, its sharding, and the memory of a rank.
 
     Args:
-        job: that is planned.
+        job: the job that is planned.
         config: settings with the same network.
         counts_activations: whether to count activations, which takes seconds for a large network; without them the
             memory is too low.
@@ -185,7 +185,7 @@ def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[i
 
 
 def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
-    """Return whether a configuration fits into a share of a GPU; activations are counted only if the rest does.
+    """Return whether a configuration fits into a share of a GPU; activations are counted only if the rest fits.
 
     Raises:
         UserError: see `memory_of`.
@@ -198,7 +198,7 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
     """Predict one configuration of a job, with the job's network and update rule.
 
     Raises:
-        UserError: if the engine does not do what is asked for.
+        UserError: if the engine does not support the settings.
     """
     name, plan, memory = memory_of(job, config)
     return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes)
@@ -251,9 +251,8 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
 
 
 def filling_batch(job: PlannedJob, chosen: Option) -> Option:
-    """Return an option with the most images per step, without accumulation, that are predicted to fit.
-
-    At least its own.
+    """Return an option with the most images per step, without accumulation, that are predicted to fit, and never with
+    fewer than its own.
 
     Backward's memory grows about linearly with the images. The line through the latest two sizes tells where it reaches
     `FILL` of the GPU; the memory at that size then improves the estimate.

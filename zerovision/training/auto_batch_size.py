@@ -60,9 +60,9 @@ class Trial(NamedTuple):
     is_out_of_memory: bool
     """Whether any rank ran out of memory."""
     taken_bytes: int
-    """Peak bytes beyond what the process had before; for a failed attempt, until the failure."""
+    """Peak bytes beyond what the process had before; after a failed attempt, the peak until the failure."""
     room_bytes: int
-    """Bytes that it could take."""
+    """Bytes that the process could take."""
 
     @property
     def fits(self) -> bool:

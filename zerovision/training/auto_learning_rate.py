@@ -144,7 +144,7 @@ def find_rate(
     From the first rate, the search goes up while each rate is better than the one before, or else down.
 
     Args:
-        first: a rate that is known to be usual.
+        first: a usual rate.
         lowest: no rate below this is tried.
         highest: no rate above this is tried.
         guess: loss (nats) of a uniform guess. A higher loss means nothing, because a network that learns to give every

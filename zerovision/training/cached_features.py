@@ -96,8 +96,7 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
 
     The dropout is the one with which features give the same result as images for the same random numbers.
 
-    Returns:
-        Their difference, as a share of the largest number.
+    Returns: The difference between the two results, relative to the largest number.
     """
     engine, device = run.state.engine, run.world.device
     module, rate = engine.module, 0.0

@@ -83,7 +83,7 @@ def judge_test(run: Run) -> None:
 def _is_due(run: Run) -> bool:
     """Return whether the folder's weights are those of the best epoch and not yet evaluated on the test part.
 
-    On rank 0.
+    Only rank 0 calls this.
     """
     folder, best_epoch = run.folder, run.state.progress.best_epoch
     try:

@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, takes settings from it, and refuses it if it does not fit."""
+"""Finds the checkpoint to resume from, takes settings from it, and rejects it if it does not fit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def identity_of(run: Run) -> dict[str, Any]:
 
 
 def saved_identity(run: Run) -> dict[str, Any]:
-    """Return the same with the image preprocessing that the run keeps."""
+    """Return the result of `identity_of` with the image preprocessing that the run keeps."""
     return identity_of(run) | {NORMALIZATION: preparation_of(run.data)}
 
 

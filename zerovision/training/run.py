@@ -79,7 +79,7 @@ def run(
         user's mistake; 65, 71, 74, 75 and 78 as in `zerovision.training.base.errors`; 1 for anything else.
 
     Raises:
-        UserError: for a value that a flag would refuse; with `raises` for every mistake.
+        UserError: for a value that a flag would reject; with `raises` for every mistake.
     """
     if gpus is not None:
         return run_launched(config, gpus)

@@ -74,7 +74,7 @@ def _add_task(run: Run) -> Run:
 
 
 def _add_model(run: Run) -> Run:
-    """Add the model, and refuse a checkpoint that does not fit the run."""
+    """Add the model, and reject a checkpoint that does not fit the run."""
     config, found, data = run.config, run.start.found, run.data
     built, flops = build_training_model(config, data, run.world, loads_weights=found is None)
     flops = flops if config.features == "computed" else None

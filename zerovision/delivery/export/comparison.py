@@ -29,7 +29,7 @@ TIMED_RUNS = 20
 # 2^-4 is 6 %. A single logit may move by ten times that, so the largest difference has a wider bound: up to 11 % was
 # found. Arithmetic stays in fp32, and with it the bound for other batch sizes.
 # For int8 accuracy decides. Other batches take other kernels, a last bit of which may move a value to the
-# neighbouring of 256 levels.
+# neighboring of 256 levels.
 #
 # Precision -> how far logits may be off: the largest difference from the PyTorch module's in fp32, as a share of the
 # largest logit; the root mean square of the differences, as a share of that of the logits; the largest difference from

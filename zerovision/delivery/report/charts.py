@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
     Attributes:
         name: shown in the legend and in the table.
-        style: index of colour and dash pattern, from 1.
+        style: index of color and dash pattern, from 1.
         x, y: the points, float64 [N], x ascending; a y that is not finite leaves a gap.
         switch: lines with the same value are toggled together by the legend, in all charts of the page.
         is_faint: whether the line is thin, and without dots.

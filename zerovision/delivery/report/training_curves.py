@@ -12,7 +12,7 @@ from zerovision.delivery.report.charts import Chart, Frame, Line, draw
 from zerovision.delivery.report.run_files import CPUS, CURVES, SYSTEM, History
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, merit, score_in
 
-STYLES = 8  # colours, each with a dash pattern of its own
+STYLES = 8  # colors, each with a dash pattern of its own
 OVERLAID = {
     "val_top1": "Validation top-1",
     "val_loss": "Validation loss",

@@ -115,7 +115,7 @@ class Catalogue:
         """Read all images once.
 
         Returns:
-            Grey pictures, uint8 [N, SIDE, SIDE], 0 for unreadable images; mean colours, float32 [N, 3]; digests of the
+            Gray pictures, uint8 [N, SIDE, SIDE], 0 for unreadable images; mean colors, float32 [N, 3]; digests of the
                 files, int64 [N], `UNKNOWN` for images in memory.
         """
         pictures = np.zeros((len(self), SIDE, SIDE), dtype=np.uint8)
@@ -179,7 +179,7 @@ def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogu
 
 
 def picture_features(pictures: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """Return the grey levels and mean colour of each image, float32 [N, PICTURE_SIDE^2 + 3].
+    """Return the gray levels and mean color of each image, float32 [N, PICTURE_SIDE^2 + 3].
 
     Args:
         pictures: uint8 [N, SIDE, SIDE].

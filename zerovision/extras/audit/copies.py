@@ -60,7 +60,7 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
     """Return the pairs of images that show the same with a confidence of `REPORTED`; flat images are skipped.
 
     Args:
-        pictures: uint8 [N, SIDE, SIDE], the whole images in grey.
+        pictures: uint8 [N, SIDE, SIDE], the whole images in gray.
     """
     images = torch.from_numpy(pictures)
     seen = torch.cat([part.float().flatten(1).std(1) >= FLAT_LEVELS for part in images.split(4096)])

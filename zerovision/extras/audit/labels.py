@@ -73,7 +73,7 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
 def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return float64 [N, K]: the mean prediction of two classifiers that did not see the image.
 
-    One is logistic regression, the other nearest neighbours; each is trained on four fifths of the images.
+    One is logistic regression, the other nearest neighbors; each is trained on four fifths of the images.
 
     Args:
         features: float32 [N, F].

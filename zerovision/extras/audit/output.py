@@ -47,7 +47,7 @@ def write_audit(
         catalogue: the images.
 
     Raises:
-        UserError: the folder contains something else, or cannot be written.
+        UserError: if the folder contains something else, or cannot be written.
     """
     check_output(folder)
     listed = [
@@ -84,7 +84,7 @@ def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
 
 
 def _into_one_part(numbers: Sequence[int], groups: list[str], parts: list[str], moved: Collection[int]) -> None:
-    """Put each group into one part, as `--data` requires: that of a moved image, else that of most of its images."""
+    """Put each group into one part, as `--data` requires: the part of a moved image, or else of most of its images."""
     members: dict[str, list[int]] = defaultdict(list)
     for number in numbers:
         members[groups[number]].append(number)
@@ -101,7 +101,7 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     """Return the fixes of a file, which may have been changed since it was written.
 
     Raises:
-        UserError: it cannot be read, or has a line that does not fit the data or the format of `write_audit`.
+        UserError: if the file cannot be read, or has a line that does not fit the data or the format of `write_audit`.
     """
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
     if len(numbers) < len(catalogue):

@@ -42,7 +42,7 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def errors_of_writing(place: Path) -> Iterator[None]:
-    """Raise a UserError instead of an OSError: nothing can be written there, or another file failed."""
+    """Raise a UserError instead of an OSError: that nothing can be written there, or that another file failed."""
     try:
         yield
     except OSError as error:
@@ -115,7 +115,7 @@ def replacing_by_library(path: Path) -> Iterator[Path]:
     """Yield a name for a library to write to; the file replaces `path`, durably, if the block ends without error.
 
     The name is in a separate folder: if the library is killed, its leftovers are removed with the folder, see
-    `remove_leftovers`. The file gets the rights of any other new file (umask, ACLs), whatever the library sets.
+    `remove_leftovers`. The file gets the permissions of any other new file (umask, ACLs), whatever the library sets.
     """
     folder = unfinished(path, "tmp")
     folder.mkdir(exist_ok=True)
@@ -196,7 +196,9 @@ def _is_recent(path: Path) -> bool:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether a process has the file open, as safetensors does until the end, or another user's process may."""
+    """Return whether a process has the file open, as safetensors does until the end, or whether another user's process
+    may.
+    """
     facts = path.stat()
     if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):
         return True

@@ -121,7 +121,7 @@ def bytes_by_name(text: str) -> dict[str, int]:
 def oom_kills(root: Path = ROOT) -> int:
     """Return how many processes in this process's control group the kernel has killed for lack of memory.
 
-    Without a count for the group, it is the machine's; without any, as in some sandboxes, it is 0.
+    If the group has no count, it is the machine's; if there is none at all, as in some sandboxes, it is 0.
 
     Args:
         root: folder that contains /proc and /sys.

@@ -154,7 +154,7 @@ class FileServerError(Exception):
 
 
 class AnotherStartNeededError(Exception):
-    """This start cannot continue, but another one, by a launcher, can; the line says why."""
+    """This start cannot continue, but another start by a launcher can; the message says why."""
 
 
 class RunEnded(Exception):

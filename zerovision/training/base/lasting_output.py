@@ -41,7 +41,7 @@ class _LastingFile(io.FileIO):
 
 
 class _UnhurriedFile(_LastingFile):
-    """The same, but it never waits for a reader: a terminal may be paused (Ctrl-S), or a pipe full.
+    """A `_LastingFile` that never waits for a reader: a terminal may be paused (Ctrl-S), or a pipe full.
 
     A thread writes. While it keeps up, each write waits for it, so output normally appears at once and in order. If it
     falls behind, the last `MOST_WAITING` bytes wait in memory.
@@ -104,7 +104,7 @@ class _UnhurriedFile(_LastingFile):
 
 
 class _ReportingFile(_LastingFile):
-    """The same, but a full disk ends the script; a missing reader does not."""
+    """A `_LastingFile` with which a full disk ends the script; a missing reader does not."""
 
     def failed(self, error: OSError) -> None:
         if not isinstance(error, BrokenPipeError):
@@ -112,7 +112,7 @@ class _ReportingFile(_LastingFile):
 
 
 class _ProductFile(_ReportingFile):
-    """The same, for a script whose only product is its standard output: it also ends with its reader."""
+    """A `_ReportingFile` for a script whose only product is its standard output: it also ends with its reader."""
 
     def failed(self, error: OSError) -> None:
         if isinstance(error, BrokenPipeError):

@@ -1,8 +1,8 @@
 """Assigns the micro-batches of a step to ranks: the leaves of the tree along which gradients are added.
 
 A step has R x A leaves, on R ranks with A micro-steps each. The assignment changes no bit of the sum, so the most
-efficient one is used. If a rank keeps whole gradients, its leaves are neighbours: it adds them first, and sends one
-sum. If it keeps a part of the gradients, the leaves of one micro-step are neighbours: each part is added at once.
+efficient one is used. If a rank keeps whole gradients, its leaves are neighbors: it adds them first, and sends one
+sum. If it keeps a part of the gradients, the leaves of one micro-step are neighbors: each part is added at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Leaves(NamedTuple):
     Attributes:
         ranks: number of ranks, R.
         per_rank: number of accumulation steps, A.
-        in_turn: number of neighbouring ranks, a divisor of R, that take neighbouring leaves in turn.
+        in_turn: number of neighboring ranks, a divisor of R, that take neighboring leaves in turn.
     """
 
     ranks: int

@@ -62,7 +62,7 @@ def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def best_epoch(epochs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the line of the best epoch, None if no score is a number; at a tie as `Progress.is_beaten_by`."""
+    """Return the line of the best epoch, None if no score is a number; `Progress.is_beaten_by` decides a tie."""
     lines = (line for line in epochs if not line.get("diverged"))
     ranked = ((merit(*score_in(line)), merit("loss", line.get("val_loss")), -line["epoch"], line) for line in lines)
     best = max(ranked, key=lambda one: one[:3], default=(-math.inf, 0.0, 0, None))

@@ -16,9 +16,9 @@ class Progress:
         step: the optimizer step of that epoch to continue with, from 0; if only the evaluation is left, the number of
             steps per epoch.
         best_score: the best validation score so far, more is better: see `zerovision.training.base.points.merit`.
-        best_epoch: the epoch with that score, from 1; of several the one with the lowest validation loss; 0 before the
-            first evaluation.
-        best_loss: the validation loss of that epoch; 0, which no other is below, if it was not saved.
+        best_epoch: the epoch with that score, from 1; if there are several, the one with the lowest validation loss; 0
+            before the first evaluation.
+        best_loss: the validation loss of that epoch; 0, the lowest possible, if it was not saved.
         epochs_without_better: number of evaluations since the first with that score, for early stopping.
         skipped_steps: optimizer steps skipped so far because a gradient was not finite.
         bad_steps_in_row: how many of the latest steps were skipped.

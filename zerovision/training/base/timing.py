@@ -45,7 +45,7 @@ class HostMarks:
 
 
 class StreamMarks:
-    """The same for a GPU stream: events that complete when the work before them is done.
+    """A timeline of a GPU stream: events that complete when the work before them is done.
 
     Args:
         stream: the stream that computes.

@@ -48,7 +48,7 @@ class Manifest:
         identity: what a resuming run must have in common, by a readable name: model, classes, data, global batch.
         config: the configuration of the run that saved it.
         applied_steps: number of updates that the optimizer has applied, for Adam's bias correction.
-        loss_scale: state of the dynamic loss scale, None unless fp16.
+        loss_scale: state of the dynamic loss scale; None if the precision is not fp16.
         parameters: shape of every parameter.
         shards: one entry per rank.
         data_ranks: number of ranks with their own images.

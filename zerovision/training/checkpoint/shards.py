@@ -48,9 +48,9 @@ class Snapshot:
     def take(
         self, state: EngineState, epoch_sums: torch.Tensor | None, left_out: Collection[str] = (), rank: int = 0
     ) -> None:
-        """Copy the current state; on a GPU the copies are queued on a separate stream beside the next step's.
+        """Copy the current state; on a GPU the copies are queued on a separate stream, and run during the next step.
 
-        Buffers and sums, which the next forward changes, are copied before it; for the others see `copied`.
+        Buffers and sums, which the next forward pass changes, are copied before it; for the others see `copied`.
 
         Args:
             state: state of the engine.
@@ -275,7 +275,7 @@ class CheckpointReader:
         """Return buffers, name -> [versions, ...]: the saved ones, or their mean if their number differs.
 
         Args:
-            leaves: leaves whose versions they are.
+            leaves: the leaves to which the versions belong.
             total: number of leaves with versions.
         """
         result = {}

@@ -73,7 +73,7 @@ def save_weights(
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return CPU tensors in the usual order of dimensions, without shared memory, which safetensors refuses.
+    """Return CPU tensors in the usual order of dimensions, without shared memory, which safetensors rejects.
 
     Only tensors that share memory, such as views into a flat buffer, or have another order are copied: there may be no
     memory for a copy of the whole network.
@@ -163,7 +163,7 @@ def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn
 def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
     """Return the function that turns a PIL image into the network's input, float32 `[1, 3 or 4, H, W]`, as `predict`.
 
-    The image is turned upright (EXIF), made grey, RGB or RGBA, resized (the shorter side to resize_size, then a center
+    The image is turned upright (EXIF), made gray, RGB or RGBA, resized (the shorter side to resize_size, then a center
     crop of image_size; or straight to image_size if resize_size is null), and normalized with mean and std. An image
     from `Image.open` gets the pixels that `predict` reads from the file, provided that it has not been used yet. A JPEG
     that is already decoded is averaged from full size.
@@ -184,7 +184,9 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
 
 
 def class_map(class_names: Sequence[str]) -> bytes | None:
-    """Return the content of the file, None if timm would read other names: it strips lines and accepts only UTF-8."""
+    """Return the content of `CLASS_MAP`; None if timm, which strips lines and accepts only UTF-8, would read other
+    names.
+    """
     content = "".join(f"{name}\n" for name in class_names)
     if [line.strip() for line in io.StringIO(content, newline=None)] != [*class_names]:
         return None

@@ -107,7 +107,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.add_argument(flag, type=convert, **options)
 
     def add_number(self, flag: str, low: float, high: float, *, kind: str = "", **options: Any) -> None:
-        """Add a flag that takes a number (`kind` in messages) from `low` to `high`: a whole number if `low` is one."""
+        """Add a flag that takes a number (`kind` in messages) from `low` to `high`: a whole one if `low` is an int."""
         number = type(low)
 
         def read(word: str) -> float:
@@ -140,7 +140,7 @@ class OneLineParser(argparse.ArgumentParser):
         """Return the parsed command line; a message may also name one of the `others`, flags of another parser.
 
         Raises:
-            UserError: for whatever cannot be parsed.
+            UserError: for anything that cannot be parsed.
             SystemExit: after `--help`.
         """
         given, unknown = self.parse_known(words)
@@ -209,7 +209,7 @@ def run_script(
 ) -> int:
     """Parse the command line, run the action, and return the exit code.
 
-    A user's mistake gives one line and exit code 2; a file server that does not answer, one line and 75.
+    A user's mistake prints one line and returns exit code 2; a file server that does not answer, one line and 75.
 
     Args:
         name: name of the script, the prefix of its messages.

@@ -61,7 +61,7 @@ class CommandSettings:
     """The base class of each command's settings; `NAME` is the command's name.
 
     Raises:
-        UserError: for a value that its flag would refuse.
+        UserError: for a value that its flag would reject.
     """
 
     NAME: ClassVar = ""
@@ -89,7 +89,7 @@ class CommandSettings:
         """Read the command line.
 
         Raises:
-            UserError: for whatever cannot be parsed.
+            UserError: for anything that cannot be parsed.
             SystemExit: after `--help`.
         """
         fields = dataclasses.fields(cls)

@@ -35,7 +35,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a YAML (or JSON) file of configuration values; keys as flags (`batch-size`) or as fields (`batch_size`).
+    """Read a YAML (or JSON) file of configuration values; its keys are flags (`batch-size`) or fields (`batch_size`).
 
     Contradictions are found later, when flags have overridden some of the values: see `check_config`.
 
@@ -83,7 +83,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def _load_file(path: Path, where: str) -> dict[Any, Any]:
-    """Read an untrusted JSON or YAML file: it is read whole at once, or refused in one line."""
+    """Read an untrusted JSON or YAML file: it is read whole at once, or rejected with one line."""
     try:
         text = read_small_text(path, LARGEST_FILE)
     except (OSError, ValueError) as error:
@@ -117,7 +117,7 @@ class _PlainLoader(yaml.SafeLoader):
     """Reads one mapping of plain values; deeper structures and aliases could grow without limit while they are read."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuse everything but scalars below the top level."""
+        """Reject everything but scalars below the top level."""
         event = self.peek_event()
         if parent is not None and not isinstance(event, yaml.ScalarEvent):
             raise ComposerError(None, None, PLAIN_LINES, event.start_mark)

@@ -23,12 +23,12 @@ MOST_RANKS = 100_000  # that a message suggests
 
 
 def usual_global_batch(ranks: int, training_images: int = 0) -> int:
-    """Return the multiple of 8 images per rank nearest to `USUAL_GLOBAL_BATCH`; less for few training images.
+    """Return the multiple of 8 images per rank nearest to `USUAL_GLOBAL_BATCH`; a smaller one for few training images.
 
     Args:
         ranks: ranks that share it.
-        training_images: their number; an epoch shall have `FEWEST_STEPS` batches, if 8 images per rank allow it; 0 for
-            any number.
+        training_images: number of training images; an epoch should have `FEWEST_STEPS` batches, if 8 images per rank
+            allow it; 0 for any number.
     """
     unit = FEWEST_IMAGES * ranks
     most = (training_images - 1) // (FEWEST_STEPS - 1) if training_images else 2 * USUAL_GLOBAL_BATCH * ranks

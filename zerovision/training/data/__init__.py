@@ -98,7 +98,7 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
         images: The result of `list_images` with these options, None to list them now.
 
     Raises:
-        UserError: An option or the data is invalid; see the module of the data set.
+        UserError: If an option or the data is invalid; see the module of the data set.
     """
     from zerovision.training.data.datasets import make_file_datasets
     from zerovision.training.data.division import divided, parts_there, undivided
@@ -132,7 +132,7 @@ def bad_image_share(value: str) -> Fraction:
     """Return the share of a set's images that may be unreadable: 0 for "error", 0.001 for "skip", S for "skip:S".
 
     Raises:
-        UserError: Another value, or a share that is not a decimal number above 0 and below 1.
+        UserError: For another value, or a share that is not a decimal number above 0 and below 1.
     """
     if value in ("error", "skip"):
         return DEFAULT_BAD_IMAGE_SHARE if value == "skip" else Fraction(0)
@@ -165,10 +165,7 @@ def find_dataset(data: str) -> DatasetEntry:
 
 
 def _suffix_of_all(folder: str) -> str:
-    """Return the suffix of the archives in a folder.
-
-    '' if it has none, or has subfolders, which are classes or parts.
-    """
+    """Return the suffix of the archives in a folder; '' if it has none, or subfolders, which are classes or parts."""
 
     def looked() -> str:
         found = ""

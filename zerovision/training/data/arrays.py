@@ -48,7 +48,7 @@ def _load_digits(options: DataOptions) -> DatasetPair:
         ink, labels = file["ink"], torch.from_numpy(file["labels"]).long()
     raw = torch.from_numpy(np.rint(ink * (255 / MOST_INK)).astype(np.uint8)).unsqueeze(1)
     size, filter_mode = options.image_size or IMAGE_SIZE, InterpolationMode(options.interpolation)
-    # resized once here: 1,797 grey images take 2 MB at 32 pixels
+    # resized once here: 1,797 gray images take 2 MB at 32 pixels
     train, val = (
         ArraySource(functional.resize(raw[part], sides(size), filter_mode, antialias=True), labels[part])
         for part, size in (
@@ -67,7 +67,7 @@ def _load_fake(options: DataOptions) -> DatasetPair:
 
 
 def _waves(num_images: int, stream: int) -> ArraySource:
-    """Generate waves whose direction and colour depend on the class, with labels 0, 1, ... in turn, and noise."""
+    """Generate waves whose direction and color depend on the class, with labels 0, 1, ... in turn, and noise."""
     generator = np.random.Generator(np.random.PCG64(stream))
     labels = np.arange(num_images) % FAKE_CLASSES
     rows, columns = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] * (2 * math.pi * 3 / IMAGE_SIZE)

@@ -1,9 +1,9 @@
 """Transforms single images before batching: crops, resizes, then applies a policy.
 
-Training and evaluation return uint8 [C, S, S]; shifting, mirroring and normalising follow on the device, a batch at a
+Training and evaluation return uint8 [C, S, S]; shifting, mirroring and normalizing follow on the device, a batch at a
 time (`batch_transforms`). `evaluation_transform` does everything for one image, for users of a trained model.
 
-Pillow applies the policies to single images: RandAugment, TrivialAugment, AutoAugment, 3-Augment, colour jitter. They
+Pillow applies the policies to single images: RandAugment, TrivialAugment, AutoAugment, 3-Augment, color jitter. They
 draw from the global generators of Python, NumPy and torch: see `randomness.seed_generators`.
 """
 
@@ -103,16 +103,15 @@ def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour
         image: uint8 or float32 [1 or C, H, W].
         size: In pixels.
         mode: The filter.
-        colour: Colour of the bars, for C channels; 1 is 255 in bytes.
+        colour: Color of the bars, for C channels; 1 stands for 255 in bytes.
 
-    Returns:
-        As `image`, [C, H, W] of this size.
+    Returns:The image in its own dtype, [C, H, W] of this size.
     """
     inside, outer = image.shape[-2:], sides(size)
     fullest = 0 if outer[0] * inside[1] <= outer[1] * inside[0] else 1
     height, width = (max(round(outer[fullest] * side / inside[fullest]), 1) for side in inside)
     bars = torch.tensor(colour, dtype=torch.float64)
-    bars = bars if len(image) == len(bars) else bars.mean(0, keepdim=True)  # grey, which becomes C channels later
+    bars = bars if len(image) == len(bars) else bars.mean(0, keepdim=True)  # gray, which becomes C channels later
     bars = bars if image.is_floating_point() else (255 * bars).round().clamp(0, 255)
     whole = bars.to(image.dtype)[:, None, None].repeat(1, *outer)
     top, left = (outer[0] - height) // 2, (outer[1] - width) // 2
@@ -123,7 +122,7 @@ def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour
 
 
 def viewable(images: torch.Tensor) -> torch.Tensor:
-    """Return the first channels [..., 1 or 3, H, W] of images, to show them as grey or RGB."""
+    """Return the first channels [..., 1 or 3, H, W] of images, to show them as gray or RGB."""
     return images[..., : 3 if images.shape[-3] >= 3 else 1, :, :]
 
 
@@ -146,7 +145,7 @@ def resize(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
 
 
 BLUR_RADIUS = (0.1, 2.0)  # pixels, standard deviation
-SOLARIZED_FROM = 128  # grey level
+SOLARIZED_FROM = 128  # gray level
 
 
 def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
@@ -163,9 +162,9 @@ def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Ca
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep 1 to 8 bits of each pixel, or none, which gives black as before Pillow 13.
+    """Keep 1 to 8 bits of each pixel, or none, which makes it black as before Pillow 13.
 
-    Pillow 13 refuses 0 bits, which timm uses.
+    Pillow 13 rejects 0 bits, which timm uses.
     """
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
@@ -181,7 +180,7 @@ def _autoaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Ca
 
 
 def _three_augment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
-    """Return the policy that applies one of grey, solarize and blur (Touvron et al., "DeiT III", arXiv:2204.07118)."""
+    """Return the policy that applies one of gray, solarize and blur (Touvron et al., "DeiT III", arXiv:2204.07118)."""
     return v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARIZED_FROM, p=1.0), v2.Lambda(_blur)])
 
 

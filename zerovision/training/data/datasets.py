@@ -61,7 +61,7 @@ class ImageDataset(Dataset):
         ramp: Size of the images by epoch; None if it is always that of `preprocessing`.
         batch_transforms: Applied to whole batches on the device, after `read`.
         mixing: Applied to whole batches after that; None without mixing.
-        sets: Which classes each label stands for; None if it is one.
+        sets: Which classes each label stands for; None if each label is one class.
     """
 
     source: Source
@@ -88,7 +88,7 @@ class ImageDataset(Dataset):
         The global generators are not changed.
 
         Raises:
-            ImageError: The image cannot be read.
+            ImageError: If the image cannot be read.
         """
         epoch, draw_key = key
         if (sized := self.for_epoch(epoch)) is not self:
@@ -110,7 +110,7 @@ class ImageDataset(Dataset):
 
     @property
     def is_constant(self) -> bool:
-        """Whether a sample gives the same image in every epoch."""
+        """Whether a sample is the same image in every epoch."""
         return self.augmentation.is_none and self.mixing is None and self.ramp is None
 
     @property
@@ -133,7 +133,7 @@ class ImageDataset(Dataset):
             offset: Difference from `index` to the sample's key in `BatchKey.draw_keys`.
 
         Raises:
-            ImageError: The image cannot be read.
+            ImageError: If the image cannot be read.
         """
         if self.augmentation.crop:
             image = resize(self.source.read(index, self._crop(draws)), self.preprocessing)
@@ -176,7 +176,7 @@ class DatasetPair:
         fingerprint: sha256 of the classes and of the files (path, size, label) or the pixels in memory.
         notes: One-line messages for the user.
         test: Samples that are evaluated once, after training, or None. `fingerprint` does not cover them.
-        sets: Which classes each label stands for; None if it is one.
+        sets: Which classes each label stands for; None if each label is one class.
     """
 
     train: ImageDataset
@@ -217,7 +217,7 @@ class DatasetDefaults:
     Attributes:
         image_size: In pixels.
         augmentation: The meaning of "auto".
-        centre_crop: Whether evaluation crops the centre (photographs) or resizes the whole image.
+        centre_crop: Whether evaluation crops the center (photographs) or resizes the whole image.
         mean: Mean per channel of values in 0..1.
         std: See `mean`.
     """
@@ -261,8 +261,8 @@ def make_dataset_pair(
     """Wrap the training, validation and (with three sources) test images in their transforms.
 
     Raises:
-        UserError: If a set is empty, there is only one class, two classes have one name, a label is out of range, or
-            the augmentation does not fit.
+        UserError: If a set is empty, there is only one class, two classes have the same name, a label is out of range,
+            or the augmentation does not fit.
     """
     _check_names(class_names, options, sets)
     train = sources[0]
@@ -355,7 +355,7 @@ def make_array_datasets(
 ) -> DatasetPair:
     """Call `make_dataset_pair`, with mean and standard deviation of the training images as defaults.
 
-    Those of trained weights are for bytes, whose range images fill; other values always use their own.
+    The values of trained weights are meant for bytes, whose range images fill; other images always use their own.
     """
     train, val = (source.in_channels(options.image_channels) for source in (train, val))
     mean, std = statistics(train.images)
@@ -441,7 +441,7 @@ def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) ->
 def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float, ...]:
     """Return means or deviations for a number of channels; None if the given ones do not fit.
 
-    A single value is used for all channels; grey images get the mean, because a first layer of 3 channels is summed for
+    A single value is used for all channels; gray images get the mean, because a first layer of 3 channels is summed for
     them.
     """
     if values is None or (len(values) not in (1, channels) and channels != 1):

@@ -1,4 +1,4 @@
-"""Moves batches to the device: on a GPU beside the computation; a small set is kept there entirely."""
+"""Moves batches to the device, on a GPU during the computation; a small set is kept there entirely."""
 
 from __future__ import annotations
 

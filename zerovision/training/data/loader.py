@@ -83,7 +83,7 @@ class Loader:
         return batches_on_device(read, self.dataset, self._device)
 
     def each_once(self) -> Loader:
-        """Return a loader of each sample once; its findings about the images are shared with this one."""
+        """Return a loader that yields each sample once; its findings about the images are shared with this one."""
         plan, other = self._plan, copy.copy(self)
         other._plan = EvaluationPlan(len(self.dataset), plan.batch_size_per_rank, plan.world_size)
         return other

@@ -56,7 +56,7 @@ class Mixing:
         weight 0 (padding, unreadable images) have no partner and are not mixed into others.
 
         Args:
-            images: float32 [B, channels, S, S], normalised, channels_last.
+            images: float32 [B, channels, S, S], normalized, channels_last.
             labels: int64 [B], on the same device.
             weights: float32 [B].
             epoch: Decides, with the leaf, how to mix.

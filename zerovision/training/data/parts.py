@@ -204,7 +204,7 @@ def _summary(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None
 
 
 def _refuse_alike(root: str, folders: Sequence[_Folder]) -> None:
-    """Refuse folders with unknown names whose subfolders have equal names, because they are hardly classes."""
+    """Reject folders with unknown names whose subfolders have equal names, because they are unlikely to be classes."""
     counts = Counter(name for folder in folders for name in folder.subfolders)
     alike = [
         folder

@@ -66,7 +66,7 @@ class BatchPlan:
         repeats: How often in a row each sample of an epoch occurs.
         groups: Number of equal groups of ranks, each of which averages over its own samples.
         places: int64 [N, 2], positions in shards that decide the order, see `Images.shards`; None for a random order.
-        window: Number of neighbouring samples among which each is shuffled, if there are places.
+        window: Number of neighboring samples among which each is shuffled, if there are places.
         in_turn: See `Leaves`.
     """
 
@@ -289,7 +289,7 @@ def _by_shards(plan: BatchPlan, draws: np.ndarray, bits: np.random.Philox) -> np
     """Return the samples in an order that goes through the shards once: int64 [N].
 
     The shards are shuffled, and each sample is moved back by up to `window` places, wrapping around at the end. So at
-    any time the samples come from about `window` neighbouring ones, whose shards are opened one after another. With a
+    any time the samples come from about `window` neighboring ones, whose shards are opened one after another. With a
     window of N or more, every order is equally likely.
 
     Args:

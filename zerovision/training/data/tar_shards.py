@@ -89,8 +89,8 @@ def scan(extension: str, label_key: str, file: Path) -> Index:
         file: The tar file.
 
     Raises:
-        UserError: If it is not a tar file, is compressed, cut off, or two in one, or a sample has no label or several
-            images.
+        UserError: If it is not a tar file, is compressed, truncated, or two files in one, or a sample has no label or
+            several images.
     """
     try:
         with tarfile.open(file, "r:", encoding="utf-8") as tar:

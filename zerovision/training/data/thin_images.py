@@ -1,7 +1,7 @@
-"""Enlarges the centre of a thin image without enlarging the rest, which would be cut off.
+"""Enlarges the center of a thin image without enlarging the rest, which would be cut off.
 
 For example, an image of 3 x 9000 pixels whose shorter side becomes 256 would have 768,000 on the longer one, 590 MB,
-for a centre of 224.
+for a center of 224.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ FILTERS = {
 def resized_centre(
     image: torch.Tensor, resize_size: ImageSize, size: ImageSize, mode: InterpolationMode
 ) -> torch.Tensor:
-    """Resize the shorter side, or so that the image covers a non-square size, and crop the centre.
+    """Resize the shorter side, or cover a non-square size, and crop the center.
 
-    For an enlarged image thinner than 1:20, only the part that the centre needs is read. The bytes equal those of
+    For an enlarged image thinner than 1:20, only the part that the center needs is read. The bytes equal those of
     `resize` and `center_crop` where PyTorch resizes bytes as bytes (x86 with AVX2, ARM); elsewhere they differ by at
     most 1, and floats by rounding.
 
     Args:
         image: uint8 or float32 [C, H, W].
         resize_size: In pixels.
-        size: Size of the centre, in pixels.
+        size: Size of the center, in pixels.
         mode: Bilinear or bicubic, with antialiasing.
 
-    Returns:
-        As `image`, [C, H, W] of the centre.
+    Returns: The center in the dtype of `image`, [C, H, W].
     """
     height, width = image.shape[-2:]
     (rows_there, columns_there), centre = sides(resize_size), sides(size)
@@ -66,7 +65,7 @@ def resized_centre(
 
 
 def _centre_weights(side: int, resized: int, size: int, mode: InterpolationMode) -> tuple[int, torch.Tensor]:
-    """Return the first pixel that contributes to the centre of an enlarged side, and float64 [size, pixels] weights."""
+    """Return the first pixel that contributes to the center of an enlarged side, and float64 [size, pixels] weights."""
     centres = side / resized * (round((resized - size) / 2) + torch.arange(size, dtype=torch.float64) + 0.5)
     reach = FILTERS[mode][0]
     first, end = max(int(centres[0] - reach + 0.5), 0), min(int(centres[-1] + reach + 0.5), side)
@@ -78,12 +77,13 @@ def resize_weights(
 ) -> torch.Tensor:
     """Return the weight of each pixel of a side in each pixel of the resized side.
 
-    As in PyTorch's `_compute_indices_min_size_weights_aa` (aten/src/ATen/native/cpu/UpSampleKernel.cpp).
+    The weights are those of PyTorch's `_compute_indices_min_size_weights_aa`
+    (aten/src/ATen/native/cpu/UpSampleKernel.cpp).
 
     Args:
         pixels: Indices of the available pixels, float64 [P].
-        centres: Centres of the resized pixels, in pixels of the side, float64 [S].
-        step: Distance between centres, at least 1.
+        centres: Centers of the resized pixels, in pixels of the side, float64 [S].
+        step: Distance between centers, at least 1.
         mode: Bilinear or bicubic, with antialiasing.
 
     Returns:

@@ -73,7 +73,7 @@ def fit_workers_into_memory(
 
 class _Started(popen_forkserver.Popen):
     def terminate(self) -> None:
-        """Kill it: at exit Python terminates the workers of a loader that was not closed, and waits for them."""
+        """Kill the process: at exit Python terminates workers of a loader that was not closed, and waits for them."""
         self.kill()
 
 

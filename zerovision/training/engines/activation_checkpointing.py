@@ -49,7 +49,7 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks that can be recomputed: the children, with layers, of each top-level container.
 
-    For an ensemble, those of all members. A flat stack of layers has none.
+    An ensemble has the blocks of all its members. A flat stack of layers has none.
     """
     if isinstance(module, Ensemble):
         return [block for member in module.members for block in repeated_blocks(member)]

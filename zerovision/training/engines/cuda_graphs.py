@@ -52,7 +52,7 @@ class Recorded:
 
     Args:
         network: float32 images [B, C, H, W] -> logits.
-        setup: setup whose module, in the network, is in training mode or not.
+        setup: setup whose module, a part of the network, shows whether it is in training mode.
         images: sample input; its memory is kept.
     """
 
@@ -108,9 +108,9 @@ def records(setup: EngineSetup) -> bool:
 
 
 def record(network: nn.Module, setup: EngineSetup) -> Call:
-    """Return a network with recorded graphs.
+    """Return a network with recorded graphs; if recording fails or gives wrong results, the network itself.
 
-    Itself, with a note in the setup, if recording fails or gives wrong results.
+    In that case the setup gets a note.
 
     Args:
         network: network on the setup's device, with the weights where they stay.

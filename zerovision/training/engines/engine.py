@@ -114,10 +114,10 @@ class EngineSetup:
         accumulation_steps: micro-batches per rank in one optimizer step.
         gradient_clipping: largest global L2 norm of the gradient; 0 for none.
         compiles: whether the model runs through `torch.compile`.
-        must_compile: whether a failure of that is an error.
+        must_compile: whether a failure to compile is an error.
         records_graphs: whether forward and backward may become CUDA graphs, because they stay the same in the whole
             run.
-        image_shape: [C, H, W] of images to try these with; None for no trial and no graphs.
+        image_shape: [C, H, W] of images to try compilation and graphs with; None for no trial and no graphs.
         notes: lines for the log, to which the engine adds.
         events: for metrics.jsonl, kind -> values, to which the engine adds.
         part: the module's part of the model.
@@ -173,7 +173,7 @@ class Engine(Protocol):
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield each batch with the output of `forward` for its images, in evaluation.
 
-        A collective if `forward` is one.
+        This is a collective if `forward` is one.
         """
         for batch in batches:
             yield batch, self.forward(batch.images)
@@ -201,7 +201,7 @@ class Engine(Protocol):
     def state(self) -> EngineState:
         """Return this rank's part of the training state as live tensors.
 
-        Not a collective, but it may wait for a GPU.
+        This is not a collective, but it may wait for a GPU.
         """
 
     def wait_before_change(self, copied: torch.cuda.Event) -> None:

@@ -220,7 +220,7 @@ def _part(size: int, world: World) -> slice:
 
 
 def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
-    """Map zeroed memory, float32 [numel], that all ranks share; None if there is not enough. A collective.
+    """Map zeroed memory, float32 [numel], that all ranks share; None if there is not enough. This is a collective.
 
     The file is unlinked before this returns, so the memory is freed however the ranks end.
     """

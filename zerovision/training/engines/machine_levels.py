@@ -1,7 +1,7 @@
 """Adds gradients of ranks on several machines in two levels: first inside each machine, then among machines.
 
 If every rank sent its own gradients to every other rank, a machine with L ranks would send L times the model's
-gradients to the others. The ranks of a machine have neighbouring leaves, so their sum is one node of the step's tree,
+gradients to the others. The ranks of a machine have neighboring leaves, so their sum is one node of the step's tree,
 and a machine sends it once.
 """
 

@@ -1,7 +1,7 @@
 """A fixed binary tree over the leaves of a step, along which gradients are added on any number of ranks.
 
 A leaf is a micro-batch; a step has L of them, numbered from 0, and each rank computes a contiguous segment. The tree
-pairs neighbours from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node passes up
+pairs neighbors from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node passes up
 unchanged. Floating-point addition is commutative but not associative, so all sums along this tree have the same bits.
 """
 
@@ -122,7 +122,7 @@ def rows_of(segment: Segment) -> list[tuple[TreeNode, int]]:
 def add_ranks(
     rows: torch.Tensor, segments: Sequence[Segment], leaves: int, out: torch.Tensor
 ) -> list[tuple[TreeNode, torch.Tensor]]:
-    """Add the remaining sums of ranks with neighbouring segments, as `add_nodes` does.
+    """Add the remaining sums of ranks with neighboring segments, as `add_nodes` does.
 
     Args:
         rows: [ranks, rows, n], the rows of the ranks' `LeafSums`; overwritten.
@@ -135,7 +135,7 @@ def add_ranks(
 
 
 def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
-    """Return the node of which these neighbours are the two halves, or None.
+    """Return the node of which these neighbors are the two halves, or None.
 
     A left half always has a power of two of leaves, 2**k, and begins at a multiple of 2**(k+1). The right half has as
     many, or the rest at the end of the tree.
@@ -171,7 +171,7 @@ def plan_segment(first: int, end: int, leaves: int) -> Segment:
 def add_nodes(
     sums: Iterable[tuple[TreeNode, torch.Tensor]], leaves: int, out: torch.Tensor
 ) -> list[tuple[TreeNode, torch.Tensor]]:
-    """Add the sums of neighbouring nodes as far up the tree as possible; the sums [n] are overwritten.
+    """Add the sums of neighboring nodes as far up the tree as possible; the sums [n] are overwritten.
 
     Args:
         sums: sums of nodes, in the order of their leaves.

@@ -67,7 +67,7 @@ class TorchEngine(Engine):
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the gradients that `backward` would add to the sums, by parameter, without adding them.
 
-        Not a collective under `ddp`.
+        This is not a collective under `ddp`.
         """
         trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         found = torch.autograd.grad(loss * self._factor, [*trained.values()], allow_unused=True)

@@ -21,7 +21,7 @@ from zerovision.training.world.world import World
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Adds the gradients of one FSDP2 module along the step's tree; each rank adds its part.
 
-    After every micro-step a rank has its part of the neighbouring leaves that the ranks of its replica computed. It
+    After every micro-step a rank has its part of the neighboring leaves that the ranks of its replica computed. It
     adds them to one node of the tree if the number of ranks is a power of two, or else to a few, and keeps at most
     log2(A) + 1 nodes for A micro-steps.
 
@@ -31,7 +31,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     Args:
         leaves: the step's leaves, assigned in turn to the ranks of a replica.
         mesh: mesh of the shards, or of replicas and shards.
-        world: the ranks; those of a replica are neighbours.
+        world: the ranks; those of a replica are neighbors.
         levels: the levels for several machines; None to send gradients from each rank to each.
     """
 

@@ -52,7 +52,7 @@ class Way(Mode):
         return 0.0
 
     def kept_values(self) -> int:
-        """Return the number of values it keeps per trained weight."""
+        """Return the number of values that it keeps per trained weight."""
         return 0
 
     def alone_knows(self) -> list[str]:
@@ -95,7 +95,7 @@ class Way(Mode):
         """Reduce a model without data to the largest part that `prepare` leaves on a rank."""
 
     def files(self, setup: EngineSetup) -> dict[str, dict[str, Any]]:
-        """Return its engine's configuration, as JSON files for the run's folder."""
+        """Return the configuration of its engine, as JSON files for the run's folder."""
         return {}
 
     def build_engine(self, setup: EngineSetup) -> Engine | None:

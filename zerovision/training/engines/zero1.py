@@ -107,7 +107,7 @@ class Zero1:
         self._orders[stage].begin(sums_over_ranks=leaf == self._accumulation_steps - 1)
 
     def end_backward(self, stage: int = 0) -> None:
-        """Add the gradients to the sums over the leaves; after the last leaf of a step, a collective."""
+        """Add the gradients to the sums over the leaves; a collective after the last leaf of a step."""
         self._orders[stage].end()
 
     def drop_leaf(self) -> None:

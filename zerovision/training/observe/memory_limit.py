@@ -52,7 +52,7 @@ def used_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes of the same kind since `reset_peak_memory`."""
+    """Return the peak of `used_memory` since `reset_peak_memory`."""
     if device.type == "cuda":
         import torch
 

@@ -45,7 +45,7 @@ def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
 
 
 def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
-    """Raise a UserError if a run is in the folder that is not to be resumed.
+    """Raise a UserError if the folder contains a run that is not to be resumed.
 
     Files of a start that failed before it wrote a line of metrics.jsonl are not a run.
     """

@@ -50,7 +50,7 @@ class Observer:
     """Watches the steps of a training; a subclass overrides the methods it needs. All ranks have the same observers.
 
     Attributes:
-        span: span of the clock that its time after the steps counts as.
+        span: the clock's span to which its time after the steps is attributed.
     """
 
     span = "other"

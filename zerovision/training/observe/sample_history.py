@@ -17,7 +17,7 @@ from zerovision.training.world.world import World
 
 HISTORY = "history"  # folder of a run: 001.npy and so on
 ROW = np.dtype([("image", "<i4"), ("label", "<i4"), ("other", "<i4"), ("own_log", "<f4"), ("other_log", "<f4")])
-MOST_IMAGES = 100_000  # of which an audit judges labels, and looks for neighbours among all
+MOST_IMAGES = 100_000  # of which an audit judges labels, and looks for neighbors among all
 MOST_EPOCHS = 16  # that are kept, at equal distances
 HELD_NUMBERS = 2**20  # logits that wait on the device
 

@@ -1,7 +1,7 @@
 """Detects a rank that is slower than the others.
 
-All ranks finish a step together, because each waits for the slowest in the collectives. So it compares a rank's work:
-its time outside of collectives, without possible waiting.
+All ranks finish a step together, because each waits for the slowest in the collectives. So the detector compares a
+rank's work: its time outside of collectives, without possible waiting.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class StepHashes(Observer):
         self._position = position
 
         def hash_gradient(gradient: torch.Tensor, name: str) -> None:
-            # CRC-32 sees each change of neighbouring bits, in a fifth of the time; a run has many leaves.
+            # CRC-32 sees each change of neighboring bits, in a fifth of the time; a run has many leaves.
             self._gradients[name] = zlib.crc32(_content(gradient))
 
         if self._is_due():

@@ -86,7 +86,7 @@ def build_optimizer(
         discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
 
     Raises:
-        UserError: if the rule refuses a value or would update nothing; see also `parameter_settings`.
+        UserError: if the rule rejects a value or would update nothing; see also `parameter_settings`.
     """
     assert config.learning_rate != "auto"  # chosen before
     settings, fallback = parameter_settings(module, config), read_fallback(config.fallback_optimizer)

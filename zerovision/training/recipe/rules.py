@@ -25,7 +25,7 @@ MOST_TIMES = 1000.0  # the learning rate that a fallback may have
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
-    """Return a reader of numbers from `low` to below `high`, whole numbers if `low` is one."""
+    """Return a reader of numbers from `low` to below `high`, whole numbers if `low` is an int."""
 
     def read(word: str) -> float:
         value = type(low)(word)
@@ -53,7 +53,7 @@ def read_options(flag: str, text: str) -> dict[str, Any]:
     """Return the options of a rule, given as NAME=VALUE,NAME=VALUE.
 
     Raises:
-        UserError: for what cannot be read.
+        UserError: for a value that cannot be read.
     """
     options = {}
     for word in text.split(",") if text else ():
@@ -83,7 +83,7 @@ def read_fallback(text: str) -> Fallback:
     """Return the value of `--fallback-optimizer`.
 
     Raises:
-        UserError: for what cannot be read.
+        UserError: for a value that cannot be read.
     """
     name, scale, options = (*text.split(":", 2), "", "")[:3]
     if name not in ELEMENT_WISE:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # which imports the table of this module
 
 
 def _cosine(progress: float) -> float:
-    """Half a cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5)."""
+    """Return half a cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5)."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -38,8 +38,8 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
         The same network with a note for the log.
 
     Raises:
-        UserError: for a network whose head is unknown, that has fewer layers, no layer for an adapter, or that does not
-            work with adapters.
+        UserError: for a network whose head is unknown, that has fewer layers or no layer for an adapter, or that does
+            not work with adapters.
     """
     kind, number = read_tune(word)
     module, heads = built.module, built.head_parameter_names

@@ -27,7 +27,8 @@ def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None
 
     Args:
         built: a model with `ModelSpec.whitens_stem`, on the CPU.
-        data: data whose training images, as in evaluation, give the filters: at most 1000, evenly from the whole set.
+        data: data whose training images, prepared as in evaluation, determine the filters: at most 1000, evenly spaced
+            over the set.
         computes: whether to compute the filters; only one rank does, because all ranks get its frozen weights.
     """
     stem: nn.Conv2d = built.module.get_submodule(built.module.default_cfg["first_conv"])  # type: ignore

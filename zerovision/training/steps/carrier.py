@@ -102,7 +102,7 @@ class Run:
     """A training: its settings, and the parts built from them; a trial is a `replace` of it.
 
     Attributes:
-        config: the settings, with open ones as resolved.
+        config: the settings, with undecided ones resolved.
         world: the ranks.
         start: how this process comes to the run.
         folder: paths of the run's files.

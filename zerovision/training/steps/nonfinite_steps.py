@@ -119,7 +119,7 @@ class NonFiniteGuard(Observer):
     def settle(self) -> None:
         """Read the outcomes that are still on the device, with a sync.
 
-        A collective if a step was skipped, or with groups.
+        This is a collective if a step was skipped, or if there are groups.
 
         A step counts as skipped if any group skipped it.
 

@@ -258,7 +258,7 @@ class Saver(Observer):
     def _write(self, save: _Save, facts: dict[str, Any]) -> None:
         """Write this rank's shard, agree with the other ranks, and commit.
 
-        Runs in the thread, as a separate collective.
+        This runs in the thread, as a separate collective.
 
         Its messages use `World.save_group`, so that they never mix with those of the training steps.
         """

@@ -46,7 +46,7 @@ class StepMetrics(Observer):
     """Reads the sums and the clock at logging points, and logs the differences; all ranks build it together.
 
     Args:
-        run: run with all but its observers.
+        run: the run, without its observers.
         guard: its outcomes are read before each point.
     """
 

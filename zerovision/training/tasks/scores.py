@@ -80,7 +80,8 @@ class Scores:
 
     Attributes:
         counts: counts of the classes, if they are not those of the most probable classes.
-        thresholds: float64 [C], the probability from which on a class is predicted; None if one is, the most probable.
+        thresholds: float64 [C], the probability from which a class is predicted; None if only the most probable class
+            is.
         task: the value of `--task` if classes are predicted by thresholds.
     """
 

@@ -32,7 +32,7 @@ class Task(Mode):
     """What a training learns: in this class, one class per image; other tasks override what differs.
 
     Attributes:
-        views: how often each image occurs at least in a step.
+        views: the least number of times that each image occurs in a step.
         compares: whether there is one loss over all images of a step, which then go through the network twice.
         tells_one_class: whether the network has one output per class, and an image has one class.
         usual: settings with another default in this task.
@@ -40,7 +40,7 @@ class Task(Mode):
         identity: what a checkpoint and the run that resumes from it must have in common, besides the recipe.
         data: data of the run.
         world: world of the run.
-        keeps_probabilities: whether an evaluation does, as `SampleRecorder`.
+        keeps_probabilities: whether an evaluation keeps all probabilities, see `SampleRecorder`.
     """
 
     flag = "loss"

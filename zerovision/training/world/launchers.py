@@ -29,7 +29,7 @@ def launched_world() -> tuple[int, int, int, int]:
     """Return (rank, local rank, ranks on this machine, all ranks) from the environment; (0, 0, 1, 1) by default.
 
     Raises:
-        UserError: if the variables are incomplete or not numbers; see `adopt_rank`, too.
+        UserError: if the variables are incomplete or not numbers; see also `adopt_rank`.
     """
     adopt_rank()
     # Launchers name it differently; torchrun sets the first.
@@ -46,7 +46,7 @@ def launched_world() -> tuple[int, int, int, int]:
 
 
 def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:
-    """Tell the ranks that this launcher will start how it was started."""
+    """Tell the ranks that this launcher will start which command line started it."""
     typed = as_typed(" ".join([*start, script])).split()
     words = [*start, shown_path(ENTRIES / script)] if typed[-1] == script else typed
     os.environ[_LINE_VARIABLE] = shlex.join([*words, *arguments])
@@ -84,7 +84,7 @@ def environment_for_ranks() -> dict[str, str]:
 
 
 def adopt_rank() -> None:
-    """Give a process of srun torchrun's variables, which PyTorch, the engines and our code use.
+    """Set torchrun's variables in a process of srun; PyTorch, the engines and our code use them.
 
     It does nothing if they are set, or if the process is the only one.
 

@@ -84,7 +84,7 @@ class World:
         return World(0, 0, 1, 1, self.device)
 
     def units(self) -> tuple[str, str]:
-        """Return the words for what reads its own images: one of them, and all with their number."""
+        """Return two phrases for the units that read their own images: one of them, and all with their number."""
         unit = "GPU" if self.device.type == "cuda" else "CPU rank"
         ranks = self.size // self.data.size
         one, short = (unit, unit) if ranks == 1 else (f"group of {ranks} {unit}s", "group")
@@ -125,11 +125,11 @@ def start_world(*, deterministic: bool = False) -> World:
     """Join the process group, over NCCL on GPUs and gloo on CPUs; every rank must call this.
 
     Args:
-        deterministic: whether to use PyTorch's deterministic algorithms; an operation without one warns.
+        deterministic: whether to use PyTorch's deterministic algorithms; an operation that has none emits a warning.
 
     Raises:
         UserError: if this machine has fewer GPUs than ranks, or GPUs that torch cannot use, or the master port is in
-            use; see `check_chosen_interfaces`, too.
+            use; see also `check_chosen_interfaces`.
     """
     rank, local_rank, local_size, size = launched_world()
     _configure_libraries(deterministic=deterministic)

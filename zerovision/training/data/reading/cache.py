@@ -36,8 +36,8 @@ class ImageCache:
 
     Args:
         folder: An existing folder; its name is part of every checksum.
-        max_bytes: Most bytes of `pixels`; further images are not kept.
-        channels: C.
+        max_bytes: Largest size of `pixels`; further images are not kept.
+        channels: Number of channels.
 
     Attributes:
         is_full: Whether this process no longer adds images.

@@ -57,8 +57,8 @@ def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int 
     Args:
         name: Name of the decoder.
         image_size: In pixels.
-        channels: 1 (grey), 3 (RGB) or 4 (RGBA).
-        max_pixels: Most pixels of a file; larger ones are refused before decoding.
+        channels: 1 (gray), 3 (RGB) or 4 (RGBA).
+        max_pixels: Largest number of pixels in a file; larger images are rejected before decoding.
 
     Raises:
         UserError: For another number of channels.
@@ -88,7 +88,7 @@ def decode(
         notes: Gets remarks about unusual but usable images.
         shrink_to: The image size to shrink for, if possible; 0 to decode every pixel.
         channels: A key of `CHANNEL_MODES`.
-        max_pixels: Most pixels (width x height) that the header may declare; checked before decoding.
+        max_pixels: Largest number of pixels (width x height) that the header may declare; checked before decoding.
 
     Raises:
         Refused: If it is not an image, truncated, larger than `max_pixels`, or has values of unknown scale.
@@ -106,7 +106,7 @@ def decode(
 def _decode_jpeg(
     data: bytes, choose: BoxChooser | None, notes: list[str], shrink_to: int, max_pixels: int
 ) -> np.ndarray | None:
-    """Decode a grey or three-color JPEG with libjpeg-turbo: uint8 [h, w, 3]; None or ValueError if it cannot."""
+    """Decode a gray or three-color JPEG with libjpeg-turbo: uint8 [h, w, 3]; None or ValueError if it cannot."""
     full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK") or full_height * full_width > max_pixels:
         return None
@@ -231,7 +231,7 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
 
 
 # From the values of a PNG to the 8 bits that Pillow converts them to, for the raw modes in which it does not convert
-# the transparent colour.
+# the transparent color.
 _SCALED_TO_8_BITS = {
     "L;2": lambda level: level * 85,
     "L;4": lambda level: level * 17,
@@ -247,18 +247,18 @@ def _scale_transparent_colour(image: Image.Image) -> None:
 
 
 def is_deep_grey(image: Image.Image) -> bool:
-    """Whether an image is grey with more than 8 bits."""
+    """Whether an image is gray with more than 8 bits."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
 def to_channels(image: Image.Image, channels: int) -> Image.Image:
-    """Convert an image of any mode to 8 bits: grey (`channels` 1), RGB (3) or RGBA (4).
+    """Convert an image of any mode to 8 bits: gray (`channels` 1), RGB (3) or RGBA (4).
 
-    12- and 16-bit grey is scaled from its full range; floats must be in 0..1; transparent pixels are composited on
-    white, except for RGBA. Grey follows ITU-R BT.601 (0.299 red + 0.587 green + 0.114 blue).
+    12- and 16-bit gray is scaled from its full range; floats must be in 0..1; transparent pixels are composited on
+    white, except for RGBA. Gray follows ITU-R BT.601 (0.299 red + 0.587 green + 0.114 blue).
 
     Raises:
-        ValueError: The scale of its pixels is unknown.
+        ValueError: If the scale of its pixels is unknown.
     """
     if is_deep_grey(image):
         image = _deep_grey(image)
@@ -270,10 +270,10 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _deep_grey(image: Image.Image) -> Image.Image:
-    """Convert grey with more than 8 bits to mode L, or LA if one of its levels is transparent.
+    """Convert gray with more than 8 bits to mode L, or LA if one of its levels is transparent.
 
     Raises:
-        ValueError: The scale of its pixels is unknown.
+        ValueError: If the scale of its pixels is unknown.
     """
     values, white = np.asarray(image), white_of(image)
     low, high = values.min(), values.max()
@@ -287,7 +287,7 @@ def _deep_grey(image: Image.Image) -> Image.Image:
 
 
 def white_of(image: Image.Image) -> int:
-    """Return the value that becomes white in a grey image with more than 8 bits."""
+    """Return the value that becomes white in a gray image with more than 8 bits."""
     bits = _tag(image, BITS_PER_SAMPLE)
     return 1 if image.mode == "F" else 2 ** (bits[0] if bits else 16) - 1  # 12 bits come in a container of 16
 

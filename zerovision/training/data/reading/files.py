@@ -1,6 +1,6 @@
 """Image files: the supported formats, their bytes, and why a file cannot be used.
 
-Pillow refuses a PNG for large or damaged texts and color profiles, which its pixels do not need, so they are removed.
+Pillow rejects a PNG with large or damaged texts and color profiles, which its pixels do not need, so they are removed.
 `read_file` is the only place where the bytes of image files are read.
 """
 
@@ -58,7 +58,7 @@ CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in eac
 
 
 class Refused(Exception):
-    """Why an image cannot be used; the caller adds its name, see `named`."""
+    """The reason why an image cannot be used; the caller adds its name, see `named`."""
 
 
 _PNG_SIGNATURE, _ARRAY_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
@@ -162,7 +162,7 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 @contextmanager
 def named(path: str | os.PathLike[str], found: dict[str, str] | None = None) -> Iterator[list[str]]:
-    """Yield a list for notes on an image that is decoded in the block; raise a refusal with the image's name.
+    """Yield a list for notes on an image that is decoded in the block; an error in the block gets the image's name.
 
     Args:
         path: Path of the image.

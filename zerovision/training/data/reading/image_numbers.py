@@ -1,4 +1,4 @@
-"""Reads images as raw numbers: arrays in .npy files, and grey image files with more than 8 bits."""
+"""Reads images as raw numbers: arrays in .npy files, and gray image files with more than 8 bits."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
     Args:
         content: content of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
         wanted: the required type of the numbers, see `to_values`.
-        channels: C; grey images are read as three equal channels.
+        channels: C; gray images are read as three equal channels.
         max_pixels: most pixels of an image file, see `decode`.
 
     Raises:
-        Refused: if it cannot be read, or has other types or channels than the model was trained on.
+        Refused: if it cannot be read, or if its type or channels are not those that the model was trained on.
     """
     numbers = _numbers_in(content, wanted, max_pixels)
     found = numbers.shape[-1] if numbers.ndim else 0
@@ -106,7 +106,7 @@ def decode_numbers(
 
 
 def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
-    """Return the numbers in a file, grey images as [H, W, 1]."""
+    """Return the numbers in a file, gray images as [H, W, 1]."""
     if is_array(content):
         numbers = _read_array(content)
     else:
@@ -117,8 +117,8 @@ def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
 def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
     """Return the values of an image file in their own dtype, [H, W] or [H, W, C].
 
-    Palettes and other color modes are read as RGB. Pillow supports more than 8 bits only for grey images, so deeper
-    colors are refused.
+    Palettes and other color modes are read as RGB. Pillow supports more than 8 bits only for gray images, so deeper
+    colors are rejected.
     """
     is_grey, bits = is_deep_grey(image), _bits_of(image, content)
     if bits > 8 and not is_grey:
@@ -159,7 +159,7 @@ def _read_array(content: bytes) -> np.ndarray:
 
 
 def _narrowed(numbers: np.ndarray, wanted: str) -> np.ndarray:
-    """Return int32 numbers, which Pillow gives for some 16-bit files, as the required type if all fit."""
+    """Return int32 numbers, which Pillow returns for some 16-bit files, as the required type if all fit."""
     if numbers.dtype != np.int32 or wanted == FLOATS or not numbers.size:
         return numbers
     limits = np.iinfo(wanted)

@@ -23,7 +23,7 @@ class ModelInput:
 
     Args:
         preprocessing: The model's preprocessing.
-        decode: A name in `DECODERS`; default: the training's.
+        decode: A name in `DECODERS`; by default the training's.
         max_pixels: Most pixels of an image file, see `decode`.
     """
 

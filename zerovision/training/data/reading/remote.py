@@ -1,7 +1,7 @@
 """Reads files from URLs with fsspec, with a time limit and retries.
 
-fsspec's packages find credentials themselves, in `~/.aws`, `~/.netrc` or from `hf auth login`. A URL that contains some
-is refused, because logs and the run's folder contain the URL; messages never contain a redirect's target.
+fsspec's packages find credentials themselves, in `~/.aws`, `~/.netrc` or from `hf auth login`. A URL that contains
+credentials is an error, because logs and the run's folder contain the URL; messages never contain a redirect's target.
 """
 
 from __future__ import annotations

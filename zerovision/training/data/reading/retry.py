@@ -1,4 +1,4 @@
-"""Retries operations that a file server, or a machine short of resources, refuses temporarily.
+"""Retries operations that fail temporarily, on a file server or on a machine short of resources.
 
 Such an error says nothing about the file, so it never makes an image a bad one, which training would leave out.
 """

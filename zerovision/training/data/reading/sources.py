@@ -57,7 +57,7 @@ class Source:
         """Return the image, or the part that `choose` takes: uint8 or float32 [C, h, w].
 
         Raises:
-            ImageError: The image cannot be read.
+            ImageError: If the image cannot be read.
         """
         raise NotImplementedError
 
@@ -70,9 +70,9 @@ class Source:
 
 
 class ArraySource(Source):
-    """Images of one size in memory: uint8 [N, C, H, W], or float32 see `to_values`.
+    """Images of one size in memory: uint8 [N, C, H, W], or float32 (see `to_values`).
 
-    Grey images are read as three equal channels, unless `channels` is 1.
+    Gray images are read as three equal channels, unless `channels` is 1.
     """
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
@@ -80,10 +80,10 @@ class ArraySource(Source):
         self.channels = channels or (3 if images.shape[1] == 1 else images.shape[1])
 
     def in_channels(self, channels: int) -> ArraySource:
-        """Return the source with another number of channels; itself for 0 or its own number.
+        """Return the source with another number of channels; the source itself for 0 or its own number.
 
         Raises:
-            UserError: If they cannot be converted; only grey and RGB can, into each other.
+            UserError: If they cannot be converted; only gray and RGB can be converted into each other.
         """
         if channels in (0, self.channels):
             return self
@@ -107,7 +107,7 @@ class ArraySource(Source):
 
 
 def grey(images: torch.Tensor) -> torch.Tensor:
-    """Return Pillow's grey levels (ITU-R BT.601), [N, 1, H, W], of RGB images, uint8 or float32 [N, 3, H, W]."""
+    """Return Pillow's gray levels (ITU-R BT.601), [N, 1, H, W], of RGB images, uint8 or float32 [N, 3, H, W]."""
     shares = torch.tensor([19595, 38470, 7471])[:, None, None]  # of 2^16
     parts = images.split(IMAGES_CONVERTED)
     if images.is_floating_point():

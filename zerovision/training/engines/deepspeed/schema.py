@@ -1,7 +1,7 @@
 """A strict check of a user's DeepSpeed JSON, before DeepSpeed's own lenient one.
 
-DeepSpeed ignores misspelt top-level keys (`zero_optimisation` silently trains at stage 0) and reads some `auto` values
-as false; here each mistake gets one line with file and key. Key names and types follow DeepSpeed's configuration
+DeepSpeed ignores misspelled top-level keys (`zero_optimisation` silently trains at stage 0) and reads some `auto`
+values as false; here each mistake gets one line with file and key. Key names and types follow DeepSpeed's configuration
 reference (https://www.deepspeed.ai/docs/config-json/).
 """
 
@@ -81,7 +81,7 @@ def check_deepspeed_json(content: Any, path: Path) -> None:
         path: the file, for messages.
 
     Raises:
-        UserError: with every key that is unknown, refused, or has a wrong value.
+        UserError: with every key that is unknown or not allowed, or has a wrong value.
     """
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: expected a JSON object, as in deepspeed_configs/.")

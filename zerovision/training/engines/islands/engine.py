@@ -70,9 +70,9 @@ class IslandEngine(TorchEngine):
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Divide the ranks into islands of neighbours, and distribute the model over each.
+        """Divide the ranks into islands of neighbors, and distribute the model over each.
 
-        A collective of all ranks.
+        This is a collective of all ranks.
         """
         copy_from_main([*setup.module.parameters()], setup.world)
         numbers = torch.arange(setup.world.size).view(setup.groups, -1)

@@ -1,4 +1,4 @@
-"""PyTorch's engine with consecutive layers on neighbouring ranks.
+"""PyTorch's engine with consecutive layers on neighboring ranks.
 
 `torch.distributed.pipelining` schedules the micro-batches. Gradients are added along the same tree over the leaves of a
 step, each leaf has its own BatchNorm statistics, and the state of the random generator passes from stage to stage with
@@ -354,11 +354,11 @@ class _Stage(PipelineStage):
         )
 
     def forward_one_chunk(self, fwd_chunk_id: int, *inputs: Any, **named: Any) -> Any:
-        """As PyTorch's."""
+        """See PyTorch's method of this name."""
         with self._engine.forward_of(self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *inputs, **named)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *inputs: Any, **named: Any) -> None:
-        """As PyTorch's."""
+        """See PyTorch's method of this name."""
         with self._engine.backward_of(self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *inputs, **named)

@@ -183,7 +183,9 @@ def measure_pieces(
 def boundaries_at(
     network: nn.Module, module: nn.Module, cuts: Sequence[str], images: torch.Tensor, world: World
 ) -> list[Boundary]:
-    """Return the boundary at each cut, measured on rank 0, on every rank; a collective. Arguments as above."""
+    """Return the boundary at each cut, measured on rank 0, on every rank; a collective. The arguments are those of
+    `measure_pieces`.
+    """
     rows: list[Any] = []
     if _runs(world):
         with undone(module, images.device):

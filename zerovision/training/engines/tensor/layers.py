@@ -81,7 +81,7 @@ class TensorPart(ModelPart):
         return self.group.is_main or name in self.cuts
 
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See `ModelPart`; they differ only by rounding, but the weights would drift apart."""
+        """See `ModelPart`; the gradients differ only by rounding, but the weights would drift apart."""
         copy_from_main([parameter.grad for parameter in parameters if parameter.grad is not None], self.group)
 
     def sum(self, squares: torch.Tensor) -> torch.Tensor:

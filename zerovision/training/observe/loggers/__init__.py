@@ -46,7 +46,7 @@ def open_loggers(
     Args:
         settings: the run's whole configuration.
         folder: where the files go.
-        facts: of `zerovision.training.observe.environment.describe_run`.
+        facts: the result of `zerovision.training.observe.environment.describe_run`.
         more: more files that describe it, name -> content.
         first_step: the run's first step, 0 unless it resumes; earlier logs of later steps are void.
     """

@@ -61,7 +61,7 @@ class TrackerLogger(EventLogger):
                 self._note(f"{MOST_WAITING} lines are waiting: more are dropped for now; training goes on")
 
     def delivered(self) -> None:
-        """Let it take the run's files, and wait for that, but not forever."""
+        """Let the tracker take the run's files, and wait for that, but not forever."""
         if self._is_done:
             return
         self._is_done = True

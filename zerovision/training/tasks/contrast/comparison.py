@@ -22,7 +22,7 @@ from zerovision.training.world.world import World
 if TYPE_CHECKING:
     from zerovision.training.engines.engine import StepInput, TimedEngine
 
-# Wu et al. 2018 (https://arxiv.org/abs/1805.01978, section 3.4), with the number of neighbours that DINO found best
+# Wu et al. 2018 (https://arxiv.org/abs/1805.01978, section 3.4), with the number of neighbors that DINO found best
 # (Caron et al. 2021, https://arxiv.org/abs/2104.14294, appendix E).
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 MOST_COMPARED = 2**16  # training images; of a larger set every second, third, ... one

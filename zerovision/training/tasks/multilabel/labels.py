@@ -105,9 +105,9 @@ class SeveralLabels(OneLabel):
 
 
 def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-    """Return each class's threshold with the highest F1, half-way to the next lower probability: float64 [K].
+    """Return each class's threshold with the highest F1, halfway to the next lower probability: float64 [K].
 
-    In a tie it is the highest; for a class without samples, 0.5. Arguments: bool and float32 [N, K].
+    In a tie it is the highest; for a class without samples, 0.5. The arguments are bool and float32 [N, K].
     """
     found = np.full(targets.shape[1], 0.5)
     for number, (own, values) in enumerate(zip(targets.T, probabilities.T.astype(np.float64), strict=True)):

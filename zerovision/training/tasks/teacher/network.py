@@ -194,7 +194,7 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
         known: lists of the outputs' names, possibly several or none.
 
     Raises:
-        UserError: if it is unknown for some class.
+        UserError: if the output is unknown for some class.
     """
     states = "--teacher-classes FILE, the class name of each of its outputs, one per line"
     if config.teacher_classes:

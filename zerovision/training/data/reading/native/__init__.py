@@ -17,7 +17,7 @@ API_VERSION = 1
 
 
 def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
-    """Decode a part of a JPEG with grey or YCbCr pixels.
+    """Decode a part of a JPEG with gray or YCbCr pixels.
 
     Args:
         data: The file.
@@ -25,8 +25,8 @@ def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
         box: The part, in pixels of the scaled image.
 
     Returns:
-        uint8 [h, w, 3], the same pixels as of the whole image decoded; None if there is no compiled code, or if it
-        refuses the file: a damaged one, or unusual colours.
+        uint8 [h, w, 3], the same pixels as from decoding the whole image; None if there is no compiled code, or if the
+        file is damaged or has unusual colors.
     """
     library = load_library()
     if library is None:
