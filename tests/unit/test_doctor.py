@@ -12,10 +12,13 @@ import pytest
 
 from tests.kit import png
 from zerovision.delivery.settings import PackSettings
+from zerovision.launch import doctor
+from zerovision.launch.assess import Row
 from zerovision.launch.doctor import DoctorSettings, Request, data_fields, request_of
 from zerovision.launch.hosts import HERE
 from zerovision.launch.machine_facts import data_facts
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.places import TYPED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,6 +93,19 @@ def test_this_machine_is_examined_as_a_whole(tmp_path: Path) -> None:
     assert str(tmp_path) in rows["log folder"]["found"]
     assert "2 ranks" in rows["all-reduce"]["found"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_cure_names_the_command_as_it_is_typed(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Row("JPEG", "warning", "files are decoded whole", "scripts/doctor.py --compile")
+    monkeypatch.setattr(doctor, "examine", lambda _request: [row])
+    monkeypatch.setenv(TYPED, "doctor")
+    assert doctor.print_examination(request("--here"), as_json=as_json) == 0
+    out = capsys.readouterr().out
+    assert "zerovision doctor --compile" in out
+    assert "scripts/" not in out
 
 
 def test_preflight_stops_a_start_where_something_is_wrong(tmp_path: Path) -> None:

@@ -272,6 +272,20 @@ def test_missing_classes_may_be_allowed(call, run, digit_folder, data, logits, t
     assert support == {name: len(list((few / name).iterdir())) for name in "38"}
 
 
+@pytest.mark.parametrize("kind", ["folder", "table"])
+def test_images_of_one_class_may_be_allowed(call, run, digit_folder, tmp_path, kind):
+    shutil.copytree(digit_folder / "3", tmp_path / "one" / "3")
+    data, files = tmp_path / "one", sorted((tmp_path / "one").rglob("*.png"))
+    if kind == "table":
+        data = tmp_path / "one.csv"
+        data.write_text("path,label\n" + "".join(f"{path},3\n" for path in files))
+    code, _, err = call("evaluate", run, "--data", data)
+    assert (code, "the data lacks 9 of the model's 10 classes" in err) == (2, True), err
+    assert call("evaluate", run, "--data", data, "--allow-missing-classes", "--output", tmp_path / "out")[0] == 0
+    facts = read_json(tmp_path / "out" / "scores.json")
+    assert {one["name"]: one["support"] for one in facts["classes"] if one["support"]} == {"3": len(files)}
+
+
 def answers(out: str) -> dict[str, dict]:
     return {one["image"]: one for one in map(json.loads, out.splitlines())}
 

@@ -106,7 +106,7 @@ def load_evaluation_data(
     trained_on = config.data if config else ""
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
-    options = dataclasses.replace(options, task=task_of(metadata).name)
+    options = dataclasses.replace(options, task=task_of(metadata).name, fewest_classes=1)
     listed = cache(lambda: list_images(options))  # once, also where its files tell whether it is the run's
     divided = cache(lambda: load_data(options, images=listed()))
     is_own = _is_own(data, trained_on, known, divided)

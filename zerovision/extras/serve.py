@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import ipaddress
 import json
 import socket
@@ -74,7 +75,10 @@ class Server(ThreadedWSGIServer):
                 respond = Request.application(self._respond)
                 super().__init__(str(where[0]), port, respond, Handler, fd=listening.fileno())
         except (OSError, OverflowError, ValueError) as error:
-            raise UserError(f"cannot listen on {self.typed}:{port} ({error}): give another --host or --port.") from None
+            is_taken = getattr(error, "errno", 0) == errno.EADDRINUSE
+            why = "the port is in use" if is_taken else getattr(error, "strerror", None) or error
+            cure = "--port, or --port 0 for a free one" if is_taken else "--host or --port"
+            raise UserError(f"cannot listen on {self.typed}:{port} ({why}): give another {cure}.") from None
         ip, machine = ipaddress.ip_address(str(where[0])), socket.gethostname()
         self.is_local, own = ip.is_loopback, machine.partition(".")[0]
         names = LOOPBACK if ip.is_loopback else (machine, own, f"{own}.local", socket.getfqdn(str(ip)))

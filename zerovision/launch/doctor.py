@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -71,8 +71,6 @@ class DoctorSettings(CommandSettings):
     The trainer's flags work here too, such as --task and --label-column. Inside a Slurm job the doctor examines the
     job's machines. Exit code: 0 no problem, 1 a problem, 2 a mistake in the arguments.
     """
-
-    NAME: ClassVar = "doctor"
 
     check_data: str | None = text(
         f"only decode every image of a data set and count its classes ({DATA_HELP})", None, metavar="DATA"
@@ -152,7 +150,7 @@ def run(given: DoctorSettings) -> int:
 def print_examination(request: Request, *, as_json: bool = False) -> int:
     """Examine, and print the rows; return the exit code."""
     start = time.monotonic()
-    rows = examine(request)
+    rows = [replace(row, cure=as_typed(row.cure)) for row in examine(request)]
     seconds = time.monotonic() - start
     if as_json:
         content = {"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}
@@ -354,7 +352,7 @@ def print_rows(rows: Sequence[Row], seconds: float) -> None:
     has_hosts = any(row.host for row in rows)
     table = Table("check", "", *(["host"] if has_hosts else []), "found", "cure", box=None, pad_edge=False)
     for row in rows:
-        cells = [*([row.host] if has_hosts else []), row.found, as_typed(row.cure)]
+        cells = [*([row.host] if has_hosts else []), row.found, row.cure]
         table.add_row(
             row.check, f"[{COLOURS[row.verdict]}]{row.verdict}[/]", *(escape(printable(text)) for text in cells)
         )

@@ -48,6 +48,7 @@ class DataOptions(DataFields):
         eval_crop: The value of the flag, with auto resolved.
         interpolation: See `eval_crop`.
         made_for: The preprocessing of the starting weights, see `models.preparation`, except for the user's choices.
+        fewest_classes: The number of classes that the data needs: two for training, one to evaluate a model on it.
     """
 
     mean: tuple[float, ...] | None = None
@@ -58,6 +59,7 @@ class DataOptions(DataFields):
     eval_crop: float = 0.875
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     made_for: tuple[Any, ...] = ()
+    fewest_classes: int = 2
 
     @property
     def root(self) -> Path:

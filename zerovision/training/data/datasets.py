@@ -285,6 +285,8 @@ def make_dataset_pair(
         counts.append(_count_labels(source.labels, class_names, what, sets))
         if names := [name for name, count in zip(class_names, counts[-1], strict=True) if not count]:
             notes.append(f"no {what} image for {first_names(names)}")
+    if len(class_names) < options.fewest_classes:
+        raise UserError(f"the training set has only one class ({''.join(class_names)!r}): at least two are needed.")
     notes += _balance_notes(counts[0], class_names, options) if sets is None else ()
 
     def dataset(source: Source, seen_as: Preprocessing, **more: Any) -> ImageDataset:
@@ -312,8 +314,7 @@ def _check_names(class_names: list[str], options: DataOptions, sets: LabelSets |
             f"{SEVERAL_LABELS} reads tables of paths, not --data {options.data}: give LIST.csv, .tsv or .parquet, and "
             "--label-column NAME of lists such as cat;dog, or --label-column A,B,... of columns of 1 and 0."
         )
-    repeated = [name for name, count in Counter(class_names).items() if count > 1]
-    if repeated:
+    if repeated := [name for name, count in Counter(class_names).items() if count > 1]:
         raise UserError(f"--data {options.data}: {len(repeated)} class names occur twice, first {shown(repeated[0])}.")
 
 
@@ -452,8 +453,6 @@ def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float,
 def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets: LabelSets | None) -> list[int]:
     if len(labels) == 0:
         raise UserError(f"the {what} set is empty: at least one image is needed.")
-    if len(class_names) < 2:
-        raise UserError(f"the {what} set has only one class ({''.join(class_names)!r}): at least two are needed.")
     if sets is not None:
         return sets.images_of_each(labels)
     # a label out of range would end in an assertion on the GPU, long after the start

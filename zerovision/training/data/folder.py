@@ -152,7 +152,7 @@ def listing(options: DataOptions) -> Images:
     builder, folders_of = ImagesBuilder(), defaultdict[str, set[str]](set)
     classes: dict[str, set[str]] = defaultdict(set)
     for part, top in tops:
-        classes[part] |= _add_classes(builder, folder, top, part, folders_of)
+        classes[part] |= _add_classes(builder, folder, top, part, folders_of, options.fewest_classes)
     if classes[TRAIN] and classes[VAL]:
         _compare(classes[TRAIN], classes[VAL], "validation part")
     if classes[TRAIN] and classes[TEST]:
@@ -177,9 +177,9 @@ def _resolve_root(data: str) -> Path:
 
 
 def _add_classes(
-    builder: ImagesBuilder, folder: FolderListing, top: str, part: str, folders_of: dict[str, set[str]]
+    builder: ImagesBuilder, folder: FolderListing, top: str, part: str, folders_of: dict[str, set[str]], fewest: int
 ) -> set[str]:
-    """Add the images of each class folder directly below `top`, and return the classes.
+    """Add the images of each class folder directly below `top`, and return the classes, at least `fewest`.
 
     Folders whose names differ in Unicode form, or in blanks at the ends, are one class, see `folders_of`.
     """
@@ -206,7 +206,7 @@ def _add_classes(
     empty = [name for name, count in counts.items() if not count]
     if empty and part != TEST:
         raise UserError(f"no image in class {first_names(empty)} of {top!r}: add images or remove the folder.")
-    if len(counts) == 1 and part != TEST:
+    if len(counts) < fewest and part != TEST:
         inside = len(folder.folders(folders[0].path)) > 1
         cure = f"give --data {folders[0].path}, if its folders are the classes" if inside else "add another one"
         raise UserError(f"{top!r} has only one class, {next(iter(counts))!r}, and two are needed: {cure}.")
