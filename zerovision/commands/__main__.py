@@ -6,10 +6,11 @@ import sys
 
 from zerovision.commands import COMMANDS, main
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
+from zerovision.training.base.places import as_typed
 
 name = sys.argv[1] if len(sys.argv) > 1 else ""
 if name not in COMMANDS:
     print(f"expected a command: {', '.join(COMMANDS)}", file=sys.stderr)
     sys.exit(USER_ERROR_EXIT_CODE)
-del sys.argv[1]
+sys.argv[:2] = [as_typed(f"scripts/{name}.py")]
 sys.exit(main(name))

@@ -81,8 +81,6 @@ class EvaluateSettings(ViewSettings, ImageSettings, ModelSettings):
     beside the plain images. Only safetensors files are read.
     """
 
-    NAME: ClassVar = "evaluate"
-
     split: str = choice(
         "auto", SPLITS, "Part of the data; auto: what the run held out, or all of a folder that it was not trained on."
     )
@@ -117,8 +115,6 @@ class PredictSettings(ViewSettings, ModelSettings):
     wrong. Only safetensors files are read.
     """
 
-    NAME: ClassVar = "predict"
-
     images: Iterable[str | Path] = word(
         "IMAGE", "Files, folders, or -: one image, or paths, on standard input.", nargs="+"
     )
@@ -151,8 +147,6 @@ class ExportSettings(ImageSettings, ModelSettings):
     Every file is opened again and compared with PyTorch on real images before it is kept. Exit code: 0 exported, 1 the
     file differs by too much, 2 the arguments are wrong.
     """
-
-    NAME: ClassVar = "export"
 
     format: str = choice(None, FORMATS, "; ".join(f"{name}: {one.summary}" for name, one in FORMATS.items()) + ".")
     precision: str = choice(
@@ -188,8 +182,6 @@ class ReportSettings(CommandSettings):
     RUN is a run's name in logs/runs, or its folder.
     """
 
-    NAME: ClassVar = "report"
-
     runs: Iterable[str] = word("RUN", "A run's name or folder; several are compared.", nargs="+")
     output: str = text("File to write; default: report.html in the run's folder, or here for several.")
     watch: bool = switch("Rewrite the page while the run trains, until it ends.")
@@ -210,8 +202,6 @@ class PublishSettings(ModelSettings):
     The token is HF_TOKEN, or that of `hf auth login`.
     """
 
-    NAME: ClassVar = "publish"
-
     repository: str = word("ORG/NAME", "Repository on the hub; created if missing.")
     public: bool = switch("Make a new repository public instead of private.")
     dry_run: bool = switch("List what would be uploaded; needs no network.")
@@ -228,8 +218,6 @@ class PackSettings(CommandSettings):
     pack also takes all flags of the trainer, such as --split-seed. Images keep their bytes, names and parts; training
     images are shuffled. Exit code: 0 everything is packed, 2 packing failed.
     """
-
-    NAME: ClassVar = "pack"
 
     data: str = word("DATA", "Data set to pack, as in --data of the trainer.")
     output: str = word("OUT", "New folder for the tar files.")

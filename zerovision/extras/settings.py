@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 from zerovision.delivery.settings import DEVICES, LARGEST_TOP_K, OF_DATASETS, OF_DEVICE, OF_MEGAPIXELS, ModelSettings
 from zerovision.delivery.trained_model import find_model, find_run
@@ -37,8 +37,6 @@ class AuditSettings(CommandSettings):
     0 done, with or without findings, 2 wrong arguments.
     """
 
-    NAME: ClassVar = "audit_data"
-
     data: str = word("DATA", "Data set, as in --data of the trainer.")
     run: str = text(
         "A run's name or folder: the data is divided as in its training; or timm:NAME with published weights."
@@ -64,8 +62,6 @@ class ServeSettings(ModelSettings):
     It listens only on 127.0.0.1 unless --host says otherwise; there is no password.
     """
 
-    NAME: ClassVar = "serve"
-
     host: str = text("Address or name to listen on; default: only this machine.", default="127.0.0.1")
     port: int = number(8000, 0, LARGEST_PORT, "Port to listen on; 0: a free one.")
     top_k: int = number(5, 1, LARGEST_TOP_K, "Labels for each image.")
@@ -81,8 +77,6 @@ class ReplaySettings(CommandSettings):
 
     Exit code: 0 same bytes as the run, or the run has no hashes (--log-hashes), 1 they differ, 2 a mistake.
     """
-
-    NAME: ClassVar = "replay"
 
     run: str = word("RUN", "A run's name or folder; nothing in it changes.")
     step: int = number(None, 1, MOST_STEPS, "Optimizer step of the run, from 1.")
@@ -103,8 +97,6 @@ class BisectSettings(CommandSettings):
 
     Exit code: 0 equal wherever both have hashes, 1 they differ, 2 a mistake.
     """
-
-    NAME: ClassVar = "bisect_runs"
 
     first: str = word("RUN", "A run's name or folder.")
     second: str = word("OTHER_RUN", "Name or folder of the run to compare.")
@@ -127,8 +119,6 @@ class SweepSettings(CommandSettings):
     The arguments of scripts/launch_distributed.sh follow --. To continue a stopped sweep, repeat its command line. Exit
     code: 0 every trial is done, 1 some have failed (each is a row), 2 a mistake, 130 or 143 stopped.
     """
-
-    NAME: ClassVar = "sweep"
 
     name: str = word("NAME", "Name of the sweep; its runs are NAME-1, NAME-2, ...")
     vary: tuple[str, ...] | None = text(

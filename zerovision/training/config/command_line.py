@@ -65,11 +65,14 @@ class JoinedAction(argparse.Action):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are `UserError`s: what was given, what is allowed, and the nearest name, without usage."""
+    """A parser whose errors are `UserError`s: what was given, what is allowed, and the nearest name, without usage.
+
+    Its help names the script `name`; '' for the command that was typed.
+    """
 
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(
-            as_typed(f"scripts/{name}.py").removeprefix("scripts/"),
+            as_typed(f"scripts/{name}.py").removeprefix("scripts/") if name else None,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

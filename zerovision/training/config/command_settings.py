@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.plugins import USAGE, files_in, load_plugins
@@ -58,13 +58,11 @@ def _declared(method: str, *values: Any, **options: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandSettings:
-    """The base class of each command's settings; `NAME` is the command's name.
+    """The base class of each command's settings.
 
     Raises:
         UserError: for a value that its flag would reject.
     """
-
-    NAME: ClassVar = ""
 
     plugin: str = text(USAGE, action=JoinedAction, metavar="FILE")
 
@@ -77,7 +75,7 @@ class CommandSettings:
     @classmethod
     def parser(cls) -> OneLineParser:
         """Return the parser of the command line."""
-        parser = OneLineParser(cls.NAME, inspect.getdoc(cls))
+        parser = OneLineParser("", inspect.getdoc(cls))
         for field in dataclasses.fields(cls):
             if "method" in (declared := field.metadata):
                 name = field.name if is_word(field) else flag_of(field.name)
