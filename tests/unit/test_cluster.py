@@ -510,9 +510,9 @@ class FolderNode:
     def send(self, what: str, **given: Any) -> None:
         if what == "mark":
             mark = leave_mark(self._own)
-            self.messages["marked"] = {"mark": str(self._folder / mark.name)}
+            self.messages["mark"] = {"mark": str(self._folder / mark.name)}
         elif what == "see":
-            self.messages["seen"] = {"is_seen": sees_mark(self._own / Path(given["mark"]).name, 0.0)}
+            self.messages["see"] = {"is_seen": sees_mark(self._own / Path(given["mark"]).name, 0.0)}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ The launch starts it here, or through ssh or srun, whose stdin and stdout carry 
 so only ssh's keys, or Slurm, decide who may start one. Its orders are messages of these kinds:
 
     prepare   end what an earlier start left; answer "ready" with facts about this machine, or with what is wrong
-    mark      write a file into the log folder, which is removed before the ranks start; answer "marked"
-    see       answer "seen": whether the file that another node has written there appears here
+    mark      write a file into the log folder, which is removed before the ranks start; answer "mark"
+    see       answer "see": whether the file that another node has written there appears here
     facts, listen, reach, all-reduce   answer, in a message of the same kind, what the doctor asks (machine_facts.py)
     start     start the ranks; "ended" follows when none of their processes is left
     signal    pass a signal on to the ranks
@@ -104,8 +104,8 @@ class Agent:
         self._mark: Path | None = None  # that we have left in the log folder
         self._answers: dict[str, tuple[str, Callable[[Message], Message]]] = {
             "prepare": ("ready", self._prepare),
-            "mark": ("marked", self._leave_mark),
-            "see": ("seen", lambda order: {"is_seen": sees_mark(Path(order["mark"]), order["seconds"])}),
+            "mark": ("mark", self._leave_mark),
+            "see": ("see", lambda order: {"is_seen": sees_mark(Path(order["mark"]), order["seconds"])}),
             "start": ("ended", self._run),
             **{kind: (kind, self._find_out) for kind in ("facts", "listen", "reach", "all-reduce")},
         }
@@ -216,9 +216,7 @@ class Agent:
         assert self._folder
         self._folder.clear()
         self._node_run = NodeRun(self._launch, self._launcher, self._folder, self._received, order["stop_timeout_s"])
-        ending = self._node_run.run(
-            order["command"], self._environment(order, self._folder), has_rank_0=order["has_rank_0"]
-        )
+        ending = self._node_run.run(order["command"], self._environment(order, self._folder))
         progress, self._node_run = self._progress(), None
         return dataclasses.asdict(ending) | progress
 
@@ -226,7 +224,7 @@ class Agent:
         """Return what a restart needs to know about the current run, if there is one."""
         if self._node_run is None or self._folder is None:
             return {"run_name": "", "position": -1}
-        return {"run_name": self._node_run.monitor.run_name, "position": self._folder.checkpoint_position()}
+        return {"run_name": self._folder.run_name(), "position": self._folder.checkpoint_position()}
 
     def _environment(self, order: Message, folder: HeartbeatFolder) -> dict[str, str]:
         """Return the variables of the ranks: this machine's, the launch's, and where their heartbeats go."""

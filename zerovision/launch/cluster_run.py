@@ -112,7 +112,6 @@ class ClusterRun:
                 command=[*starter, *place, ENTRY, *arguments],
                 environment={**rendezvous.environment(node_rank), **plan.environment(), **of_this_start},
                 local_size=plan.given.ranks_per_node,
-                has_rank_0=node_rank == 0,
                 stop_timeout_s=plan.given.stop_timeout,
             )
 

@@ -226,7 +226,7 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
     flags = [f"--model-type={config.model_type}", *changed_flags(config, TrainConfig())]
     order: dict[str, Any] = {"log_dir": request.log_dir, "data": data_fields(config) if request.has_data else None}
     order["training"] = flags if request.has_training else None
-    answers = nodes.ask(list(nodes.found), "facts", "facts", FACTS_SECONDS, **order)
+    answers = nodes.ask(list(nodes.found), "facts", FACTS_SECONDS, **order)
     hosts, rows = {}, []
     for host in request.slots:
         answer, shell = answers.get(host, {}), nodes.shell_of[host]
@@ -274,7 +274,6 @@ def _examine_network(nodes: Nodes, request: Request, hosts: Mapping[str, Facts])
     answers = nodes.ask(
         list(hosts),
         "all-reduce",
-        "all-reduce",
         NETWORK_SECONDS + JOIN_SECONDS,
         ranks=list(ranks.items()),
         address=addresses[first],
@@ -306,7 +305,7 @@ def _address_of(host: str) -> str:
 
 def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[Any]]:
     """Let all hosts listen, and each connect to the first and to the next in a ring; return the failed paths."""
-    opened = nodes.ask(list(addresses), "listen", "listen", PATHS_SECONDS, addresses=addresses)
+    opened = nodes.ask(list(addresses), "listen", PATHS_SECONDS, addresses=addresses)
     ports = {host: answer["port"] for host, answer in opened.items() if "port" in answer}
     hosts = list(ports)
     following = dict(zip(hosts, hosts[1:] + hosts[:1], strict=True))
@@ -314,7 +313,7 @@ def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[A
         host: [(other, addresses[other], ports[other]) for other in sorted({hosts[0], following[host]} - {host})]
         for host in hosts
     }
-    tried = nodes.ask(hosts, "reach", "reach", PATHS_SECONDS, targets=targets)
+    tried = nodes.ask(hosts, "reach", PATHS_SECONDS, targets=targets)
     return [path for answer in tried.values() for path in answer.get("failed", ())]
 
 

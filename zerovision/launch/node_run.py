@@ -89,18 +89,16 @@ class NodeRun:
         self._oom_kills = 0  # of the kernel so far
         self._kernel_killed = -math.inf  # when the last of them was noticed
         self._cause: Death | None = None  # the failure of a rank that the launcher outlived
-        self._has_rank_0 = True
         self._is_abandoned = False
 
-    def run(self, command: list[str], environment: dict[str, str], *, has_rank_0: bool = True) -> Ending:
+    def run(self, command: list[str], environment: dict[str, str]) -> Ending:
         """Start the ranks; return when none of their processes is left, nor the launcher if no start may follow.
 
         Args:
             command: command of the launcher.
             environment: environment of all processes.
-            has_rank_0: whether rank 0, which marks the training as done, runs on this machine.
         """
-        child, self._has_rank_0 = self._launcher, has_rank_0
+        child = self._launcher
         self._oom_kills = oom_kills()
         child.start(command, environment)
         give_up = time.monotonic() + NO_RANK_SECONDS
@@ -196,7 +194,8 @@ class NodeRun:
             self._oom_kills, self._kernel_killed = kills, time.monotonic()
 
     def _is_done(self) -> bool:
-        return self._folder.has_succeeded() if self._has_rank_0 else self.monitor.all_ended(0)
+        """Return whether training is done: rank 0 says so on its machine; elsewhere every rank has ended with 0."""
+        return self._folder.has_succeeded() if 0 in self._launcher.ranks else self.monitor.all_ended(0)
 
     def _end_leftovers(self, at_once: bool) -> None:
         if at_once:

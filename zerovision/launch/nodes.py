@@ -236,19 +236,19 @@ class Nodes:
             for node in list(self.found.values()):
                 node.send("beat")
 
-    def ask(self, hosts: list[str], answer: str, what: str, seconds: float, /, **values: object) -> dict[str, Message]:
-        """Ask the agents on some hosts; return the answers that arrive in time, by host."""
+    def ask(self, hosts: list[str], what: str, seconds: float, /, **values: object) -> dict[str, Message]:
+        """Ask the agents on some hosts; return the answers, of the same kind, that arrive in time, by host."""
         asked = {host: self.found[host] for host in hosts}
         for node in asked.values():
-            node.messages.pop(answer, None)
+            node.messages.pop(what, None)
             node.send(what, **values)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(
-            answer not in node.messages and not node.lost() for node in asked.values()
+            what not in node.messages and not node.lost() for node in asked.values()
         ):
             self.beat()
             time.sleep(POLL_SECONDS)
-        return {host: node.messages[answer] for host, node in asked.items() if answer in node.messages}
+        return {host: node.messages[what] for host, node in asked.items() if what in node.messages}
 
     def close(self) -> None:
         """Close all connections and shells; agents that still run end their ranks."""

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from zerovision.launch.arguments import LaunchArguments, check_training
-from zerovision.launch.process_tree import extensions_folder
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.places import log_folder
 from zerovision.training.config import TrainConfig
@@ -93,7 +92,9 @@ class Plan:
     def environment(self) -> dict[str, str]:
         """Return variables for the ranks in addition to their machine's."""
         forwarded = forwarded_environment(self.given.forward_env.split(","))
-        return forwarded | remembered_line() | {"TORCH_EXTENSIONS_DIR": extensions_folder()}
+        # One per environment, because torch keys its compiled operators only by name.
+        extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{sys.prefix}/torch_extensions"
+        return forwarded | remembered_line() | {"TORCH_EXTENSIONS_DIR": extensions}
 
     def usable_nodes(self, reachable: int) -> int:
         """Return how many of the reachable nodes can share the global batch, 0 if there are too few."""

@@ -97,11 +97,6 @@ def shell_exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def extensions_folder() -> str:
-    """Return the folder in which torch compiles operators, one per environment, because it is keyed only by name."""
-    return os.environ.get("TORCH_EXTENSIONS_DIR") or f"{sys.prefix}/torch_extensions"
-
-
 def remove_stale_build_locks(folder: Path) -> None:
     """Remove the locks of compile jobs that no longer run; print a note about jobs that may run on another machine.
 
@@ -229,5 +224,4 @@ def launch_environment(launch: Launch, folder: HeartbeatFolder, given: Mapping[s
     """Return the variables of a launch's processes: those given, its mark, and its folder for temporary files."""
     environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
     own = {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path), "TMPDIR": str(folder.path)}
-    extensions = given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()
-    return environment | own | {"TORCH_EXTENSIONS_DIR": extensions}
+    return environment | own

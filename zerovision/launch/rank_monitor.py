@@ -76,7 +76,6 @@ class RankMonitor:
     def __init__(self, launcher: NodeLauncher, folder: HeartbeatFolder) -> None:
         self.beats: dict[int, Heartbeat] = {}
         self.deaths: list[Death] = []
-        self.run_name = ""
         self._launcher, self._folder = launcher, folder
         self._started = self._last_look = self._awake_since = time.monotonic()
 
@@ -87,7 +86,6 @@ class RankMonitor:
             self._awake_since = now  # this process itself was stopped, and the ranks perhaps with it
         self._last_look = now
         self.beats |= self._folder.beats()
-        self.run_name = self.run_name or self._folder.run_name()
         dead = {death.rank for death in self.deaths}
         ended = {rank: one.pid for rank, one in self._launcher.ranks.items() if rank not in dead and not is_alive(one)}
         if ended:

@@ -271,10 +271,10 @@ def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
     if not others:
         return {}
     no_answer = f"no answer about {folder} within {ANSWER_SECONDS:.0f} s: check whether its disk hangs"
-    marked = nodes.ask([first], "marked", "mark", ANSWER_SECONDS, folder=folder).get(first, {"error": no_answer})
+    marked = nodes.ask([first], "mark", ANSWER_SECONDS, folder=folder).get(first, {"error": no_answer})
     if "error" in marked:
         return {first: marked["error"]}
-    seen = nodes.ask(others, "seen", "see", ANSWER_SECONDS, mark=marked["mark"], seconds=SEEN_SECONDS)
+    seen = nodes.ask(others, "see", ANSWER_SECONDS, mark=marked["mark"], seconds=SEEN_SECONDS)
     silent = {host: no_answer for host in others if host not in seen}
     blind = [host for host, answer in seen.items() if not answer["is_seen"]]
     odd = blind
