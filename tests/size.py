@@ -26,10 +26,10 @@ ROOMS = {  # limit and end
     "zerovision/training/tasks": (801, 400),
     "zerovision/training/observe": (1138, 1050),
     "zerovision/training": (2149, 1400),
-    "zerovision/launch": (2553, 1800),
+    "zerovision/launch": (2540, 1800),
     "zerovision/planning": (1243, 1000),
-    "zerovision/delivery": (3195, 2400),
-    "zerovision/extras": (1490, 1300),
+    "zerovision/delivery": (3180, 2400),
+    "zerovision/extras": (1479, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts
 

@@ -21,7 +21,7 @@ from zerovision.delivery.calibration import (
     Views,
     calibration_file,
 )
-from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.atomic_write import errors_of_writing, write_json
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.small_files import sha256_of
 from zerovision.training.observe.evaluation import calibration_bins, expected_calibration_error
@@ -106,10 +106,8 @@ class Calibrator:
             if known is None and world.is_main:
                 about = {"data": data, "split": split, "samples": scores.samples} | self._views._asdict()
                 about |= {"weights_sha256": self._digest, "reject": self._reject}
-                try:
-                    write_json(calibration_file(self._weights), about | facts)
-                except OSError as error:
-                    raise UserError(f"the calibration cannot be written: {error}.") from None
+                with errors_of_writing(file := calibration_file(self._weights)):
+                    write_json(file, about | facts)
             return facts
 
         return agreed(conclude, world)

@@ -29,7 +29,7 @@ from zerovision.delivery.calibration import NONE_OF_THESE, Calibration, Views, c
 from zerovision.delivery.settings import PredictSettings
 from zerovision.delivery.trained_model import find_model
 from zerovision.delivery.views import checked_views, probabilities_of
-from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.atomic_write import errors_of_writing, replacing
 from zerovision.training.base.control_groups import limit_threads, usable_cores
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.small_files import csv_line
@@ -321,14 +321,13 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
             yield one
 
     if path:
-        try:
-            with (
-                replacing(Path(os.path.expanduser(path)), follows=True) as temporary,
-                temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
-            ):
-                FORMATS[kind](readable(), stream, top_k)
-        except OSError as error:
-            raise UserError(f"--output {path}: cannot be written ({error.strerror or error}).") from None
+        file = Path(os.path.expanduser(path))
+        with (
+            errors_of_writing(file, "Give --output another file."),
+            replacing(file, follows=True) as temporary,
+            temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
+        ):
+            FORMATS[kind](readable(), stream, top_k)
     else:
         # Names of files may contain bytes that are no text: they are written as they were read.
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -347,12 +346,10 @@ def saving_pictures(predictions: Iterator[Prediction], folder: Path) -> Iterator
     for number, one in enumerate(predictions, 1):
         if one.picture is not None:
             name = f"{number:05}-{Path(one.image).stem[:LONGEST_NAME]}.png"
-            try:
+            with errors_of_writing(folder, "Give --explain another folder."):
                 folder.mkdir(parents=True, exist_ok=True)
                 with replacing(folder / name) as temporary:
                     one.picture.save(temporary, format="png")
-            except OSError as error:
-                raise UserError(f"--explain {folder}: cannot be written ({error.strerror or error}).") from None
         yield one
 
 

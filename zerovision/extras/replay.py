@@ -24,7 +24,7 @@ from zerovision.delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, con
 from zerovision.delivery.trained_model import find_run, read_json, read_run_config
 from zerovision.extras.bisect_runs import compare_step, read_hashes
 from zerovision.extras.settings import ReplaySettings
-from zerovision.training.base.atomic_write import replacing_folder, write_json
+from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder, write_json
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS
 from zerovision.training.base.run_logger import Loggers
@@ -109,11 +109,8 @@ def run(settings: ReplaySettings) -> int:
         raise UserError(f"'{output}' exists: move it away, or give another folder with --output.")
     watched = replay(folder, settings.step)
     differing = differences(watched, folder)
-    try:
-        for line in write_step(watched, differing, output):
-            print(line)
-    except OSError as error:
-        raise UserError(f"cannot write '{output}': {error.strerror or error}.") from None
+    with errors_of_writing(output):
+        print("\n".join(write_step(watched, differing, output)))
     print(f"output       {output}")
     return 1 if differing else 0
 

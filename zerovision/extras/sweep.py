@@ -31,7 +31,7 @@ from zerovision.extras.settings import SweepSettings
 from zerovision.launch.arguments import check_training, read_arguments, with_flags
 from zerovision.launch.hosts import read_hostfile
 from zerovision.launch.rendezvous import NO_NODES_CODE
-from zerovision.training.base.atomic_write import replacing, write_json
+from zerovision.training.base.atomic_write import errors_of_writing, replacing, write_json
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
 from zerovision.training.base.heartbeat import CALLER_VARIABLE
@@ -291,7 +291,7 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
                 saved = json.loads(state.read_text())
                 vars(trial).update({name: saved[name] for name in KEPT})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unusable(sweep, folder, error) from None
+        raise UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).") from None
     return RunningSweep(sweep, trials, folder, config.epochs, config.best_by, arguments.ranks_per_node)
 
 
@@ -302,17 +302,11 @@ def _line_of(sweep: SweepSettings) -> dict[str, Any]:
 
 def _keep_line(folder: Path, sweep: SweepSettings) -> None:
     """Bind the sweep's name to this command line; done last, so that a mistake leaves the name free."""
-    try:
+    with errors_of_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / LINE).exists():
             with replacing(folder / LINE) as temporary:
                 write_json(temporary, _line_of(sweep))
-    except OSError as error:
-        raise _unusable(sweep, folder, error) from None
-
-
-def _unusable(sweep: SweepSettings, folder: Path, error: Exception) -> UserError:
-    return UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).")
 
 
 def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:

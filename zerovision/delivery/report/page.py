@@ -20,7 +20,7 @@ from zerovision.delivery.report.run_files import names_of, read_run
 from zerovision.delivery.report.training_curves import STYLES, overlaid_charts, rate_search_chart, single_run_charts
 from zerovision.delivery.settings import ReportSettings
 from zerovision.delivery.trained_model import find_run, read_json
-from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.atomic_write import errors_of_writing, replacing
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.run_folder import (
     ENVIRONMENT,
@@ -82,13 +82,11 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
     ]
     is_running = any(run["status"].is_running for run in runs)
     page = _render(runs, compare(folders), is_live=is_watched and is_running).encode("utf-8", errors="replace")
-    try:
+    with errors_of_writing(output, "Give --output another file."):
         if output.is_dir():
             raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
         with replacing(output, follows=True) as new:
             new.write_bytes(page)
-    except OSError as error:
-        raise UserError(f"'{output}' cannot be written: {error.strerror}. Give --output another file.") from None
     return is_running
 
 

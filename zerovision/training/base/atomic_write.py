@@ -41,15 +41,20 @@ def sync_to_disk(path: Path) -> None:
 
 
 @contextmanager
-def errors_of_writing(place: Path) -> Iterator[None]:
-    """Raise a UserError instead of an OSError: that nothing can be written there, or that another file failed."""
+def errors_of_writing(place: Path, cure: str = "") -> Iterator[None]:
+    """Raise a UserError instead of an OSError: that nothing can be written there, or that another file failed.
+
+    Args:
+        place: the file or folder.
+        cure: what to do if nothing can be written there, a sentence.
+    """
     try:
         yield
     except OSError as error:
         reason, file = error.strerror or error, error.filename
         if isinstance(file, str) and not _is_of(Path(os.path.realpath(place)), Path(os.path.realpath(file))):
             raise UserError(f"cannot use '{file}': {reason}.") from error
-        raise UserError(f"cannot write into '{place}': {reason}.") from error
+        raise UserError(f"cannot write into '{place}': {reason}.{cure and f' {cure}'}") from error
 
 
 def _is_of(place: Path, file: Path) -> bool:
