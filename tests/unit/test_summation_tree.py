@@ -8,7 +8,15 @@ import math
 import pytest
 import torch
 
-from zerovision.training.engines.summation_tree import TreeNode, add_nodes, join, plan_segment
+from zerovision.training.engines.summation_tree import (
+    LeafSums,
+    StepTree,
+    TreeNode,
+    add_leaf,
+    add_nodes,
+    join,
+    plan_segment,
+)
 
 SHARINGS = [(leaves, ranks) for leaves in range(1, 41) for ranks in range(1, leaves + 1) if leaves % ranks == 0]
 
@@ -22,18 +30,18 @@ def tree_over(leaves: list, add):
 
 
 def sums_of_rank(first: int, end: int, leaves: int, values: list, add):
-    """Play a rank's plan with `values` for its leaves; `add` stands for backward, too."""
+    """Add `values` for the leaves of a rank as `LeafSums` does; `add` stands for backward, too."""
     plan = plan_segment(first, end, leaves)
-    parked, running = [], None
-    for leaf, (parks, joins) in zip(range(first, end), plan.additions, strict=True):
-        if parks:
-            parked.append(running)
-            running = None
-        running = values[leaf] if running is None else add(running, values[leaf])
-        assert len(parked) <= plan.most_parked
+    nodes, sums = [], []
+    for leaf in range(first, end):
+        joins = add_leaf(nodes, leaf, leaves)
+        sums.append(values[leaf])
         for _ in range(joins):
-            running = add(parked.pop(), running)
-    return list(zip(plan.nodes, [*parked, running], strict=True))
+            running = sums.pop()
+            sums[-1] = add(sums[-1], running)
+        assert len(sums) - 1 <= plan.most_parked
+    assert nodes == plan.nodes
+    return list(zip(nodes, sums, strict=True))
 
 
 @pytest.mark.parametrize(("leaves", "ranks"), SHARINGS)
@@ -79,3 +87,28 @@ def test_the_bits_of_float32_sums(ranks):
     sums = [(node, total.clone()) for node, total in sums]
     ((_, result),) = add_nodes(sums, leaves, torch.empty(1000))
     assert torch.equal(result.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+def test_the_rows_in_which_ranks_keep_their_sums(ranks):
+    """The same, in the rows that ranks send; a parameter without a gradient in a leaf counts as zeros."""
+    leaves, count = 12, 12 // ranks
+    generator = torch.Generator().manual_seed(0)
+    values = (
+        torch.randn(leaves, 2, 1000, generator=generator) * 10.0 ** torch.arange(leaves).remainder(5)[:, None, None]
+    )
+    missing = {(0, 1), (3, 0), (7, 1)}  # leaf and parameter
+    for leaf, parameter in missing:
+        values[leaf, parameter] = 0
+    expected = tree_over(list(values), torch.add).flatten()
+    tree = StepTree(ranks, count)
+    rows = torch.zeros(ranks, max(tree.rows_sent, 1 + max(one.most_parked for one in tree.segments)), 2000)
+    for rank, segment in enumerate(tree.segments):
+        sums = LeafSums([*rows[rank]], segment.first, leaves)
+        for _step in range(2):
+            sums.clear()
+            for leaf in range(rank * count, (rank + 1) * count):
+                gradients = [None if (leaf, one) in missing else values[leaf, one] for one in range(2)]
+                sums.add(rows[rank, 0].split(1000), gradients)
+    out = rows[0, 0] if ranks == 1 else torch.empty(2000)
+    assert torch.equal(tree.add_ranks(rows, out).view(torch.int32), expected.view(torch.int32))

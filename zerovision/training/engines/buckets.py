@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -239,14 +239,6 @@ class Shared:
         return cut_anywhere(parameters, ranks)
 
 
-class Placed(NamedTuple):
-    """A bucket on a rank: its index in the whole model, the rank's stage, and its layout."""
-
-    number: int
-    stage: int
-    layout: BucketLayout
-
-
 def share_out(
     module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, part: ModelPart
 ) -> list[Shared]:
@@ -273,46 +265,31 @@ def share_out(
     return shared
 
 
-def place(shared: Sequence[Shared], stages: Sequence[Collection[str]], ranks: int) -> list[Placed]:
-    """Return the buckets of a rank, in order.
-
-    Args:
-        shared: values of the whole model.
-        stages: the names of the parameters of each of the rank's stages.
-        ranks: number of ranks that share the stages.
-    """
-    every = [
-        Placed(number, stage, one.layout(names, ranks))
-        for number, one in enumerate(shared)
-        for stage, names in enumerate(stages)
-    ]
-    return [placed for placed in every if placed.layout.starts]
-
-
 def make_buckets(
-    shared: Sequence[Shared], placed: Sequence[Placed], world: World, tree: StepTree
+    shared: Sequence[Shared], stages: Sequence[Collection[str]], world: World, tree: StepTree
 ) -> tuple[list[Bucket], torch.Tensor]:
     """Move the optimizer's parameters into buckets, and let it update this rank's parts; a collective.
 
     Args:
         shared: values of the whole model.
-        placed: this rank's buckets.
-        world: the ranks that share its stages.
+        stages: the names of the parameters of each of the rank's stages.
+        world: the ranks that share the stages.
         tree: the step's tree.
 
     Returns:
         The buckets, and the gradients of their parts, concatenated in one tensor.
     """
+    every = [(one, one.layout(names, world.size)) for one in shared for names in stages]
+    own = [(one, layout) for one, layout in every if layout.starts]
     for one in shared:
         one.group["params"] = []
-    lengths = [layout.part for _, _, layout in placed]
+    lengths = [layout.part for _, layout in own]
     gradients = torch.zeros(sum(lengths), device=world.device)
     buckets: list[Bucket] = []
-    for (number, _, layout), part in zip(placed, gradients.split(lengths) if lengths else [], strict=True):
-        group, parameters = shared[number].group, shared[number].parameters
-        own = {name: parameters[name] for name in layout.starts}
-        buckets.append(Bucket(own, layout, world, tree, part, is_first=not buckets))
-        group["params"] += buckets[-1].trained
+    for (one, layout), part in zip(own, gradients.split(lengths) if lengths else [], strict=True):
+        parameters = {name: one.parameters[name] for name in layout.starts}
+        buckets.append(Bucket(parameters, layout, world, tree, part, is_first=not buckets))
+        one.group["params"] += buckets[-1].trained
     return buckets, gradients
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zerovision.training.base.places import SHARED_MEMORY
 from zerovision.training.base.timing import communication
-from zerovision.training.engines.summation_tree import LeafSums, StepTree, add_ranks
+from zerovision.training.engines.summation_tree import LeafSums, StepTree
 from zerovision.training.world.collectives import barrier, broadcast_object, error_on_any_rank
 from zerovision.training.world.world import World
 
@@ -104,7 +104,7 @@ class SharedMemoryBuffers(FlatBuffers):
         if self._synchronizes:
             barrier(self._world)
         # The other ranks' rows are written to as well: no other rank reads this part of them.
-        return _sum_rows(self._shared_rows[:, :, self._part], self._tree, self._sum)
+        return self._tree.add_ranks(self._shared_rows[:, :, self._part], self._sum)
 
     def start_from_main(self) -> None:
         barrier(self._world)
@@ -156,7 +156,7 @@ class CollectiveBuffers(FlatBuffers):
             nodes = [segment.nodes[0] for segment in self._tree.segments]
             self._tree.levels.finish(self._received, nodes.__getitem__, self._tree.leaves, self._sum)
             return self._sum
-        return _sum_rows(self._received.transpose(0, 1), self._tree, self._sum)
+        return self._tree.add_ranks(self._received.transpose(0, 1), self._sum)
 
     def start_from_main(self) -> None:
         dist.broadcast(self.weights, group=self._world.group, group_src=0)
@@ -200,18 +200,7 @@ def _leaf_sums(rows: list[torch.Tensor], world: World, tree: StepTree) -> tuple[
     """Return a rank's sums, in the rows [n] that it sends and additional rows, and the running sum."""
     segment = tree.segments[world.rank]
     rows = rows + [torch.zeros_like(rows[0]) for _ in range(segment.most_parked + 1 - len(rows))]
-    return LeafSums(rows, segment.additions), rows[0]
-
-
-def _sum_rows(rows: torch.Tensor, tree: StepTree, out: torch.Tensor) -> torch.Tensor:
-    """Add the ranks' rows [ranks, rows, k] along the tree into `out` [k], overwriting the rows.
-
-    A single rank's row is `out`.
-    """
-    if len(rows) == 1:
-        return out
-    add_ranks(rows, tree.segments, tree.leaves, out)
-    return out
+    return LeafSums(rows, segment.first, tree.leaves), rows[0]
 
 
 def _part(size: int, world: World) -> slice:

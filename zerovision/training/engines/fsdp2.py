@@ -26,7 +26,7 @@ from zerovision.training.engines.machine_levels import machine_levels
 from zerovision.training.engines.norms import SumOfSquares, pieces_per_row
 from zerovision.training.engines.parameter_shards import WEIGHTS, ModelPart, ParameterShard
 from zerovision.training.engines.precision import DTYPES, under_autocast
-from zerovision.training.engines.summation_tree import LeafSums, StepTree
+from zerovision.training.engines.summation_tree import LeafSums, plan_segment
 from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.collectives import copy_from_main
@@ -74,7 +74,9 @@ class Fsdp2:
         for group, members in zip(self._optimizer.param_groups, grouped, strict=True):
             group["params"] = [self._parts[name].trained for name in members if name in self._parts]
         self._part = setup.part
-        self._own_sums = None if world.size > 1 else _OwnSums(self._parts, StepTree(1, setup.accumulation_steps))
+        adds_leaves = world.size == 1 and setup.accumulation_steps > 1
+        self._own_sums = _OwnSums(self._parts, setup.accumulation_steps) if adds_leaves else None
+        self._is_last_leaf = True
         self._sum_of_squares = SumOfSquares(self._own_pieces(trained, setup.part), world)
 
     def _shard(self, setup: EngineSetup) -> None:
@@ -139,17 +141,17 @@ class Fsdp2:
 
     def begin_backward(self, leaf: int, _stage: int = 0) -> None:
         """See `Zero1`."""
-        is_last = leaf == self._accumulation_steps - 1
+        self._is_last_leaf = leaf == self._accumulation_steps - 1
         if isinstance(self._module, FSDPModule):
-            self._module.set_reshard_after_backward(is_last or self._releases)
+            self._module.set_reshard_after_backward(self._is_last_leaf or self._releases)
         for reduce in self._reduce:
             reduce.leaf = leaf
 
     def end_backward(self, _stage: int = 0) -> None:
         """See `Zero1`."""
         if self._own_sums is not None:
-            self._own_sums.add_leaf()
-        elif self._reduce[-1].leaf < self._accumulation_steps - 1:  # the sum comes with the last leaf
+            self._own_sums.add_leaf(is_last=self._is_last_leaf)
+        elif not self._is_last_leaf:  # the sum comes with the last one
             for part in self._parts.values():
                 part.parameter.grad = None
 
@@ -248,28 +250,24 @@ class _Part:
 
 
 class _OwnSums:
-    """Sums over the leaves of a single rank, which has plain parameters."""
+    """Sums over the leaves of a step, two or more, on a single rank, which has plain parameters."""
 
-    def __init__(self, parts: Mapping[str, _Part], tree: StepTree) -> None:
-        self._parameters, segment = [part.parameter for part in parts.values()], tree.segments[0]
-        self._last, self._leaf = len(segment.additions) - 1, 0
-        elements = sum(parameter.numel() for parameter in self._parameters) if self._last else 0
-        rows = [torch.zeros(elements, device=self._parameters[0].device) for _ in range(segment.most_parked + 1)]
-        self._sums = LeafSums(rows, segment.additions)
-        self._places = []
-        if self._last:
-            flats = rows[0].split([parameter.numel() for parameter in self._parameters])
-            self._places = [flat.view_as(parameter) for flat, parameter in zip(flats, self._parameters, strict=True)]
+    def __init__(self, parts: Mapping[str, _Part], leaves: int) -> None:
+        self._parameters = [part.parameter for part in parts.values()]
+        sizes, sums = (
+            [parameter.numel() for parameter in self._parameters],
+            1 + plan_segment(0, leaves, leaves).most_parked,
+        )
+        rows = [torch.zeros(sum(sizes), device=self._parameters[0].device) for _ in range(sums)]
+        self._sums = LeafSums(rows, 0, leaves)
+        flats = zip(rows[0].split(sizes), self._parameters, strict=True)
+        self._places = [flat.view_as(parameter) for flat, parameter in flats]
 
-    def add_leaf(self) -> None:
+    def add_leaf(self, *, is_last: bool) -> None:
         """Add the parameters' gradients; after the step's last leaf the result is the sum."""
-        if not self._last:
-            return
         self._sums.add(self._places, [parameter.grad for parameter in self._parameters])
-        is_last = self._leaf == self._last
         for parameter, place in zip(self._parameters, self._places, strict=True):
             parameter.grad = place if is_last else None
-        self._leaf = 0 if is_last else self._leaf + 1
         if is_last:
             self._sums.clear()
 

@@ -23,28 +23,16 @@ class TreeNode(NamedTuple):
     end: int
 
 
-class LeafAdditions(NamedTuple):
-    """A rank's operations on its buffers at one leaf.
-
-    Attributes:
-        parks: whether the running sum is set aside first, because this leaf begins another.
-        joins: number of parked sums, latest first, to add to the running sum after backward.
-    """
-
-    parks: bool
-    joins: int
-
-
 class Segment(NamedTuple):
-    """A rank's additions in the order of its leaves, and the sums left at the end.
+    """A rank's leaves, and its sums of them.
 
     Attributes:
-        additions: one entry per leaf.
-        nodes: the remaining sums, in the order of the leaves; the last is the running sum, the others are parked.
+        first: its first leaf.
+        nodes: the sums left at the end, in the order of the leaves; the last is the running sum, the others are parked.
         most_parked: largest number of parked sums at any time.
     """
 
-    additions: list[LeafAdditions]
+    first: int
     nodes: list[TreeNode]
     most_parked: int
 
@@ -69,18 +57,35 @@ class StepTree:
         self.segments = [plan_segment(first, first + leaves_per_rank, self.leaves) for first in firsts]
         self.rows_sent = max(len(segment.nodes) for segment in self.segments)
 
+    def add_ranks(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return the sum [n] of the sums left on all ranks.
+
+        Args:
+            rows: [ranks, rows, n], the rows of the ranks' `LeafSums`; overwritten.
+            out: separate memory [n] for the sum; for a single rank, its row, which is the sum.
+        """
+        if len(rows) > 1:
+            sums = [
+                (node, rows[rank, (place + 1) % len(segment.nodes)])  # the last sum, the running one, is in row 0
+                for rank, segment in enumerate(self.segments)
+                for place, node in enumerate(segment.nodes)
+            ]
+            add_nodes(sums, self.leaves, out)
+        return out
+
 
 class LeafSums:
     """A rank's memory for sums over its leaves: the running sum, to which leaves are added, and a stack of parked sums.
 
     Args:
         rows: memory [n] for each sum; the running sum is in the first row, parked sums follow in order.
-        additions: the additions of this rank's segment.
+        first: the rank's first leaf.
+        leaves: the tree's leaves.
     """
 
-    def __init__(self, rows: list[torch.Tensor], additions: list[LeafAdditions]) -> None:
-        self._rows, self._additions = rows, additions
-        self._leaf = self._parked = 0
+    def __init__(self, rows: list[torch.Tensor], first: int, leaves: int) -> None:
+        self._rows, self._first, self._leaves = rows, first, leaves
+        self._nodes: list[TreeNode] = []  # of the sums; the last is the running sum's
 
     def add(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the next leaf, and the parked sums that it completes.
@@ -89,49 +94,25 @@ class LeafSums:
             places: views of the running sum, one per parameter.
             gradients: gradients in the shapes of the places; None for zeros.
         """
-        parks, joins = self._additions[self._leaf]
-        if parks:
-            self._parked += 1
-            self._rows[self._parked].copy_(self._rows[0])
-        is_sum = self._leaf > 0 and not parks
+        sums, leaf = len(self._nodes), self._nodes[-1].end if self._nodes else self._first
+        joins = add_leaf(self._nodes, leaf, self._leaves)  # the first is with the running sum
+        if sums and not joins:
+            self._rows[sums].copy_(self._rows[0])
         values = [gradient for gradient in gradients if gradient is not None]
         present = [place for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
-        if values and is_sum:
+        if values and joins:
             torch._foreach_add_(present, values)
         elif values:
             torch._foreach_copy_(present, values)
         for place, gradient in zip(places, gradients, strict=True):
-            if gradient is None and not is_sum:
+            if gradient is None and not joins:
                 place.zero_()
-        for _ in range(joins):
-            self._rows[0].add_(self._rows[self._parked])
-            self._parked -= 1
-        self._leaf += 1
+        for row in range(sums - 1, sums - joins, -1):
+            self._rows[0].add_(self._rows[row])
 
     def clear(self) -> None:
         """Begin the next step."""
-        self._leaf = self._parked = 0
-
-
-def rows_of(segment: Segment) -> list[tuple[TreeNode, int]]:
-    """Return a rank's remaining sums, in the order of their leaves, and the row of `LeafSums` of each."""
-    *parked, running = segment.nodes
-    return [*zip(parked, range(1, len(parked) + 1), strict=True), (running, 0)]
-
-
-def add_ranks(
-    rows: torch.Tensor, segments: Sequence[Segment], leaves: int, out: torch.Tensor
-) -> list[tuple[TreeNode, torch.Tensor]]:
-    """Add the remaining sums of ranks with neighboring segments, as `add_nodes` does.
-
-    Args:
-        rows: [ranks, rows, n], the rows of the ranks' `LeafSums`; overwritten.
-        segments: the segments of these ranks, in order.
-        leaves: the tree's leaves.
-        out: see `add_nodes`.
-    """
-    sums = [(node, rows[rank, row]) for rank, segment in enumerate(segments) for node, row in rows_of(segment)]
-    return add_nodes(sums, leaves, out)
+        self._nodes = []
 
 
 def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
@@ -145,27 +126,29 @@ def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
     return TreeNode(left.first, right.end) if is_node else None
 
 
-def plan_segment(first: int, end: int, leaves: int) -> Segment:
-    """Plan how a rank adds the leaves `first` to `end` - 1 of a tree over this many leaves.
+def add_leaf(nodes: list[TreeNode], leaf: int, leaves: int) -> int:
+    """Append a leaf to a rank's nodes, join the last two as long as they are halves, and return how often.
 
-    Adding a leaf to the running sum gives a sum of the tree if the leaf is the right half of a node whose left half is
-    the running sum.
+    Args:
+        nodes: the nodes of the rank's sums over its earlier leaves.
+        leaf: number of the leaf.
+        leaves: the tree's leaves.
     """
-    parked: list[TreeNode] = []
-    running = TreeNode(first, first + 1)
-    additions = [LeafAdditions(parks=False, joins=0)]
-    most_parked = 0
-    for leaf in range(first + 1, end):
-        joined = join(running, TreeNode(leaf, leaf + 1), leaves)
-        if joined is None:
-            parked.append(running)
-            most_parked = max(most_parked, len(parked))
-        running, joins = joined or TreeNode(leaf, leaf + 1), 0
-        while parked and (both := join(parked[-1], running, leaves)):
-            parked.pop()
-            running, joins = both, joins + 1
-        additions.append(LeafAdditions(parks=joined is None, joins=joins))
-    return Segment(additions, [*parked, running], most_parked)
+    nodes.append(TreeNode(leaf, leaf + 1))
+    joins = 0
+    while len(nodes) > 1 and (both := join(nodes[-2], nodes[-1], leaves)):
+        nodes[-2:] = [both]
+        joins += 1
+    return joins
+
+
+def plan_segment(first: int, end: int, leaves: int) -> Segment:
+    """Return how a rank adds the leaves `first` to `end` - 1 of a tree over this many leaves."""
+    nodes, most_parked = list[TreeNode](), 0
+    for leaf in range(first, end):
+        add_leaf(nodes, leaf, leaves)
+        most_parked = max(most_parked, len(nodes) - 1)
+    return Segment(first, nodes, most_parked)
 
 
 def add_nodes(

@@ -19,11 +19,9 @@ from zerovision.training.engines.activation_checkpointing import repeated_blocks
 from zerovision.training.engines.buckets import (
     BackwardOrder,
     Bucket,
-    Placed,
     Shared,
     count_blocks,
     make_buckets,
-    place,
     share_out,
 )
 from zerovision.training.engines.compilation import compile_network
@@ -66,15 +64,14 @@ class Zero1:
         tree = StepTree(self._world.size, setup.accumulation_steps, levels)
         shared = share_out(self._module, self._optimizer, self._world.device, setup.part)
         stages = setup.part.stages or [{name for one in shared for name in one.parameters}]
-        own = place(shared, stages, self._world.size)
-        self._buckets, self._gradients = make_buckets(shared, own, self._world, tree)
+        self._buckets, self._gradients = make_buckets(shared, stages, self._world, tree)
         self._part = setup.part
         self._whole = [bucket for bucket in self._buckets if not any(map(self._part.is_divided, bucket.parameters))]
         self._orders = [
-            BackwardOrder(self._module, [b for b, one in zip(self._buckets, own, strict=True) if one.stage == stage])
-            for stage in range(len(stages))
+            BackwardOrder(self._module, [bucket for bucket in self._buckets if {*bucket.parameters} <= {*names}])
+            for names in stages
         ]
-        blocks = _own_blocks(shared, own, self._world.rank, setup.part)
+        blocks = _own_blocks(shared, self._buckets, self._world.rank, setup.part)
         self._sum_of_squares = SumOfSquares(blocks, self._world, setup.part.holders)
         if setup.compiles:
             compile_network(self._network, setup)
@@ -159,25 +156,23 @@ def _wait_for_weights(buckets: Sequence[Bucket]) -> None:
         bucket.buffers.finish_gather()
 
 
-def _own_blocks(shared: Sequence[Shared], placed: Sequence[Placed], rank: int, part: ModelPart) -> torch.Tensor:
+def _own_blocks(shared: Sequence[Shared], buckets: Sequence[Bucket], rank: int, part: ModelPart) -> torch.Tensor:
     """Return each block's index among this rank's blocks, int64 [blocks]; -1 for other ranks' blocks.
 
     Args:
         shared: the parameters of the model's buckets.
-        placed: the buckets that this rank has parts of.
+        buckets: the buckets that this rank has parts of.
         rank: rank that owns the parts.
         part: decides which parameters count on this rank.
     """
-    places = [
-        {name: -torch.ones(count_blocks(one), dtype=torch.int64) for name, one in every.parameters.items()}
-        for every in shared
-    ]
+    named = (item for every in shared for item in every.parameters.items())
+    places = {name: -torch.ones(count_blocks(parameter), dtype=torch.int64) for name, parameter in named}
     start = 0
-    for number, _, layout in placed:
+    for layout in (bucket.layout for bucket in buckets):
         blocks = layout.part // BLOCK
         for name, element in layout.starts.items():
-            place = torch.arange(len(places[number][name])) + element // BLOCK - rank * blocks  # in the part
+            place = torch.arange(len(places[name])) + element // BLOCK - rank * blocks  # in the part
             is_own = (place >= 0) & (place < blocks) & part.counts(name)
-            places[number][name] = torch.where(is_own, start + place, -1)
+            places[name] = torch.where(is_own, start + place, -1)
         start += blocks
-    return torch.cat([torch.arange(0), *(place for of_bucket in places for place in of_bucket.values())])
+    return torch.cat([torch.arange(0), *places.values()])
