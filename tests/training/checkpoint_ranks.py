@@ -54,6 +54,7 @@ from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.observer import StepDone
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer, tune
+from zerovision.training.steps import saver
 from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.saver import GIVE_UP_SECONDS, Saver
@@ -216,8 +217,6 @@ class Job:
         if found is not None:
             with mock.patch.object(shards, "safe_open", CountingFile):
                 restore(found, self.state, world)
-        self.clock_ahead_s = 0.0
-        clock = lambda: time.monotonic() + self.clock_ahead_s  # noqa: E731
         loss = build_loss(config, self.data.class_names, self.data.train_counts, world.device)
         step = GradientCache(world, plan.leaves, 0.1, CLASSES) if is_contrastive else Accumulate(loss)
         if stages > 1 and not members:
@@ -242,7 +241,7 @@ class Job:
             loggers=loggers,
         )
         self.guard = guard_of(run, most_bad_steps)
-        self.saver = Saver(run, {"global batch": plan.global_batch}, self.guard, clock)
+        self.saver = Saver(run, {"global batch": plan.global_batch}, self.guard)
         self.run = observed(run, self.guard, self.saver)
 
     def train(self) -> None:
@@ -433,8 +432,10 @@ def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) 
         with full_disk(world, full_rank):
             save(4)
             save(5)
-            job.clock_ahead_s = GIVE_UP_SECONDS if world.is_main else 0.0
-            save(6)
+            ahead_s = GIVE_UP_SECONDS if world.is_main else 0.0
+            clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
+            with mock.patch.object(saver, "time", clock):
+                save(6)
     except RunEnded as error:
         ended = [str(error), error.exit_code]
     result = {

@@ -26,6 +26,7 @@ from zerovision.training.steps import saver as saver_module
 from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.saver import Saver
 from zerovision.training.tasks.scores import ScoreSums
+from zerovision.training.world import signals
 from zerovision.training.world.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("no_sync")
@@ -53,7 +54,9 @@ class Training:
             config=config, world=ALONE, start=start, folder=paths, plan=plan, model=RunModel(None), state=self.state
         )
         guard = SimpleNamespace(settle=lambda: None)
-        self.saver = Saver(run, IDENTITY, guard, lambda: self.now, self.sleep)
+        for module in (saver_module, signals):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        self.saver = Saver(run, IDENTITY, guard)
         self.step, self.stop, self.signal_at = 0, start.stop, math.inf
 
     def _refusing(self, write, counts):

@@ -54,21 +54,12 @@ class Saver(Observer):
         run: the run, without its observers.
         identity: see `Manifest.identity`.
         guard: its outcomes are read before a save.
-        clock: returns seconds that never go back.
-        sleep: waits for a number of seconds.
     """
 
     span = "saving"
 
-    def __init__(
-        self,
-        run: Run,
-        identity: dict[str, Any],
-        guard: NonFiniteGuard,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._run, self._identity, self._guard, self._clock, self._sleep = run, identity, guard, clock, sleep
+    def __init__(self, run: Run, identity: dict[str, Any], guard: NonFiniteGuard) -> None:
+        self._run, self._identity, self._guard = run, identity, guard
         self._folder, self._config, self._state, self._world = run.folder.checkpoints, run.config, run.state, run.world
         self._loggers, self._heartbeat, self._frozen = run.loggers, run.start.heartbeat, run.model.frozen
         self._patience_s = SLOW_PHASE * run.config.hang_timeout
@@ -76,10 +67,10 @@ class Saver(Observer):
         self._thread: threading.Thread | None = None
         self._running: _Save | None = None
         self._unsaved_best: Callable[[], None] | None = None
-        self._backoff = Backoff(clock)
+        self._backoff = Backoff()
         self._has_given_up = False
         self._failed_position = 0
-        self._last_start = clock()
+        self._last_start = time.monotonic()
 
     def before_step(self, position: int) -> None:
         if self.is_due_by_time():
@@ -105,7 +96,7 @@ class Saver(Observer):
         """
         if not self._world.is_main:
             return False
-        minutes, now = self._config.save_every_minutes, self._clock()
+        minutes, now = self._config.save_every_minutes, time.monotonic()
         if minutes > 0 and now - self._last_start >= 60 * minutes:
             self._last_start = now
             return True
@@ -152,7 +143,7 @@ class Saver(Observer):
         Raises:
             RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`.
         """
-        start = self._last_start = self._clock()
+        start = self._last_start = time.monotonic()
         self.wait()
         if write_best is not None:
             self._unsaved_best = write_best
@@ -178,7 +169,7 @@ class Saver(Observer):
             checkpoint_name(progress),
             position=self._run.plan.position(progress),
             is_best=write_best is not None,
-            stall_seconds=self._clock() - start,
+            stall_seconds=time.monotonic() - start,
         )
         self._thread = threading.Thread(target=self._write, args=(save, facts), name="checkpoint", daemon=True)
         try:
@@ -230,14 +221,7 @@ class Saver(Observer):
             if self._backoff.is_failing:
                 delay_s = self._backoff.delay_s()
                 self._heartbeat.beat("save", self._failed_position, self._patience_s + delay_s)
-                if self._run.start.stop.wait(
-                    self._world,
-                    delay_s,
-                    self._failed_position,
-                    is_stopping=is_stop,
-                    clock=self._clock,
-                    sleep=self._sleep,
-                ):
+                if self._run.start.stop.wait(self._world, delay_s, self._failed_position, is_stopping=is_stop):
                     self._loggers.message("signal: the last attempt to save; a second signal skips it")
                     self._backoff.give_up_s = 0.0
 
@@ -262,7 +246,7 @@ class Saver(Observer):
 
         Its messages use `World.save_group`, so that they never mix with those of the training steps.
         """
-        start = self._clock()
+        start = time.monotonic()
         try:
             save.error = self._write_and_commit(save, facts)
             if save.error is not None:
@@ -271,7 +255,7 @@ class Saver(Observer):
                 save.is_last_try = verdicts[0]  # by rank 0's clock
         except Exception as error:  # a rank that died breaks the agreement; the steps will notice, too
             save.error = one_line(f"{type(error).__name__}: {error}")
-        save.seconds = self._clock() - start
+        save.seconds = time.monotonic() - start
 
     def _write_and_commit(self, save: _Save, facts: dict[str, Any]) -> str | None:
         temporary = temporary_folder(self._folder, save.name)
@@ -323,8 +307,7 @@ class Backoff:
     The next attempt comes when failures have lasted twice as long as at the last attempt.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._since: float | None = None  # of the first failure since the last success
         self._retry_at = math.inf
         self.give_up_s = GIVE_UP_SECONDS
@@ -340,12 +323,12 @@ class Backoff:
             self._since, self._retry_at = None, math.inf
             return
         if self._since is None:
-            self._since = self._clock()
-        self._retry_at = self._clock() + self.delay_s()
+            self._since = time.monotonic()
+        self._retry_at = time.monotonic() + self.delay_s()
 
     def failing_s(self) -> float:
         """Return the number of seconds for which saves have been failing."""
-        return 0.0 if self._since is None else self._clock() - self._since
+        return 0.0 if self._since is None else time.monotonic() - self._since
 
     def has_expired(self) -> bool:
         """Return whether waiting for another attempt is pointless."""
@@ -358,7 +341,7 @@ class Backoff:
 
     def take_retry(self) -> bool:
         """Return True once after each failure when the next attempt is due."""
-        if self._clock() < self._retry_at:
+        if time.monotonic() < self._retry_at:
             return False
         self._retry_at = math.inf
         return True

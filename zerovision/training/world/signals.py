@@ -82,16 +82,7 @@ class StopRequest:
         earlier = self.poll(world).stop_signal
         return earlier or self.poll(world).stop_signal
 
-    def wait(
-        self,
-        world: World,
-        seconds: float,
-        step: int,
-        *,
-        is_stopping: bool,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> bool:
+    def wait(self, world: World, seconds: float, step: int, *, is_stopping: bool) -> bool:
         """Wait, by rank 0's clock, and return on all ranks whether a signal ended the wait; a collective.
 
         From now on, one more signal ends the run at once; one of several ranks ends its process, because it cannot ask
@@ -102,21 +93,20 @@ class StopRequest:
             seconds: seconds to wait.
             step: the run's step.
             is_stopping: whether a first signal caused the wait, so that only a second one ends it.
-            clock: returns seconds that never go back.
-            sleep: waits for so many seconds.
         """
         if self._most is None:
             self._most = 1 + (len(self._times) if is_stopping else 0)
         self._is_alone, self._step = world.size == 1, step
-        deadline = clock() + seconds
+        deadline = time.monotonic() + seconds
         while True:
-            flags = torch.tensor([len(self._times) >= self._most, world.is_main and clock() >= deadline]).int()
+            is_over = world.is_main and time.monotonic() >= deadline
+            flags = torch.tensor([len(self._times) >= self._most, is_over], dtype=torch.int32)
             if world.signal_group is not None:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.signal_group)
             has_signal, is_over = flags.tolist()
             if has_signal or is_over:
                 return bool(has_signal)
-            sleep(min(WAIT_POLL_SECONDS, max(deadline - clock(), 0.0)))
+            time.sleep(min(WAIT_POLL_SECONDS, max(deadline - time.monotonic(), 0.0)))
 
     def close(self) -> None:
         """Finish the pending all-reduce; a collective."""
