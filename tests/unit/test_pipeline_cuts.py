@@ -13,8 +13,9 @@ from zerovision.models.dry_run import without_data
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
+from zerovision.training.engines.buckets import deal
 from zerovision.training.engines.pipeline import Pipeline
-from zerovision.training.engines.pipeline.cuts import balanced_cuts, check_places, deal_members, places_to_cut, trace
+from zerovision.training.engines.pipeline.cuts import balanced_cuts, check_places, places_to_cut, trace
 from zerovision.training.engines.pipeline.rehearsal import layout_of
 
 SIZE = 32  # pixels
@@ -90,7 +91,7 @@ def test_balanced_stages_are_the_best_of_all(stages):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_members_are_dealt_out_evenly(ranks):
     costs = [3.0, 3.0, 2.0, 2.0, 2.0]
-    dealt = deal_members(costs, ranks)
+    dealt = deal(dict(enumerate(costs)), ranks)
     assert sorted(number for members in dealt for number in members) == [0, 1, 2, 3, 4]
     best = min(
         max(sum(cost for cost, at in zip(costs, places, strict=True) if at == rank) for rank in range(ranks))

@@ -33,7 +33,7 @@ from zerovision.training.observe.device_use import DeviceGauge
 from zerovision.training.observe.observer import StepDone
 from zerovision.training.observe.profiler import StepProfiler, costliest_operators
 from zerovision.training.observe.slow_ranks import SlowRankDetector, work_seconds
-from zerovision.training.steps.step_metrics import LogPace
+from zerovision.training.steps.step_metrics import fewest_steps
 from zerovision.training.world.collectives import (
     barrier,
     broadcast_object,
@@ -248,9 +248,8 @@ def test_points_are_ten_steps_and_a_second_apart_or_as_given(seconds, every, ste
 
 
 def test_the_slowest_rank_sets_the_pace_and_saving_does_not():
-    pace = LogPace()
-    pace.update([spans(forward=0.5, saving=9.0), spans(forward=0.5, communication=1.5, evaluation=9.0)], 10)
-    assert pace.fewest_steps == 5
+    ranks = [spans(forward=0.5, saving=9.0), spans(forward=0.5, communication=1.5, evaluation=9.0)]
+    assert fewest_steps(ranks, 10) == 5
 
 
 @pytest.mark.parametrize(("answer", "utilization"), [(37, 0.37), (RuntimeError("NVML: Not Supported"), None)])

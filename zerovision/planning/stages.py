@@ -17,11 +17,11 @@ from zerovision.models.sides import sides
 from zerovision.planning.memory import RankShare
 from zerovision.planning.run_workload import Workload, sizes_of
 from zerovision.training.config import TrainConfig
+from zerovision.training.engines.buckets import deal
 from zerovision.training.engines.pipeline import stages_per_rank
 from zerovision.training.engines.pipeline.cuts import (
     balanced_cuts,
     check_places,
-    deal_members,
     named_cuts,
     names_of_stages,
     places_to_cut,
@@ -79,7 +79,7 @@ def _members_of(
         alone = dataclasses.replace(workload, network=member).without_data(recomputes=False)
         costs.append(sum(forward_flops(alone, (), workload.image_size, workload.image_channels)))
     shares = []
-    for own in deal_members(costs, config.pipeline_parallel):
+    for own in map(sorted, deal(dict(enumerate(costs)), config.pipeline_parallel)):
         part = dataclasses.replace(workload, network=Ensemble(ensemble.members[number] for number in own))
         shares.append(RankShare(sizes_of(part.network), part.activations(*settings), workload.whole_bytes))
     return tuple(shares)

@@ -12,7 +12,8 @@ import contextlib
 import os
 import secrets
 import shutil
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,15 @@ LARGEST_SHARE = 0.5  # of its free space: the data loaders' workers need some to
 BYTES = 4  # of a float32
 
 
-class FlatBuffers(Protocol):
+class FlatBuffers(ABC):
     """Weights and gradients of one bucket on all ranks: fp32, cut into one equal part per rank.
+
+    Args:
+        weights: [n], zeros; n is a multiple of the number of ranks.
+        rows: zeros [n], one for each sum that this rank sends in the tree.
+        out: [n / ranks], for the sum of this rank's part.
+        world: the ranks.
+        tree: the step's tree.
 
     Attributes:
         are_shared: whether the ranks share one copy of the weights.
@@ -38,18 +46,26 @@ class FlatBuffers(Protocol):
         part: this rank's part of the weights, [n / ranks].
     """
 
-    are_shared: bool
-    weights: torch.Tensor
-    gradients: torch.Tensor
-    sums: LeafSums
-    part: torch.Tensor
+    are_shared = False
+
+    def __init__(
+        self, weights: torch.Tensor, rows: Sequence[torch.Tensor], out: torch.Tensor, world: World, tree: StepTree
+    ) -> None:
+        self.weights, self._rows, self._sum, self._world, self._tree = weights, rows, out, world, tree
+        segment = tree.segments[world.rank]
+        parked = [torch.zeros_like(weights) for _ in range(segment.most_parked + 1 - len(rows))]
+        self.sums, self.gradients = LeafSums([*rows, *parked], segment.first, tree.leaves), rows[0]
+        self._part = slice(world.rank * len(out), (world.rank + 1) * len(out))
+        self.part = weights[self._part]
 
     def start_sum(self) -> None:
         """Start the sum that `sum_own_part` waits for, once the gradients of this rank's leaves are final.
 
         This is a collective.
         """
+        return
 
+    @abstractmethod
     def sum_own_part(self) -> torch.Tensor:
         """Return this rank's part of the gradients summed over all leaves, [n / ranks]; a collective.
 
@@ -57,23 +73,26 @@ class FlatBuffers(Protocol):
         this call.
         """
 
+    @abstractmethod
     def start_from_main(self) -> None:
         """Copy the weights that rank 0 wrote to all ranks; a collective."""
 
+    @abstractmethod
     def start_gather(self) -> None:
         """Start to fill `weights` with every rank's part; a collective."""
 
     def finish_gather(self) -> None:
         """Wait until `weights` are complete."""
+        return
 
 
 class SharedMemoryBuffers(FlatBuffers):
     """Buffers in memory that all ranks map: for CPU ranks on one machine, or a single rank on any device.
 
     Args:
-        weights: [n], zeros; n is a multiple of the number of ranks.
-        shared_rows: [ranks, rows, n], zeros; a rank has as many rows of gradients as it sends in the tree.
-        out: [n / ranks], for the sum of this rank's part; for a single rank, its row.
+        weights: see `FlatBuffers`.
+        every_row: [ranks, rows, n], zeros; each rank's rows.
+        out: see `FlatBuffers`; for a single rank, its row.
         world: the ranks.
         tree: the step's tree.
         synchronizes: whether summing and gathering wait for the other ranks. All buckets are summed, and gathered, in
@@ -85,26 +104,21 @@ class SharedMemoryBuffers(FlatBuffers):
     def __init__(
         self,
         weights: torch.Tensor,
-        shared_rows: torch.Tensor,
+        every_row: torch.Tensor,
         out: torch.Tensor,
         world: World,
         tree: StepTree,
         *,
         synchronizes: bool,
     ) -> None:
-        self._world, self._tree, self._synchronizes = world, tree, synchronizes
-        self.weights, self._shared_rows, self._sum = weights, shared_rows, out
-        self.sums, self.gradients = _leaf_sums([*shared_rows[world.rank]], world, tree)
-        self._part = _part(len(weights), world)
-        self.part = weights[self._part]
-
-    def start_sum(self) -> None: ...
+        super().__init__(weights, [*every_row[world.rank]], out, world, tree)
+        self._every_row, self._synchronizes = every_row, synchronizes
 
     def sum_own_part(self) -> torch.Tensor:
         if self._synchronizes:
             barrier(self._world)
         # The other ranks' rows are written to as well: no other rank reads this part of them.
-        return self._tree.add_ranks(self._shared_rows[:, :, self._part], self._sum)
+        return self._tree.add_ranks(self._every_row[:, :, self._part], self._sum)
 
     def start_from_main(self) -> None:
         barrier(self._world)
@@ -113,30 +127,12 @@ class SharedMemoryBuffers(FlatBuffers):
         if self._synchronizes:
             barrier(self._world)
 
-    def finish_gather(self) -> None: ...
-
 
 class CollectiveBuffers(FlatBuffers):
-    """Buffers that NCCL or gloo transfers.
+    """Buffers that NCCL or gloo transfers."""
 
-    Args:
-        size: n, a multiple of the number of ranks.
-        world: the ranks.
-        tree: the step's tree.
-        out: [n / ranks], for the sum of this rank's part.
-    """
-
-    are_shared = False
-
-    def __init__(self, size: int, world: World, tree: StepTree, out: torch.Tensor) -> None:
-        self._world, self._tree, self._sum = world, tree, out
-        self.weights = torch.zeros(size, device=world.device)
-        self._rows = [torch.zeros(size, device=world.device) for _ in range(tree.rows_sent)]
-        self.sums, self.gradients = _leaf_sums(self._rows, world, tree)
-        self._part = _part(size, world)
-        self.part = self.weights[self._part]
-        self._received = torch.zeros(0)
-        self._works: list[dist.Work | None] = []  # under way
+    _received = torch.zeros(0)
+    _works: Sequence[dist.Work | None] = ()  # under way
 
     def start_sum(self) -> None:
         if self._tree.levels is not None:
@@ -151,12 +147,12 @@ class CollectiveBuffers(FlatBuffers):
         ]
 
     def sum_own_part(self) -> torch.Tensor:
-        self._wait()
-        if self._tree.levels is not None:
-            nodes = [segment.nodes[0] for segment in self._tree.segments]
-            self._tree.levels.finish(self._received, nodes.__getitem__, self._tree.leaves, self._sum)
-            return self._sum
-        return self._tree.add_ranks(self._received.transpose(0, 1), self._sum)
+        self.finish_gather()
+        if self._tree.levels is None:
+            return self._tree.add_ranks(self._received.transpose(0, 1), self._sum)
+        nodes = [segment.nodes[0] for segment in self._tree.segments]
+        self._tree.levels.finish(self._received, nodes.__getitem__, self._tree.leaves, self._sum)
+        return self._sum
 
     def start_from_main(self) -> None:
         dist.broadcast(self.weights, group=self._world.group, group_src=0)
@@ -165,15 +161,11 @@ class CollectiveBuffers(FlatBuffers):
         self._works = [dist.all_gather_into_tensor(self.weights, self.part, group=self._world.group, async_op=True)]
 
     def finish_gather(self) -> None:
-        self._wait()
-
-    def _wait(self) -> None:
-        if not self._works:
-            return
-        with communication():
-            for work in self._works:
-                work.wait()  # type: ignore[union-attr]  # None outside a group only
-        self._works = []
+        if self._works:
+            with communication():
+                for work in self._works:
+                    work.wait()  # type: ignore[union-attr]  # None outside a group only
+            self._works = ()
 
 
 def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor, *, is_first: bool) -> FlatBuffers:
@@ -193,19 +185,8 @@ def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor, *, 
         if memory is not None:
             rows = memory[size:].view(world.size, tree.rows_sent, size)
             return SharedMemoryBuffers(memory[:size], rows, out, world, tree, synchronizes=is_first)
-    return CollectiveBuffers(size, world, tree, out)
-
-
-def _leaf_sums(rows: list[torch.Tensor], world: World, tree: StepTree) -> tuple[LeafSums, torch.Tensor]:
-    """Return a rank's sums, in the rows [n] that it sends and additional rows, and the running sum."""
-    segment = tree.segments[world.rank]
-    rows = rows + [torch.zeros_like(rows[0]) for _ in range(segment.most_parked + 1 - len(rows))]
-    return LeafSums(rows, segment.first, tree.leaves), rows[0]
-
-
-def _part(size: int, world: World) -> slice:
-    length = size // world.size
-    return slice(world.rank * length, (world.rank + 1) * length)
+    weights, *rows_sent = (torch.zeros(size, device=world.device) for _ in range(1 + tree.rows_sent))
+    return CollectiveBuffers(weights, rows_sent, out, world, tree)
 
 
 def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:

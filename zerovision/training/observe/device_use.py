@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
 import shutil
 import socket
 import time
-from pathlib import Path
 
 import torch
 
@@ -16,6 +14,7 @@ from zerovision.training.base.points import DeviceUse, RunPoint
 from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.base.timing import mean_shares
 from zerovision.training.engines.flops import TrainingFlops, peak_tflops
+from zerovision.training.observe.memory_limit import peak_memory, used_memory
 from zerovision.training.world.collectives import gather_objects
 from zerovision.training.world.world import World
 
@@ -102,10 +101,5 @@ def name_hosts(world: World) -> list[str]:
 
 def _memory(device: torch.device) -> tuple[int, int, int | None]:
     """Return the first three fields of `DeviceUse`."""
-    if device.type == "cuda":
-        cuda = torch.cuda
-        return cuda.max_memory_allocated(device), cuda.memory_allocated(device), cuda.memory_reserved(device)
-    # Pages that it shares with others included.
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    # The kernel updates the peak now and then only.
-    return max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024), resident, None
+    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+    return peak_memory(device), used_memory(device), reserved

@@ -43,7 +43,7 @@ def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return the bytes that this rank uses: of tensors on a GPU, else resident."""
+    """Return the bytes that this rank uses: of tensors on a GPU, else resident, with pages that others share."""
     if device.type == "cuda":
         import torch
 
@@ -57,7 +57,8 @@ def peak_memory(device: torch.device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    return bytes_by_name((ROOT / "proc/self/status").read_text())["VmHWM"]
+    status = bytes_by_name((ROOT / "proc/self/status").read_text())
+    return max(status["VmRSS"], status.get("VmHWM", 0))  # not every sandbox has the peak
 
 
 def reset_peak_memory(device: torch.device) -> None:

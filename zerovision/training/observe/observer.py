@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from contextlib import nullcontext
+from functools import partialmethod
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,25 +99,11 @@ class Observers(Observer):
         for one in self._observers:
             one.seen(seen)
 
-    def after_step(self, done: StepDone) -> None:
+    def _each(self, method: str, *values: Any, **named: Any) -> None:
         for one in self._observers:
-            with self._span_of(one):
-                one.after_step(done)
+            with nullcontext() if one.span == "other" else getattr(self._clock, one.span):
+                getattr(one, method)(*values, **named)
 
-    def between_steps(self, *, save_due: bool, failed: bool) -> None:
-        for one in self._observers:
-            with self._span_of(one):
-                one.between_steps(save_due=save_due, failed=failed)
 
-    def after_steps(self) -> None:
-        for one in self._observers:
-            with self._span_of(one):
-                one.after_steps()
-
-    def after_epoch(self, write_best: Callable[[], None] | None) -> None:
-        for one in self._observers:
-            with self._span_of(one):
-                one.after_epoch(write_best)
-
-    def _span_of(self, observer: Observer) -> AbstractContextManager[None]:
-        return nullcontext() if observer.span == "other" else getattr(self._clock, observer.span)
+for _method in ("after_step", "between_steps", "after_steps", "after_epoch"):
+    setattr(Observers, _method, partialmethod(Observers._each, _method))

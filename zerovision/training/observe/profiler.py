@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from operator import attrgetter
 from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.timing import SpanClock
@@ -42,17 +43,10 @@ class StepProfiler(Observer):
         steps = self._steps_per_epoch - position % self._steps_per_epoch
         self._steps, asked = 0, self._steps
         self._warm_up_steps = warm_up = max(0, min(WARM_UP_STEPS, steps - asked))
-        last = warm_up + min(asked, steps) - 1
-
-        def action(step: int) -> ProfilerAction:
-            if step < warm_up:
-                return ProfilerAction.WARMUP
-            if step < last:
-                return ProfilerAction.RECORD
-            return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.NONE
-
+        with warnings.catch_warnings(action="ignore"):  # of no warm-up
+            actions = schedule(wait=0, warmup=warm_up, active=min(asked, steps), repeat=1)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._profile = profile(activities=activities, schedule=action, on_trace_ready=self._write)
+        self._profile = profile(activities=activities, schedule=actions, on_trace_ready=self._write)
         self._profile.start()
         self._clock.is_recording = warm_up == 0
 

@@ -22,24 +22,15 @@ SECONDS_BETWEEN_POINTS = 1.0  # at least, and
 STEPS_BETWEEN_POINTS = 10  # or a multiple of them, if --log-every-steps is auto
 
 
-class LogPace:
-    """The distance between automatic logging points, from the speed of earlier steps, which all ranks know.
+def fewest_steps(ranks: Sequence[Mapping[str, float]], steps: int) -> int:
+    """Return the number of steps that take `SECONDS_BETWEEN_POINTS`, between automatic logging points.
 
-    Attributes:
-        fewest_steps: smallest number of steps between points.
+    Args:
+        ranks: for each rank, the seconds of its spans since the last point, the same on all ranks.
+        steps: optimizer steps since the last point.
     """
-
-    fewest_steps = 1
-
-    def update(self, ranks: Sequence[Mapping[str, float]], steps: int) -> None:
-        """Choose the number of steps that take `SECONDS_BETWEEN_POINTS`.
-
-        Args:
-            ranks: for each rank, the seconds of its spans since the last point, the same on all ranks.
-            steps: optimizer steps since the last point.
-        """
-        slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
-        self.fewest_steps = math.ceil(SECONDS_BETWEEN_POINTS * steps / max(slowest, 1e-9))
+    slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
+    return math.ceil(SECONDS_BETWEEN_POINTS * steps / max(slowest, 1e-9))
 
 
 class StepMetrics(Observer):
@@ -55,7 +46,7 @@ class StepMetrics(Observer):
     def __init__(self, run: Run, guard: NonFiniteGuard) -> None:
         self._run, self._guard = run, guard
         self._hosts, self._gauge = name_hosts(run.world), DeviceGauge(run.world, run.folder, run.model.flops)
-        self._slow_ranks, self._pace = SlowRankDetector(), LogPace()
+        self._slow_ranks, self._fewest_steps = SlowRankDetector(), 1
         self._steps = -1  # since the last point, -1 before the first step of an epoch
 
     def before_step(self, position: int) -> None:
@@ -98,7 +89,7 @@ class StepMetrics(Observer):
             )
         )
         self._log_slow_ranks(position + 1, spans)
-        self._pace.update(spans, self._steps)
+        self._fewest_steps = fewest_steps(spans, self._steps)
         self._last_time, self._last_skipped, self._steps = now, skipped, 0
 
     def after_steps(self) -> None:
@@ -110,7 +101,7 @@ class StepMetrics(Observer):
         every = config.log_every_steps
         if every == "auto":
             every = config.local_steps if config.local_steps > 1 else STEPS_BETWEEN_POINTS
-            fewest = self._pace.fewest_steps
+            fewest = self._fewest_steps
         is_due = step_of_epoch % every == 0 and self._steps >= fewest
         return is_due or step_of_epoch == self._run.plan.steps_per_epoch
 

@@ -230,20 +230,6 @@ def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) ->
     return [places[cut - 1] for cut in best[pieces][1]]
 
 
-def deal_members(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return the members of each rank: the costliest first, each assigned to the rank with the least cost.
-
-    The busiest rank has at most 4/3 of the optimum (Graham 1969).
-    """
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        rank = loads.index(min(loads))
-        dealt[rank].append(number)
-        loads[rank] += costs[number]
-    return [sorted(members) for members in dealt]
-
-
 def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float], cuts: Sequence[str]) -> list[float]:
     """Return each stage's share of the costs; for the arguments, see `balanced_cuts`."""
     before = [traced.calls[cut].operations for cut in cuts]

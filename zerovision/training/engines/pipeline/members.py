@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from zerovision.models.ensemble import Ensemble
+from zerovision.training.engines.buckets import deal
 from zerovision.training.engines.engine import EngineSetup
-from zerovision.training.engines.pipeline.cuts import deal_members
 from zerovision.training.engines.pipeline.engine import release
 from zerovision.training.engines.pipeline.rehearsal import images_to_try, measure_pieces
 from zerovision.training.engines.precision import under_autocast
@@ -37,7 +37,7 @@ class MembersEngine(TorchEngine):
         names = [f"members.{number}" for number in range(len(module.members))]
         network = under_autocast(module, setup.precision, world.device)
         seconds = measure_pieces(network, module, names[1:], images_to_try(setup), world)
-        self._dealt = deal_members(seconds, self._pipeline.size)
+        self._dealt = [sorted(own) for own in deal(dict(enumerate(seconds)), self._pipeline.size)]
         loads = [sum(seconds[number] for number in members) for members in self._dealt]
         shares, waits = [load / sum(loads) for load in loads], 1 - sum(loads) / len(loads) / max(loads)
         had = [", ".join(labels[number] for number in members) for members in self._dealt]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +25,7 @@ from zerovision.training.world.collectives import broadcast_object
 from zerovision.training.world.world import World
 
 
-@dataclass(frozen=True)
-class TensorLayout:
+class TensorLayout(NamedTuple):
     """The memory layout of a tensor.
 
     Attributes:
@@ -202,11 +201,9 @@ def boundaries_at(
         for name in cuts:
             features = trained.features[name]
             layouts = (features, trained.gradients.get(name, features), evaluated.features[name])
-            rows.append(
-                [str(trained.dtypes[name]), *([list(layout.order), list(layout.repeated)] for layout in layouts)]
-            )
+            rows.append((str(trained.dtypes[name]), *layouts))
     received = broadcast_object(rows, world)
     return [
-        Boundary(_DTYPES[dtype], *(TensorLayout(tuple(order), tuple(repeated)) for order, repeated in layouts))
+        Boundary(_DTYPES[dtype], *(TensorLayout(*map(tuple, layout)) for layout in layouts))
         for dtype, *layouts in received
     ]

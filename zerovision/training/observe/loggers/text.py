@@ -27,7 +27,21 @@ from zerovision.training.observe.console import open_console
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class ConsoleLogger(RunLogger):
+class LineLogger(RunLogger):
+    """Turns everything into lines of text."""
+
+    def steps(self, point: StepPoint) -> None:
+        self.message(step_line(point))
+
+    def epoch(self, point: EpochPoint) -> None:
+        self.message(epoch_line(point))
+
+    def end(self, point: RunPoint) -> None:
+        for line in run_lines(point):
+            self.message(line)
+
+
+class ConsoleLogger(LineLogger):
     """Prints messages, and progress as a bar on a terminal or as plain lines elsewhere.
 
     Args:
@@ -52,18 +66,14 @@ class ConsoleLogger(RunLogger):
         if self._use_bar:
             self._move_bar(point)
         elif time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES:
-            self.message(step_line(point))
+            super().steps(point)
             self._last_line_at = time.monotonic()
 
     def epoch(self, point: EpochPoint) -> None:
         """Replace the bar with the epoch's line."""
         self.close()
         if not self._is_quiet:
-            self.message(epoch_line(point))
-
-    def end(self, point: RunPoint) -> None:
-        for line in run_lines(point):
-            self.message(line)
+            super().epoch(point)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -86,7 +96,7 @@ class ConsoleLogger(RunLogger):
         self._bar.update(task, completed=point.step_of_epoch, description=step_numbers(point))
 
 
-class TextLogger(RunLogger):
+class TextLogger(LineLogger):
     """Appends to logs/training.log, which all runs share, with time and run name before each line."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -96,16 +106,6 @@ class TextLogger(RunLogger):
     def message(self, message: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._file.write(f"{stamp} {self._run_name} {message}\n")
-
-    def steps(self, point: StepPoint) -> None:
-        self.message(step_line(point))
-
-    def epoch(self, point: EpochPoint) -> None:
-        self.message(epoch_line(point))
-
-    def end(self, point: RunPoint) -> None:
-        for line in run_lines(point):
-            self.message(line)
 
     def close(self) -> None:
         self._file.close()
