@@ -20,25 +20,26 @@ USUAL_RATE = 1e-3  # of AdamW
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One line of the table of models."""
+    """One line of the table of models.
+
+    Attributes:
+        summary: One phrase for `--help` and the guide.
+        timm_name: The network's name in timm, if it is one of timm's own.
+        module: The module that registers the network with timm under this name, if it is not timm's own. An ensemble
+            has none, because `zerovision.models.build` makes it from its members.
+        always_pretrained: Whether the model requires pretrained weights, from the hub or from `--weights FILE`.
+        learning_rate: Default peak learning rate of AdamW when training from random weights; see docs/dev/models.md.
+        takes_members: Whether the network consists of other models in this table.
+        whitens_stem: Whether its first convolution whitens the training images if it starts from random weights.
+    """
 
     summary: str
-    """One phrase for `--help` and the guide."""
     timm_name: str | None = None
-    """The network's name in timm, if it is one of timm's own."""
     module: str = ""
-    """The module that registers the network with timm under this name, if it is not timm's own.
-
-    An ensemble has none, because `zerovision.models.build` makes it from its members.
-    """
     always_pretrained: bool = False
-    """Whether the model requires pretrained weights, from the hub or from `--weights FILE`."""
     learning_rate: float = USUAL_RATE
-    """Default peak learning rate of AdamW when training from random weights; see docs/dev/models.md."""
     takes_members: bool = False
-    """Whether the network consists of other models in this table."""
     whitens_stem: bool = False
-    """Whether its first convolution whitens the training images if it starts from random weights."""
 
 
 MODELS: dict[str, ModelSpec] = {

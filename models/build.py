@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from zerovision.models.class_order import head_by_name, published_classes
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.image_size import as_names, create_for_image_size, set_strides
 from zerovision.models.sides import ImageSize
-from zerovision.models.timm_models import adapt_weights, check_drop_path, check_dropout, create
+from zerovision.models.timm_models import adapt_weights, check_rates, create
 from zerovision.models.weights_file import StateDict, load_weights_file
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError, one_line
@@ -28,16 +28,20 @@ MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indic
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A network that is ready to train, with its description."""
+    """A network that is ready to train, with its description.
+
+    Attributes:
+        module: Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings (see
+            `ProjectionHead`).
+        description: The description for `rebuild_model`.
+        notes: One-line messages for the log.
+        head_parameter_names: Names of the classifier's parameters, which are trained first in fine-tuning.
+    """
 
     module: nn.Module
-    """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings (see `ProjectionHead`)."""
     description: Description
-    """The description for `rebuild_model`."""
     notes: list[str] = field(default_factory=list)
-    """One-line messages for the log."""
     head_parameter_names: frozenset[str] = frozenset()
-    """Names of the classifier's parameters, which are trained first in fine-tuning."""
 
 
 def build_model(
@@ -78,17 +82,10 @@ def build_model(
     given = (("drop_rate", config.dropout), ("drop_path_rate", config.drop_path))
     rates = {rate: value for rate, value in given if value != "auto"}
     for prefix, part in _parts(description).items():
-        _check_rates(part, rates)
-        make = partial(_create, part, rates=rates)
+        check_rates(part, rates)
+        make = partial(_create, rates=rates)
         # Before anything is downloaded for it: the size may not work.
-        module, changes = create_for_image_size(
-            make,
-            part.model_type,
-            image_size,
-            config.micro_batch,
-            image_channels=image_channels,
-            keep_stem=config.stem == "keep",
-        )
+        module, changes = create_for_image_size(make, part, config)
         always = model_spec(part.model_type).always_pretrained and loads_weights
         if not weights and (pretrained or always):
             fresh, module = module, _create_pretrained(part, make, notes)
@@ -196,32 +193,10 @@ def _assemble(description: Description, parts: list[nn.Module]) -> nn.Module:
     return Ensemble(parts) if description.members else parts[0]
 
 
-def _create(
-    part: Description,
-    image_size: ImageSize | None = None,
-    *,
-    pretrained: bool = False,
-    rates: Mapping[str, float] = {},
-) -> nn.Module:
-    """Create a part for the image size of its description, or for another size."""
-    name, size = _registered(part), image_size or part.image_size
-    module = create(name, part.num_classes, size, part.image_channels, pretrained=pretrained, rates=rates)
+def _create(part: Description, **options: Any) -> nn.Module:
+    """Create a part from its description; for the options see `create`."""
+    module = create(part, **options)
     return put_projection(module, part.model_type, part.embedding) if part.embedding else module
-
-
-def _registered(part: Description) -> str:
-    """Return the name of a part's network in timm's registry; our own networks are added to it."""
-    if module := model_spec(part.model_type).module:
-        importlib.import_module(module)
-    return part.timm_name or part.model_type
-
-
-def _check_rates(part: Description, rates: Mapping[str, float]) -> None:
-    name, model_type = _registered(part), part.model_type
-    if rates.get("drop_rate"):
-        check_dropout(name, model_type, rates["drop_rate"])
-    if rates.get("drop_path_rate"):
-        check_drop_path(name, model_type, rates["drop_path_rate"])
 
 
 def _adapt_weights(description: Description, tensors: StateDict) -> StateDict:
@@ -229,7 +204,7 @@ def _adapt_weights(description: Description, tensors: StateDict) -> StateDict:
     adapted: StateDict = {}
     for prefix, part in _parts(description).items():
         own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        own = adapt_weights(_registered(part), part.image_size, part.image_channels, own)
+        own = adapt_weights(part, own)
         adapted |= {prefix + key: tensor for key, tensor in own.items()}
     return adapted
 
@@ -240,7 +215,7 @@ def _create_pretrained(part: Description, make: Callable[..., nn.Module], notes:
     if timm_name is None:
         raise UserError(f"model '{name}' has no pretrained weights: leave out --pretrained, or give --weights FILE")
     try:
-        module = make(pretrained=True)
+        module = make(part, pretrained=True)
     except UserError as error:
         twins = [n for n, s in MODELS.items() if s.timm_name == timm_name and not s.always_pretrained]
         from_nothing = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "--pretrained false"

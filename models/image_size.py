@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
 from zerovision.models.dry_run import forward_failure
 from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.settings import RunSettings
 
 SMALL_IMAGE_PIXELS = 64
 STEPS_TO_TRY = (8, 14, 16, 32, 64)  # pixels; sides may have to be multiples of one of them
@@ -19,13 +23,7 @@ StrideChanges = dict[str, list[int]]
 
 
 def create_for_image_size(
-    create: Callable[[ImageSize], nn.Module],
-    name: str,
-    image_size: ImageSize,
-    batch_size: int,
-    *,
-    image_channels: int = 3,
-    keep_stem: bool = False,
+    create: Callable[[Description], nn.Module], part: Description, config: RunSettings
 ) -> tuple[nn.Module, StrideChanges]:
     """Create a network, lower its stem's stride for small images, and check the shapes of one training step.
 
@@ -33,12 +31,9 @@ def create_for_image_size(
     not work with the lower stride (parallel branches in the stem), the usual stride stays.
 
     Args:
-        create: creates the network for an image size; it maps `[B, C, H, W]` to `[B, num_classes]`.
-        name: the model as the user typed it.
-        image_size: in pixels.
-        batch_size: images per step and rank.
-        image_channels: C.
-        keep_stem: whether the stride also stays for small images.
+        create: creates a described network; it maps `[B, C, H, W]` to `[B, num_classes]`.
+        part: describes the network, with the model as the user typed it.
+        config: settings with the batch size, and whether the stride also stays for small images.
 
     Returns:
         The network and the strides that were changed.
@@ -46,16 +41,14 @@ def create_for_image_size(
     Raises:
         UserError: if the size does not work; the message names one that does.
     """
-    own_stem_from = 0 if keep_stem else SMALL_IMAGE_PIXELS
-    module, changes, failure = _create_and_fit(create, image_size, batch_size, image_channels, own_stem_from)
+    image_size, batch_size = part.image_size, config.micro_batch
+    fit = partial(_create_and_fit, create, part, 0 if config.stem == "keep" else SMALL_IMAGE_PIXELS)
+    module, changes, failure = fit(image_size, batch_size)
     if failure is None:
         return module, changes
-
-    def works(size: ImageSize, batch: int) -> bool:
-        return _create_and_fit(create, size, batch, image_channels, own_stem_from)[2] is None
-
-    longer, given = max(sides(image_size)), f"model '{name}' does not work with {image_size}-pixel images"
-    if batch_size == 1 and works(image_size, 2):
+    name, longer = part.model_type, max(sides(image_size))
+    given = f"model '{name}' does not work with {image_size}-pixel images"
+    if batch_size == 1 and fit(image_size, 2)[2] is None:
         raise UserError(f"{given} in batches of 1, but BatchNorm needs more: type --batch-size 2 or more")
     made_for = getattr(module, "default_cfg", {}).get("input_size", (3, longer))[-1]
     sizes = sorted({*SIZES_TO_TRY, made_for})
@@ -64,30 +57,26 @@ def create_for_image_size(
     candidates += [size for size in reversed(sizes) if size < longer]
     if isinstance(image_size, str):  # nearly this shape before any square
         candidates[:0] = [size_of(*(-(-side // step) * step for side in sides(image_size))) for step in STEPS_TO_TRY]
-    working = next((size for size in candidates if works(size, max(batch_size, 2))), None)
+    working = next((size for size in candidates if fit(size, max(batch_size, 2))[2] is None), None)
     if working is None:
         raise UserError(f"model '{name}' works with no image size from {sizes[0]} to {sizes[-1]} pixels ({failure})")
     raise UserError(f"{given}; {working} works: type --image-size {working}")
 
 
 def _create_and_fit(
-    create: Callable[[ImageSize], nn.Module],
-    image_size: ImageSize,
-    batch_size: int,
-    image_channels: int,
-    own_stem_from: int,
+    create: Callable[[Description], nn.Module], part: Description, own_stem_from: int, image_size: ImageSize, batch: int
 ) -> tuple[nn.Module, StrideChanges, str | None]:
     """Return the network, the strides changed below size `own_stem_from`, and why the size does not work, or None."""
     try:
-        module = create(image_size)
+        module = create(replace(part, image_size=image_size))
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer's own refusal
         return nn.Identity(), {}, str(error).partition("\n")[0] or type(error).__name__
     changes = _stem_strides_to_lower(module) if min(sides(image_size)) < own_stem_from else {}
     set_strides(module, {name: new for name, (_, new) in changes.items()})
-    failure = forward_failure(module, image_size, batch_size, image_channels)
+    failure = forward_failure(module, image_size, batch, part.image_channels)
     if failure is not None and changes:
         set_strides(module, {name: old for name, (old, _) in changes.items()})
-        changes, failure = {}, forward_failure(module, image_size, batch_size, image_channels)
+        changes, failure = {}, forward_failure(module, image_size, batch, part.image_channels)
     return module, changes, failure
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import huggingface_hub
@@ -15,9 +17,10 @@ from huggingface_hub.utils import get_session
 from timm.layers import DropPath
 from torch import nn
 
-from zerovision.models import MODELS
+from zerovision.models import MODELS, model_spec
 from zerovision.models.image_size import as_names
 from zerovision.models.sides import ImageSize, sides
+from zerovision.models.weights_metadata import Description
 from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.errors import UserError, nearest
 
@@ -60,19 +63,29 @@ def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
     return f" Did you mean 'timm:{tagged if tagged in timm.list_pretrained(f'{found}.*') else found}'?"
 
 
-def check_dropout(name: str, model_type: str, rate: float) -> None:
-    """Raise UserError for a network without dropout, given its registry name and the user's name."""
-    modules = _modules_with(name, drop_rate=rate)
-    rates = (module.p if isinstance(module, nn.Dropout) else getattr(module, "drop_rate", 0.0) for module in modules)
-    if rate not in rates:
-        raise UserError(f"--dropout {rate}: model '{model_type}' takes no dropout: leave it out.")
+def _registered(part: Description) -> str:
+    """Return the name of a network in timm's registry; our own networks are added to it."""
+    if module := model_spec(part.model_type).module:
+        importlib.import_module(module)
+    return part.timm_name or part.model_type
 
 
-def check_drop_path(name: str, model_type: str, rate: float) -> None:
-    """Raise UserError for a network without residual blocks that timm can skip."""
-    modules = _modules_with(name, drop_path_rate=rate)
-    if not any(isinstance(module, DropPath) and module.drop_prob for module in modules):
-        raise UserError(f"--drop-path {rate}: model '{model_type}' has no residual blocks to skip: leave it out.")
+def check_rates(part: Description, rates: Mapping[str, float]) -> None:
+    """Raise UserError for a network without dropout, or without residual blocks that timm can skip.
+
+    Args:
+        part: Describes the network.
+        rates: See `create`; a rate of 0 is not checked.
+    """
+    name, model_type = _registered(part), part.model_type
+    if rate := rates.get("drop_rate"):
+        modules = _modules_with(name, drop_rate=rate)
+        if rate not in (one.p if isinstance(one, nn.Dropout) else getattr(one, "drop_rate", 0.0) for one in modules):
+            raise UserError(f"--dropout {rate}: model '{model_type}' takes no dropout: leave it out.")
+    if rate := rates.get("drop_path_rate"):
+        modules = _modules_with(name, drop_path_rate=rate)
+        if not any(isinstance(one, DropPath) and one.drop_prob for one in modules):
+            raise UserError(f"--drop-path {rate}: model '{model_type}' has no residual blocks to skip: leave it out.")
 
 
 def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
@@ -84,24 +97,13 @@ def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
         return []
 
 
-def create(
-    timm_name: str,
-    num_classes: int,
-    image_size: ImageSize,
-    image_channels: int,
-    *,
-    pretrained: bool = False,
-    rates: Mapping[str, float] = {},
-) -> nn.Module:
-    """Build a network with a head of `num_classes`, as `timm.create_model` would.
+def create(part: Description, *, pretrained: bool = False, rates: Mapping[str, float] = {}) -> nn.Module:
+    """Build a network with the head that is described, as `timm.create_model` would.
 
-    Networks with a fixed input size (vision transformers and the like) are made for `image_size`.
+    Networks with a fixed input size (vision transformers and the like) are made for the described image size.
 
     Args:
-        timm_name: its name in timm's registry.
-        num_classes: width of the head.
-        image_size: size of the images, pixels.
-        image_channels: channels of the images; weights for another number are adapted with timm's `adapt_input_conv`.
+        part: describes the network; weights for other channels are adapted with timm's `adapt_input_conv`.
         pretrained: load the hub's weights.
         rates: timm's `drop_rate`, for the classifier's input and other dropout of the network, and `drop_path_rate`,
             the probability that the last residual block is skipped for an image, linearly lower in earlier blocks
@@ -110,22 +112,22 @@ def create(
     Raises:
         UserError: for an unknown name or tag, or if the pretrained weights are not available.
     """
-    check_timm_name(timm_name)
-    options = _options(timm_name, image_size, image_channels)
+    check_timm_name(timm_name := _registered(part))
+    options = _options(part)
     # 0 of a network that does not take the argument: there is nothing to switch off
     options |= {name: rate for name, rate in rates.items() if rate or _modules_with(timm_name, **{name: rate})}
     if not pretrained:
-        return timm.create_model(timm_name, num_classes=num_classes, **options)
+        return timm.create_model(timm_name, **options)
     try:
         with offline_where_unreachable():
-            return timm.create_model(timm_name, pretrained=True, num_classes=num_classes, **options)
+            return timm.create_model(timm_name, pretrained=True, **options)
     except Exception as error:  # the hub's clients raise a dozen types with no common base
         reason = reason_of(error)
         if "size mismatch" in str(error):
             published: Any = timm.get_pretrained_cfg(timm_name)
             reason = (
-                f"timm cannot adapt them to images of {image_size} pixels and {image_channels} channels; they are for "
-                f"--image-size {published.input_size[-1]} --image-channels {published.input_size[0]}"
+                f"timm cannot adapt them to images of {part.image_size} pixels and {part.image_channels} channels; "
+                f"they are for --image-size {published.input_size[-1]} --image-channels {published.input_size[0]}"
             )
         raise UserError(f"the pretrained weights of timm's {timm_name} could not be loaded: {reason}") from error
 
@@ -143,23 +145,19 @@ def published_config(name: str) -> dict[str, Any]:
     return config.to_dict()
 
 
-def adapt_weights(
-    timm_name: str, image_size: ImageSize, image_channels: int, tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def adapt_weights(part: Description, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Adapt a network's tensors to another image size and number of channels, as timm does.
 
     timm resamples position embeddings, and sums or repeats a stem's weights for another number of channels.
 
     Args:
-        timm_name: the network.
-        image_size: in pixels.
-        image_channels: channels of the images.
+        part: describes the network, with the image size and channels that are wanted.
         tensors: its whole state dict for other images, with the head.
 
     Returns:
         The adapted state dict; `tensors` if they cannot be adapted, because they belong to another network.
     """
-    config: Any = timm.get_pretrained_cfg(timm_name)
+    config: Any = timm.get_pretrained_cfg(timm_name := _registered(part))
     try:
         head, stem = (f"{as_names(name)[0]}.weight" for name in (config.classifier, config.first_conv))
         overlay = {
@@ -169,14 +167,8 @@ def adapt_weights(
             "custom_load": False,
             "label_offset": 0,
         }
-        options = _options(timm_name, image_size, image_channels)
-        return timm.create_model(
-            timm_name,
-            pretrained=True,
-            pretrained_cfg_overlay=overlay,
-            num_classes=overlay["num_classes"],
-            **options,
-        ).state_dict()
+        options = _options(replace(part, num_classes=len(tensors[head])))
+        return timm.create_model(timm_name, pretrained=True, pretrained_cfg_overlay=overlay, **options).state_dict()
     except Exception:  # tensors of another network may end in anything: the caller says how they differ
         return tensors
 
@@ -189,9 +181,13 @@ def timm_size(timm_name: str | None, image_size: ImageSize) -> int | tuple[int, 
     return sides(image_size) if isinstance(image_size, str) else image_size
 
 
-def _options(timm_name: str, image_size: ImageSize, image_channels: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"in_chans": image_channels}  # else that of the published weights
-    if (img_size := timm_size(timm_name, image_size)) is not None:
+def _options(part: Description) -> dict[str, Any]:
+    timm_name = _registered(part)
+    options: dict[str, Any] = {
+        "num_classes": part.num_classes,
+        "in_chans": part.image_channels,
+    }  # else that of the published weights
+    if (img_size := timm_size(timm_name, part.image_size)) is not None:
         options["img_size"] = img_size
     if timm_name.startswith("vgg"):
         options["conv_layer"] = WholeInputConv2d

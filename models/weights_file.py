@@ -74,12 +74,13 @@ def load_weights_file(
         tensors |= head
     shapes = {key: (expected[key].shape, tensors[key].shape) for key in head_keys & tensors.keys()}
     left_out = {key for key, (ours, found) in shapes.items() if ours and found[1:] == ours[1:] and found != ours}
-    resized = _other_shapes(expected, tensors, left_out)
+    check_finite(path, tensors)
+    tensors |= {key: expected[key] for key in left_out}
+    resized = _other_shapes(expected, tensors)
     if resized and tensors.keys() == expected.keys():
         tensors = adapt(tensors)
-    _check_same_network(path, description, theirs, expected, tensors, left_out)
-    check_finite(path, tensors)
-    module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
+    _check_same_network(path, description, theirs, expected, tensors)
+    module.load_state_dict(tensors)
     notes = [f"weights loaded from {path}", *read_notes, *_other_strides(theirs or description, description)]
     notes += head_notes
     if has_none:
@@ -181,12 +182,7 @@ def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> No
 
 
 def _check_same_network(
-    path: str,
-    ours: Description,
-    theirs: Description | None,
-    expected: StateDict,
-    tensors: StateDict,
-    left_out: set[str],
+    path: str, ours: Description, theirs: Description | None, expected: StateDict, tensors: StateDict
 ) -> None:
     """Raise an error for tensors that do not fit.
 
@@ -201,7 +197,7 @@ def _check_same_network(
             f"weights file '{path}' belongs to another model than '{model_type}': {len(missing)} tensors missing, "
             f"{len(unexpected)} unexpected (first {', first '.join(firsts)})"
         )
-    for key, shape in _other_shapes(expected, tensors, left_out).items():
+    for key, shape in _other_shapes(expected, tensors).items():
         differs = f"{key!r} is {shape} there, {list(expected[key].shape)} here"
         if theirs and (theirs.model_type, theirs.members) == (model_type, ours.members):
             is_size = theirs.image_size != ours.image_size
@@ -224,12 +220,12 @@ def _other_strides(theirs: Description, ours: Description) -> list[str]:
     return notes
 
 
-def _other_shapes(expected: StateDict, tensors: StateDict, left_out: set[str]) -> dict[str, list[int]]:
+def _other_shapes(expected: StateDict, tensors: StateDict) -> dict[str, list[int]]:
     """Return the shapes in a file, by name, that differ from the network's."""
     return {
         key: list(tensor.shape)
         for key, tensor in tensors.items()
-        if key in expected and key not in left_out and tensor.shape != expected[key].shape
+        if key in expected and tensor.shape != expected[key].shape
     }
 
 

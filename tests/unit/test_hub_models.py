@@ -19,6 +19,7 @@ from tests.kit import assert_same_but_rounding, new_model
 from zerovision.models.dry_run import without_data
 from zerovision.models.preparation import starting_preparations
 from zerovision.models.timm_models import create
+from zerovision.models.weights_metadata import Description
 from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError
@@ -227,5 +228,5 @@ def test_outputs_and_gradients_are_those_of_a_convolution(layout, size):
 def test_the_products_of_vgg(image_size, products):
     """Its whole classifier; on 256 pixels the first two layers see 8 x 8 and 2 x 2 pixels."""
     with torch.device("meta"):
-        network = create("vgg16_bn", 10, image_size, 3)
+        network = create(Description("timm:vgg16_bn", "vgg16_bn", 10, image_size))
     assert products_and_convolutions(network, image_size)[0] == products

@@ -57,14 +57,7 @@ class FactColumns:
             if part.lower() not in IS_VALID:
                 raise ValueError(f"{column} is {shown(part)}; expected true or false")
             part = IS_VALID[part.lower()]
-        weight = number_in(texts.get("weight") or "1", "weight")
-        if weight < 0:
-            raise ValueError(f"weight is {weight:g}; expected 0 or more")
-        return Facts(part, texts.get("group", ""), weight if weight != 1 else 1.0)  # one object for most of them
-
-    def notes(self) -> list[str]:
-        """Return a note that names the unused columns, if there are any."""
-        return unused_notes(self.unused)
+        return Facts(part, texts.get("group", ""), _weight(texts.get("weight") or "1"))
 
 
 def find_column(names: Sequence[str], wanted: str) -> str | None:
@@ -87,15 +80,17 @@ def unused_notes(names: Iterable[str]) -> list[str]:
     return [f"columns that are not used: {first_names(listed, shown)}"] if listed else []
 
 
-def number_in(cell: str, name: str) -> float:
-    """Return the number in a cell; raise ValueError if there is none."""
+def _weight(cell: str) -> float:
+    """Return the weight in a cell; raise ValueError if there is none."""
     try:
-        number = float(cell)
+        weight = float(cell)
     except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {shown(cell)}; expected a number")
-    return number
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise ValueError(f"weight is {shown(cell)}; expected a number")
+    if weight < 0:
+        raise ValueError(f"weight is {weight:g}; expected 0 or more")
+    return weight if weight != 1 else 1.0  # one object for most of them
 
 
 def _text(value: object) -> str:

@@ -58,11 +58,7 @@ def kind_of(options: DataOptions) -> Kind:
 
 def _rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a table of paths."""
-    number = 0
-    for batch in _opened(path).iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+    yield from enumerate((row for batch in _opened(path).iter_batches() for row in batch.to_pylist()), 1)
 
 
 def _opened(path: PurePath) -> Any:

@@ -17,7 +17,7 @@ from zerovision.training.base.small_files import as_given
 from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import clean, label_of
-from zerovision.training.data.columns import FactColumns, find_column
+from zerovision.training.data.columns import FactColumns, find_column, unused_notes
 from zerovision.training.data.division import in_parts, with_classes
 from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.label_lists import columns_of, list_in, set_name, set_names
@@ -67,7 +67,7 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options
     if not len(builder):
         raise UserError(f"--data {options.data}: there is no line below the header.")
     notes = [f"skipped {plural(left_out, 'line')} without a label"] if left_out else []
-    return columns.classified(replace(builder.build(root), notes=[*notes, *columns.notes()]), options)
+    return columns.classified(replace(builder.build(root), notes=[*notes, *unused_notes(columns.unused)]), options)
 
 
 class _TableColumns(FactColumns):

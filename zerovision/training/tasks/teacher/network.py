@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zerovision.models import TIMM_PREFIX
 from zerovision.models.build import build_model
 from zerovision.models.class_order import Names, order_of, published_classes
 from zerovision.models.dry_run import forward_failure
@@ -44,7 +45,6 @@ from zerovision.training.world.world import World
 if TYPE_CHECKING:
     from zerovision.training.config import TrainConfig
 
-TIMM = "timm:"
 Outputs = tuple[int, Sequence[Names]]
 MOST_KEPT_BYTES = 2 * 10**9  # of answers, on each rank
 
@@ -136,7 +136,8 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
     """
 
     def load() -> Teacher:
-        module, outputs, made = _load_timm(config, data) if config.teacher.startswith(TIMM) else _load_file(config)
+        is_of_timm = config.teacher.startswith(TIMM_PREFIX)
+        module, outputs, made = _load_timm(config, data) if is_of_timm else _load_file(config)
         here = Preparation.of_run(data.preprocessing)
         own, given = (torch.tensor(each[:2], dtype=torch.float64) for each in (made, here))
         if own.shape != given.shape:
@@ -251,7 +252,7 @@ def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
 def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, Outputs, Preparation]:
     """Return a network with its published weights, its class names, and its preprocessing."""
     try:
-        published = published_config(config.teacher.removeprefix(TIMM))
+        published = published_config(config.teacher.removeprefix(TIMM_PREFIX))
         if not published["num_classes"]:
             raise UserError("it has features and no classes: train a head on it, and give that run")
         settings = RunSettings(model_type=config.teacher, pretrained=True, stem="keep")
