@@ -254,7 +254,7 @@ def features_sent(world: World, schedule: str) -> list[list[str]]:
     world = form_mesh(world, {"pipeline_parallel": world.size})
     features, messages = dist.new_group(backend="gloo"), list[str]()
     stages = dataclasses.replace(world.dimension("pipeline_parallel"), group=features)
-    world.mesh.dimensions["pipeline_parallel"] = stages
+    world.mesh["pipeline_parallel"] = stages
     engine = make_engine(world, make_network("vit"), 2, SIZE, pipeline=world.size, schedule=schedule, split="auto")
 
     def noted(name: str) -> Any:

@@ -83,17 +83,11 @@ def run(
     """
     if gpus is not None:
         return run_launched(config, gpus)
-    mistakes: list[UserError] = []
-    code = _run_here(config, start or Start(), deliver, mistakes.append if raises else None)
-    for mistake in mistakes:
-        raise mistake
-    return code
+    return _run_here(config, start or Start(), deliver, raises=raises)
 
 
 @preserved_process()
-def _run_here(
-    config: TrainConfig, start: Start, deliver: Deliver | None, refuse: Callable[[UserError], object] | None
-) -> int:
+def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, raises: bool) -> int:
     config = check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     start.stop.install()
@@ -102,13 +96,13 @@ def _run_here(
     except OSError as error:  # a rank did not come, or belongs to another run
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    context = None
+    context = mistake = None
     try:
         context = set_up(config, world, start)
         exit_code = train(context, deliver)
     except (UserError, RunEnded) as error:
-        if refuse and isinstance(error, UserError):
-            refuse(error)
+        if raises and isinstance(error, UserError):
+            mistake = error
         elif world.is_main or not isinstance(error, (AgreedError, RunEnded)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
@@ -135,6 +129,8 @@ def _run_here(
     if context is not None:
         context.close()
     stop_world()
+    if mistake is not None:
+        raise mistake
     return exit_code
 
 

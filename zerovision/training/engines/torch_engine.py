@@ -129,10 +129,7 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def load_state(
-        self,
-        tensors: Mapping[str, TakeBox],
-        buffers: Mapping[str, torch.Tensor],
-        applied_steps: int,
+        self, tensors: Mapping[str, TakeBox], buffers: Mapping[str, torch.Tensor], applied_steps: int
     ) -> None:
         self.updates.applied = applied_steps
         set_applied_steps(self.optimizer, applied_steps)

@@ -34,8 +34,8 @@ from zerovision.training.world.world import World
 MOST_FINDINGS = 3  # about one rank: the last ends the run
 SENT = ("images", "labels", "weights", "targets", "loss_weights", "indices")  # of a batch, as far as it has them
 
-Hashes = list[tuple[str, str]]
-"""The gradients of a leaf: names of parameters, in order, and hashes."""
+Hashes = dict[str, str]
+"""The hashes of a leaf's gradients, by parameter."""
 
 
 def check_audit(config: ObserveSettings, world: World) -> None:
@@ -58,7 +58,7 @@ class _Watched(TimedEngine):
 
     Args:
         engine: the engine.
-        hashes: whether to hash; otherwise `check` gets an empty list.
+        hashes: whether to hash; otherwise `check` gets an empty dict.
         check: may raise.
     """
 
@@ -70,7 +70,7 @@ class _Watched(TimedEngine):
     def backward(self, loss: torch.Tensor) -> None:
         if self._check is None:
             return super().backward(loss)
-        found: dict[str, str] = {}
+        found: Hashes = {}
 
         def note(gradient: torch.Tensor, name: str) -> None:
             found[name] = tensor_hash(gradient)
@@ -81,7 +81,7 @@ class _Watched(TimedEngine):
         for hook in hooks:
             hook.remove()
         check, self._check = self._check, None
-        return check(sorted(found.items()))
+        return check(found)
 
 
 @dataclass(frozen=True)
@@ -132,22 +132,22 @@ class Audited:
         def compute() -> Hashes:
             given.seed_leaf((owner - self.world.rank) * self.leaves_per_rank)  # the leaf of the owner
             loss = self.step.losses(torch_engine, batch, owners_scale)[2]
-            found = [(name, tensor_hash(gradient)) for name, gradient in torch_engine.gradients(loss).items()]
+            found = {name: tensor_hash(gradient) for name, gradient in torch_engine.gradients(loss).items()}
             engine.buffers.restore(kept)
-            return sorted(found)
+            return found
 
         def check(hashes: Hashes) -> None:
-            rows = self._gather(again if self.world.rank == checker else hashes)
+            rows = gather_objects(again if self.world.rank == checker else hashes, self.world)
             if rows[owner] == rows[checker]:
                 self.loggers.event("audit", {"step": self.position() + 1, "rank": owner, "again_on": checker})
                 return
             torch_engine.drop_leaf()
             engine.buffers.restore(kept)
-            self._blame(rows, self._gather(compute()), owner, checker)
+            self._blame(rows, gather_objects(compute(), self.world), owner, checker)
             raise _WrongLeafError
 
         while True:
-            again = compute() if self.world.rank == checker else []
+            again = compute() if self.world.rank == checker else {}
             watched = _Watched(engine, check, hashes=self.world.rank == owner)
             try:
                 return self.step(watched, given._replace(batches=chain([first], batches)))
@@ -168,9 +168,6 @@ class Audited:
             copy_from_main([tensor], self.world, owner)
         return dataclasses.replace(own, **tensors), rows[owner][1]
 
-    def _gather(self, hashes: Hashes) -> list[Hashes]:
-        return [[(name, digest) for name, digest in rank] for rank in gather_objects(hashes, self.world)]
-
     def _blame(self, first: list[Hashes], again: list[Hashes], owner: int, checker: int) -> None:
         """Log which rank was wrong, and end the run if that happened too often; a collective.
 
@@ -181,13 +178,13 @@ class Audited:
             checker: the rank that checked it.
         """
         step, ranks = self.position() + 1, range(self.world.size)
-        right, votes = Counter(map(tuple, again)).most_common(1)[0]
+        right, votes = Counter(tuple(sorted(hashes.items())) for hashes in again).most_common(1)[0]
         is_decided = 2 * votes > self.world.size
         both = [(first[rank] or again[rank], again[rank]) for rank in ranks]
-        wrong = [rank for rank in ranks if not is_decided or any(tuple(hashes) != right for hashes in both[rank])]
+        wrong = [rank for rank in ranks if not is_decided or any(hashes != dict(right) for hashes in both[rank])]
         hosts = [printable(host) for host in gather_objects(socket.gethostname(), self.world)]
         who = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong)
-        differing = sorted({name for name, _ in set(first[owner]) ^ set(first[checker])})
+        differing = sorted({name for name, _ in first[owner].items() ^ first[checker].items()})
         self.loggers.message(
             f"step {step}: {who} computed wrong results: rank {owner} and rank {checker} have different gradients of "
             f"the same images in {len(differing)} layer(s), such as {differing[0]}; the step starts again"

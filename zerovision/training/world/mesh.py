@@ -12,7 +12,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from zerovision.training.world.world import COLLECTIVE_TIMEOUT, Mesh, World
+from zerovision.training.world.world import COLLECTIVE_TIMEOUT, World
 
 
 def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
@@ -30,7 +30,7 @@ def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
     data = along(0, numbers, world)
     dimensions = {name: along(dimension, numbers, world) for dimension, name in enumerate(mesh, 1)}
     replica = next(iter(dimensions.values())) if len(mesh) == 1 else along(1, numbers.flatten(1), world)
-    return dataclasses.replace(world, mesh=Mesh(data, replica, dimensions))
+    return dataclasses.replace(world, mesh={"data": data, "replica": replica, **dimensions})
 
 
 def along(dimension: int, numbers: torch.Tensor, world: World) -> World:

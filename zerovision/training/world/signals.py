@@ -70,7 +70,7 @@ class StopRequest:
         number, save_due, self._save_due = failure or self._signal_number, self._save_due, False
         if world.signal_group is None:
             return StopDecision(number, save_due)
-        agreed = self._finish()
+        agreed = self.close()
         flags = torch.tensor([number, save_due], dtype=torch.int32)
         with communication():
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.signal_group, async_op=True)
@@ -108,11 +108,8 @@ class StopRequest:
                 return bool(has_signal)
             time.sleep(min(WAIT_POLL_SECONDS, max(deadline - time.monotonic(), 0.0)))
 
-    def close(self) -> None:
-        """Finish the pending all-reduce; a collective."""
-        self._finish()
-
-    def _finish(self) -> StopDecision:
+    def close(self) -> StopDecision:
+        """Finish the pending all-reduce, and return its result; a collective."""
         if self._pending is None:
             return StopDecision(0, False)
         work, flags = self._pending

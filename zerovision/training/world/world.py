@@ -10,7 +10,8 @@ import datetime
 import os
 import socket
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,8 @@ class World:
         signal_group: gloo group for small values and for stopping, None for a single rank.
         save_group: gloo group for the thread that writes checkpoints, None for a single rank and in groups of a mesh.
         group: group of collectives of tensors; None for all ranks.
-        mesh: this rank's groups, if the ranks form a mesh, see `zerovision.training.world.mesh`.
+        mesh: this rank's groups, if the ranks form a mesh, see `zerovision.training.world.mesh`: `data`, `replica`,
+            and each dimension by its setting.
     """
 
     rank: int
@@ -54,7 +56,7 @@ class World:
     signal_group: dist.ProcessGroup | None = None
     save_group: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
-    mesh: Mesh | None = None
+    mesh: Mapping[str, World] = field(default_factory=dict)
 
     @property
     def is_main(self) -> bool:
@@ -64,16 +66,16 @@ class World:
     @property
     def data(self) -> World:
         """The ranks that read different images and have the same part of the model: all, unless there is a mesh."""
-        return self.mesh.data if self.mesh else self
+        return self.mesh.get("data", self)
 
     @property
     def replica(self) -> World:
         """The ranks that share one copy of the model, and thus the same images."""
-        return self.mesh.replica if self.mesh else self.alone()
+        return self.dimension("replica")
 
     def dimension(self, name: str) -> World:
         """Return this rank's group along a dimension of the mesh other than data."""
-        return self.mesh.dimensions[name] if self.mesh and name in self.mesh.dimensions else self.alone()
+        return self.mesh.get(name) or self.alone()
 
     def __deepcopy__(self, _copied: dict[int, Any]) -> World:
         """Return itself, because a copied layer is computed by the same ranks."""
@@ -95,30 +97,11 @@ class World:
         is_gpu = self.device.type == "cuda"
         interface = os.environ.get("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", "").removeprefix("=")
         network = f" on {interface}" if interface and self.size > self.local_size else ""
-        mesh = f", {self.mesh.describe()}" if self.mesh else ""
+        divided = {name.partition("_")[0]: group.size for name, group in self.mesh.items() if name != "replica"}
+        mesh = f", {' x '.join(f'{name} {size}' for name, size in divided.items())}" if divided else ""
         if is_gpu:
             return f"{self.size} x {torch.cuda.get_device_name(self.device)}{network}{mesh}"
         return f"{cpu_ranks(self.size)}{network}, {plural(torch.get_num_threads(), 'thread')} each{mesh}"
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """A rank's groups if the ranks are divided into data x replica.
-
-    Attributes:
-        data: see `World.data`.
-        replica: see `World.replica`.
-        dimensions: see `World.dimension`.
-    """
-
-    data: World
-    replica: World
-    dimensions: dict[str, World]
-
-    def describe(self) -> str:
-        """Return the sizes of the dimensions that are divided."""
-        groups = {"data": self.data, **self.dimensions}
-        return " x ".join(f"{name.partition('_')[0]} {group.size}" for name, group in groups.items())
 
 
 def start_world(*, deterministic: bool = False) -> World:

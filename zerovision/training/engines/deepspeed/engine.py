@@ -139,10 +139,7 @@ class DeepSpeedEngine(Engine):
 
     @torch.no_grad()
     def load_state(
-        self,
-        tensors: Mapping[str, TakeBox],
-        buffers: Mapping[str, torch.Tensor],
-        applied_steps: int,
+        self, tensors: Mapping[str, TakeBox], buffers: Mapping[str, torch.Tensor], applied_steps: int
     ) -> None:
         self._applied_steps = applied_steps
         set_applied_steps(self.optimizer, applied_steps)

@@ -106,10 +106,7 @@ class IslandEngine(TorchEngine):
         return dataclasses.replace(own, shapes=shapes, shards=shards, buffers=buffers, leaves=leaves)
 
     def load_state(
-        self,
-        tensors: Mapping[str, TakeBox],
-        buffers: Mapping[str, torch.Tensor],
-        applied_steps: int,
+        self, tensors: Mapping[str, TakeBox], buffers: Mapping[str, torch.Tensor], applied_steps: int
     ) -> None:
         """See `Engine.load_state`."""
         prefix, frozen = _prefix(self.peers.rank), frozen_parameters(self.module).keys()
@@ -170,13 +167,7 @@ class OuterSteps(Averages):
         loggers: the run's loggers.
     """
 
-    def __init__(
-        self,
-        engine: IslandEngine,
-        config: Any,
-        total_steps: int,
-        loggers: Loggers,
-    ) -> None:
+    def __init__(self, engine: IslandEngine, config: Any, total_steps: int, loggers: Loggers) -> None:
         self._engine, self._config = engine, config
         self._total_steps, self._loggers = total_steps, loggers
         self._is_rounded = config.outer_precision == "bf16"

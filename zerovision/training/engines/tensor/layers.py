@@ -210,8 +210,7 @@ def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart
         head = module.get_submodule(plan.head)
         for own, parameter in head.named_parameters():
             name = f"{plan.head}.{own}"
-            cuts[name] = _part_of(parameter, 0, 1, len(parameter), group)
-            _take_part(module, name, cuts[name])
+            cuts[name] = _take_part(module, name, 0, 1, len(parameter), group)
         _become(head, _DividedOutputs, group)
     return TensorPart(group=group, cuts=cuts)
 
@@ -219,12 +218,11 @@ def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart
 def _split_region(module: nn.Module, name: str, region: Region, units: int, group: World, cuts: dict[str, Cut]) -> None:
     """Divide the layer `name`, and add the cuts of its parameters."""
     layer = module.get_submodule(name)
-    for own, parameter in layer.named_parameters():
+    for own, _ in layer.named_parameters():
         blocks = region.first.get(own.partition(".")[0], 0)
         if blocks or own == f"{region.last}.weight":
-            cut = _part_of(parameter, 0 if blocks else 1, blocks or 1, units, group)
-            cuts[f"{name}.{own}"] = cut
-            _take_part(module, f"{name}.{own}", cut)
+            place = f"{name}.{own}"
+            cuts[place] = _take_part(module, place, 0 if blocks else 1, blocks or 1, units, group)
     for count in filter(None, (region.heads, *region.counts)):
         if hasattr(layer, count):
             setattr(layer, count, getattr(layer, count) // units * _share(units, group)[1])
@@ -261,23 +259,22 @@ def _share(units: int, group: World) -> tuple[int, int]:
     return low, high - low
 
 
-def _part_of(tensor: torch.Tensor, dimension: int, blocks: int, units: int, group: World) -> Cut:
-    """Return this rank's part of each equal block along a dimension; blocks have `units` heads or features."""
-    first, count = _share(units, group)
-    length = tensor.shape[dimension] // blocks
+def _take_part(module: nn.Module, name: str, dimension: int, blocks: int, units: int, group: World) -> Cut:
+    """Replace the values of a parameter by this rank's part of each equal block along a dimension; return the cut.
+
+    Blocks have `units` heads or features.
+    """
+    parameter, (first, count) = module.get_parameter(name), _share(units, group)
+    length = parameter.shape[dimension] // blocks
     width = length // units
     pieces = tuple((block * length + first * width, count * width) for block in range(blocks))
-    return Cut(tuple(tensor.shape), dimension, pieces)
-
-
-def _take_part(module: nn.Module, name: str, cut: Cut) -> None:
-    """Replace the values of a parameter by this rank's part."""
-    parameter = module.get_parameter(name)
+    cut = Cut(tuple(parameter.shape), dimension, pieces)
     parameter.data = cut.take(parameter.data)
     layer = module.get_submodule(name.rpartition(".")[0])
-    for width, dimension in (("out_features", 0), ("out_channels", 0), ("in_features", 1), ("in_channels", 1)):
-        if name.endswith(".weight") and hasattr(layer, width):
-            setattr(layer, width, parameter.shape[dimension])
+    for size, of_dimension in (("out_features", 0), ("out_channels", 0), ("in_features", 1), ("in_channels", 1)):
+        if name.endswith(".weight") and hasattr(layer, size):
+            setattr(layer, size, parameter.shape[of_dimension])
+    return cut
 
 
 def _become(layer: nn.Module, base: type[nn.Module], group: World) -> None:
