@@ -23,7 +23,7 @@ from zerovision.training.data.images import Images, ImagesBuilder
 from zerovision.training.data.label_lists import columns_of, list_in, set_name, set_names
 from zerovision.training.data.reading.files import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
-from zerovision.training.data.settings import DATA_ROOT
+from zerovision.training.data.settings import DATA_ROOT, SEVERAL_LABELS
 
 PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
 SEPARATORS = (",", ";", "\t", "|")
@@ -84,10 +84,10 @@ class _TableColumns(FactColumns):
             *((one, name, "--label-column") for one, name in zip(labels, self._classes, strict=True)),
         ):
             if not column:
-                columns = ", ".join(map(one_line, header[:20]))
+                found = f"It has {', '.join(map(one_line, header[:20]))}"
+                cure = f"give {flag} NAME" if "," not in name else f"for a label per column, add {SEVERAL_LABELS}"
                 raise UserError(
-                    f"--data {options.data}: there is no column {name}.{nearest(name, header)} It has {columns}: "
-                    f"give {flag} NAME."
+                    f"--data {options.data}: there is no column {name}.{nearest(name, header)} {found}: {cure}."
                 )
         super().__init__(header, [self.path, *self._labels])
 
