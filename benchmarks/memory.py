@@ -33,7 +33,7 @@ from benchmarks.report import Section, save, show, versions
 from zerovision.models import MODELS
 from zerovision.models.build import build_model
 from zerovision.planning.machines import detect_machine
-from zerovision.planning.search import PlannedJob, memory_of
+from zerovision.planning.search import PlannedJob, evaluate
 from zerovision.training.base.settings import RunSettings
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.build_engine import resolve_engine
@@ -81,7 +81,7 @@ class Case:
         words["gradient_accumulation_steps"] = self.micro_batches
         config = TrainConfig(**words, engine=engine, precision="fp32")
         job = PlannedJob(config, detect_machine(self.ranks), self.ranks, self.classes, self.image_size, 0)
-        return memory_of(job, config)[2].tensors
+        return evaluate(job, config).memory.tensors
 
 
 @dataclass(frozen=True)

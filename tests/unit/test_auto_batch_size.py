@@ -14,7 +14,7 @@ import torch
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.plan import resolve_strategy
 from zerovision.planning.machines import Machine, find_gpu
-from zerovision.planning.search import PlannedJob, memory_of, with_planned_batch
+from zerovision.planning.search import PlannedJob, evaluate, with_planned_batch
 from zerovision.training import auto_batch_size
 from zerovision.training.auto_batch_size import Trial, largest_that_fits
 from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
@@ -297,9 +297,8 @@ def test_the_planner_takes_the_largest_that_is_predicted_to_fit():
     most = FILL * job.machine.gpu.memory_bytes
 
     def peak(size):
-        return memory_of(job, dataclasses.replace(config, batch_size=size, gradient_accumulation_steps=1024 // size))[
-            2
-        ].peak
+        option = dataclasses.replace(config, batch_size=size, gradient_accumulation_steps=1024 // size)
+        return evaluate(job, option).memory.peak
 
     sizes = micro_batches(8 * 1024, 8)
     assert planned.micro_batch == max(size for size in sizes if peak(size) <= most)

@@ -16,7 +16,7 @@ from typing import Any
 
 from zerovision.models.sides import ImageSize, sides, size_of
 from zerovision.planning.machines import GPUS
-from zerovision.planning.search import Option, PlannedJob, engines_of, evaluate, fits, memory_of
+from zerovision.planning.search import Option, PlannedJob, engines_of, evaluate, fits
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import format_bytes, plural
@@ -137,7 +137,7 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
     works = [f"--gpu {enough[0]}"] if enough else []
     size = _halved(job.image_size)
     # Smaller images save activations alone.
-    is_too_large = memory_of(job, smallest.config, counts_activations=False)[2].peak > gpu.memory_bytes
+    is_too_large = evaluate(job, smallest.config, counts_activations=False).memory.peak > gpu.memory_bytes
     while not is_too_large and min(sides(size)) >= SMALLEST_IMAGE:
         config = dataclasses.replace(smallest.config, image_size=size)
         try:

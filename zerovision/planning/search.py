@@ -127,10 +127,8 @@ class Option:
         return self.config.micro_batch * self.config.gradient_accumulation_steps * self.plan.shards * self.plan.replicas
 
 
-def memory_of(
-    job: PlannedJob, config: TrainConfig, *, counts_activations: bool = True
-) -> tuple[str, ParallelPlan, MemoryPlan]:
-    """Return the engine for one configuration of a job, its sharding, and the memory of a rank.
+def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool = True) -> Option:
+    """Predict one configuration of a job, with the job's network and update rule.
 
     Args:
         job: the job that is planned.
@@ -166,7 +164,8 @@ def memory_of(
         kept = share.activations._replace(saved=share.activations.saved + ahead)
         rank, steps = dataclasses.replace(share, activations=kept), config.gradient_accumulation_steps
         found.append(plan_memory(rank, plan, name, workload.optimizer_values, steps, job.device))
-    return name, plan, max(found, key=lambda memory: memory.peak)
+    memory = max(found, key=lambda memory: memory.peak)
+    return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes)
 
 
 def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
@@ -181,27 +180,17 @@ def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[i
     """
     machine = Machine(Gpu("gpu" if facts.has_gpus else CPU, memory_bytes=0), facts.ranks_per_machine)
     job = PlannedJob(facts.config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
-    return [memory_of(job, config)[2].tensors for config in configs]
+    return [evaluate(job, config).memory.tensors for config in configs]
 
 
 def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
     """Return whether a configuration fits into a share of a GPU; activations are counted only if the rest fits.
 
     Raises:
-        UserError: see `memory_of`.
+        UserError: see `evaluate`.
     """
     most = share * job.machine.gpu.memory_bytes
-    return all(memory_of(job, config, counts_activations=each)[2].peak <= most for each in (False, True))
-
-
-def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
-    """Predict one configuration of a job, with the job's network and update rule.
-
-    Raises:
-        UserError: if the engine does not support the settings.
-    """
-    name, plan, memory = memory_of(job, config)
-    return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes)
+    return all(evaluate(job, config, counts_activations=each).memory.peak <= most for each in (False, True))
 
 
 def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
@@ -210,14 +199,14 @@ def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
     Raises:
         UserError: if the default or the requested engine does not support it.
     """
-    default, *_ = memory_of(job, config, counts_activations=False)
+    default = evaluate(job, config, counts_activations=False).engine
     found = [config]
     for name in ENGINES if config.engine == "auto" else ():
         if name != default:
             with contextlib.suppress(UserError):  # an engine that does not do this
                 engine: Any = name  # of the field's own values
                 other = dataclasses.replace(config, engine=engine)
-                memory_of(job, other, counts_activations=False)
+                evaluate(job, other, counts_activations=False)
                 found.append(other)
     return found
 
