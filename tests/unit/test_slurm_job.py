@@ -11,6 +11,7 @@ import pytest
 from zerovision.launch import slurm
 from zerovision.launch.slurm import Job, JobRecord, JobState, training_arguments, what_follows
 from zerovision.training.base.errors import UserError
+from zerovision.training.world.launchers import job_port
 
 ARGUMENTS = ["--model-type=mobilenet", "--strategy=ddp"]
 JOB = Job("77", "77", None, 0, 2, "node[01-02]", 8)
@@ -53,7 +54,7 @@ def test_a_job_is_read_from_slurms_variables(variables: dict[str, str], expected
 
 
 def test_jobs_meet_on_ports_of_their_own() -> None:
-    ports = {replace(JOB, slurm_id=str(number)).preferred_port for number in range(500, 10500)}
+    ports = {job_port(number) for number in range(500, 10500)}
     assert len(ports) == 10000
     assert min(ports) >= 1024
     assert max(ports) < 32768  # from there on the kernel gives ports to whoever asks

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zerovision.launch.node_launcher import NodeLauncher
@@ -34,12 +35,17 @@ PASSED_ON = {
 }
 
 
-def receive_signals() -> list[int]:
-    """Handle the signals of `PASSED_ON` from now on; return the list to which they are appended."""
+def receive_signals(note: Callable[[int], object] = lambda _number: None) -> list[int]:
+    """Handle the signals of `PASSED_ON` from now on: each calls `note`; return the list to which they are appended."""
     received: list[int] = []
+
+    def receive(number: int, _frame: object) -> None:
+        received.append(number)
+        note(number)
+
     for number in PASSED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda given, _frame: received.append(given))
+            signal.signal(number, receive)
     return received
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from zerovision.launch.arguments import check_training, print_command, read_arguments, run_launcher
 from zerovision.launch.hosts import host_names, scontrol
 from zerovision.launch.launch import preflight, train
-from zerovision.launch.node_run import FINAL_CODES
+from zerovision.launch.node_run import FINAL_CODES, receive_signals
 from zerovision.launch.nodes import Nodes
 from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
 from zerovision.training.base.atomic_write import replacing
@@ -88,11 +88,6 @@ class Job:
             node_list=node_list,
             gpus=_number(environment, "SLURM_GPUS_ON_NODE"),
         )
-
-    @property
-    def preferred_port(self) -> int:
-        """The port that this job's ranks meet on, if it is free."""
-        return job_port(int(self.slurm_id))
 
     def check_gpus(self, ranks_per_node: int) -> None:
         """Raise a UserError if the job has fewer GPUs per node than ranks."""
@@ -247,15 +242,22 @@ def main(words: list[str]) -> int:
         return 0
     job.check_gpus(given.ranks_per_node)
     hosts = host_names(job.node_list)
-    port = given.master_port or port_if_free(job.preferred_port)
+    port = given.master_port or port_if_free(job_port(int(job.slurm_id)))
     plan = Plan(given, training, config, hosts, "srun", port)
     if not job.restarts and (code := preflight(plan)):
         return code
     remember_line(["sbatch", f"--nodes={nodes}"], given.script, words[1:])
-    received, all_received = _receive_signals()
+    heard: set[int] = set()
+
+    def note(number: int) -> None:
+        heard.add(number)
+        # Not print: the signal may have come while another print was writing.
+        os.write(1, f"Slurm sends {signal.Signals(number).name}\n".encode())
+
+    received = receive_signals(note)
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
     record = _train(plan, received)
-    return _finish(job, config, record, received, was_terminated=signal.SIGTERM in all_received)
+    return _finish(job, config, record, received, was_terminated=signal.SIGTERM in heard)
 
 
 def _train(plan: Plan, received: list[int]) -> JobRecord:
@@ -266,22 +268,6 @@ def _train(plan: Plan, received: list[int]) -> JobRecord:
         traceback.print_exc()
         return JobRecord(1, f"the launch failed with {type(error).__name__}")
     return JobRecord(outcome.ending.code, outcome.ending.reason, outcome.position)
-
-
-def _receive_signals() -> tuple[list[int], set[int]]:
-    """Handle Slurm's signals; return the list for the launch, which empties it, and the set of all received signals."""
-    received: list[int] = []
-    all_received: set[int] = set()
-
-    def receive(number: int, _frame: object) -> None:
-        # Not print: the signal may have come while another print was writing.
-        os.write(1, f"Slurm sends {signal.Signals(number).name}\n".encode())
-        received.append(number)
-        all_received.add(number)
-
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, receive)
-    return received, all_received
 
 
 def _finish(job: Job, config: TrainConfig, record: JobRecord, received: list[int], *, was_terminated: bool) -> int:
