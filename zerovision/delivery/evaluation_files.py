@@ -96,18 +96,16 @@ def _write_worst(
     """Write the samples one by one, as one contact sheet, and as a table."""
     (folder / WORST).mkdir()
     pictures = [thumbnail(read_image(one["index"])) for one in worst]
-    rows = []
+    rows, captions = [], []
     for number, (one, picture) in enumerate(zip(worst, pictures, strict=True)):
         name = f"{WORST}/{number:03d}.png"
         picture.save(folder / name)
         true, predicted = class_names[one["label"]], class_names[one["prediction"]]
         rows.append([name, one["name"], true, predicted, one["confidence"], one["loss"]])
+        text = f"{printable(predicted)[:LONGEST_NAME]}  {one['confidence']:.0%}"
+        colour = BLACK if true == predicted else WRONG
+        captions.append([(f"true {printable(true)[:LONGEST_NAME]}", BLACK), (text, colour)])
     write_csv(folder / f"{WORST}.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
-    captions = []
-    for row, one in zip(rows, worst, strict=True):
-        true, predicted = printable(row[2]), printable(row[3])
-        text = f"{predicted[:LONGEST_NAME]}  {one['confidence']:.0%}"
-        captions.append([(f"true {true[:LONGEST_NAME]}", BLACK), (text, BLACK if true == predicted else WRONG)])
     contact_sheet(pictures, captions).save(folder / f"{WORST}.png")
 
 

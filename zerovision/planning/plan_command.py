@@ -20,7 +20,7 @@ from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.units import plural
 from zerovision.training.config import TrainConfig
-from zerovision.training.config.global_batch import nearest_multiples
+from zerovision.training.config.global_batch import divide_given
 from zerovision.training.data import data_options, load_data
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.out_of_memory import is_out_of_memory
@@ -56,8 +56,7 @@ def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
             "--gpus-per-node."
         )
     if config.global_batch and config.batch_size != "auto":
-        groups = data_ranks(ranks, config.mesh)
-        config = _with_global_batch(config, groups, config.global_batch)
+        config = dataclasses.replace(divide_given(config, data_ranks(ranks, config.mesh)), global_batch=0)
     machine = Machine(find_gpu(given.gpu), per_node) if given.gpu else detect_machine(per_node)
     has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
@@ -122,16 +121,6 @@ def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> floa
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[WARM_UP_STEPS:])
-
-
-def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> TrainConfig:
-    one = config.micro_batch * ranks
-    if global_batch % one:
-        raise UserError(
-            f"--global-batch {global_batch} is not a multiple of {plural(config.micro_batch, 'image')} x "
-            f"{plural(ranks, 'GPU')}: give {nearest_multiples(global_batch, one)}, or another --batch-size."
-        )
-    return dataclasses.replace(config, gradient_accumulation_steps=global_batch // one, global_batch=0)
 
 
 def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, Any], str]:
