@@ -16,15 +16,11 @@ def conv_block(
 
     `stride` is the stride of the first convolution.
     """
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False),
-        nn.BatchNorm2d(out_channels),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
-        nn.BatchNorm2d(out_channels),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(pool),
-    )
+    layers: list[nn.Module] = []
+    for channels, step in ((in_channels, stride), (out_channels, 1)):
+        convolution = nn.Conv2d(channels, out_channels, 3, stride=step, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.MaxPool2d(pool))
 
 
 class BasicCNN(nn.Module):

@@ -15,11 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (505, 350),
-    "models": (1280, 900),
+    "models": (1276, 900),
     "zerovision/training/config": (811, 500),
     "zerovision/training/base": (1186, 550),
     "zerovision/training/world": (608, 450),
-    "zerovision/training/data": (4244, 2900),
+    "zerovision/training/data": (4225, 2900),
     "zerovision/training/recipe": (601, 650),
     "zerovision/training/engines": (3056, 2250),
     "zerovision/training/checkpoint": (590, 600),

@@ -12,8 +12,8 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,15 @@ class ImageCache:
         words = np.zeros(-(-pixels.size // _WORD), dtype=np.uint64)
         words.view(np.uint8)[: pixels.size] = pixels.reshape(-1)
         try:
-            with _locked(self._pixels):
+            fcntl.flock(self._pixels, fcntl.LOCK_EX)  # held at most until the process ends
+            try:
                 offset = os.fstat(self._pixels).st_size
                 if offset + words.nbytes > self.max_bytes:
                     self.is_full = True
                     return
                 _write_all(self._pixels, words.data.cast("B"), offset)
+            finally:
+                fcntl.flock(self._pixels, fcntl.LOCK_UN)
             facts = [offset, *pixels.shape[:2], digest]
             entry = _ENTRY.pack(*facts, self._checksum(index, facts, words))
             _write_all(self._index, memoryview(entry), index * _ENTRY.size)
@@ -118,16 +121,6 @@ class ImageCache:
         except OSError:  # removed meanwhile: a worker that starts now has no cache
             self._index = self._pixels = -1
             self.is_full = True
-
-
-@contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    """Hold the exclusive `flock` of an open file during the block, at most until the process ends."""
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import simplejpeg
+import torch
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
@@ -33,11 +34,10 @@ from zerovision.training.data.reading.files import Refused, pillow_formats, unkn
 from zerovision.training.data.reading.native import crop_jpeg
 from zerovision.training.data.settings import MAX_MEGAPIXELS
 
+# `decode` or `image_numbers.decode_numbers` with options set; takes the file, a chooser of a part and a list for notes.
 Decoder = Callable[..., np.ndarray]
-"""`decode` or `image_numbers.decode_numbers` with options set: takes the file, a chooser of a part, and a list for
-notes.
-"""
 Decoded = TypeVar("Decoded")
+Pixels = TypeVar("Pixels", np.ndarray, torch.Tensor)
 
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
@@ -156,8 +156,8 @@ def shrunk_bytes(height: int, width: int, image_size: int, channels: int = 3) ->
     return channels * -(-height * numerator // 8) * -(-width * numerator // 8)
 
 
-def crop(pixels: np.ndarray, choose: BoxChooser | None) -> np.ndarray:
-    """Return the part of uint8 [H, W, C] that `choose` takes, as a view; all of it if `choose` is None."""
+def crop(pixels: Pixels, choose: BoxChooser | None) -> Pixels:
+    """Return the part of an image [H, W, C] that `choose` takes, as a view; all of it if `choose` is None."""
     if choose is None:
         return pixels
     top, left, height, width = choose(*pixels.shape[:2])

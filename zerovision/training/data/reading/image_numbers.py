@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -92,17 +92,12 @@ def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
     ]
 
 
-def decode_numbers(
-    data: bytes,
-    choose: BoxChooser | None = None,
-    notes: list[str] | None = None,
-    *,
-    kind: str,
-    channels: int,
-    max_pixels: int = MAX_PIXELS,
-) -> np.ndarray:
-    """Return the numbers in a file, uint8 or float32 [h, w, C]; otherwise like `decode`."""
-    return crop(read_numbers(data, kind, channels, max_pixels).permute(1, 2, 0).numpy(), choose)
+def decode_numbers(data: bytes, choose: BoxChooser | None, notes: list[str] | None, **options: Any) -> np.ndarray:
+    """Return the numbers in a file, uint8 or float32 [h, w, C], as `decode` does.
+
+    The options are those of `read_numbers`.
+    """
+    return crop(read_numbers(data, **options).permute(1, 2, 0).numpy(), choose)
 
 
 def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:

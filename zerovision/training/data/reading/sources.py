@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -100,10 +101,7 @@ class ArraySource(Source):
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """See `Source`."""
         image = self.images[index].expand(self.channels, -1, -1)
-        if choose is None:
-            return image
-        top, left, height, width = choose(*image.shape[1:])
-        return image[:, top : top + height, left : left + width]
+        return crop(image.permute(1, 2, 0), choose).permute(2, 0, 1)
 
 
 def grey(images: torch.Tensor) -> torch.Tensor:
@@ -115,45 +113,40 @@ def grey(images: torch.Tensor) -> torch.Tensor:
     return torch.cat([(((part * shares).sum(1, True) + 2**15) >> 16).to(torch.uint8) for part in parts])
 
 
+@dataclass(eq=False, repr=False)
 class FileSource(Source):
     """Encoded images, in files or archives.
 
-    Args:
+    Attributes:
         images: The table of images.
         decoder: Decodes an image.
         cache: Keeps decoded images.
         first_in_cache: Position of the first image in the cache.
         channels: C of the decoded images.
         values: Type of the numbers in the files.
-
-    Attributes:
-        images: The table of images.
     """
 
+    images: Images
+    decoder: Decoder
+    cache: ImageCache | None = None
+    first_in_cache: int = 0
+    channels: int = 3
+    values: str = BYTES
     in_memory = False
 
-    def __init__(
-        self,
-        images: Images,
-        decoder: Decoder,
-        cache: ImageCache | None = None,
-        first_in_cache: int = 0,
-        channels: int = 3,
-        values: str = BYTES,
-    ) -> None:
-        self.images, self._decode, self._cache, self._first_in_cache = images, decoder, cache, first_in_cache
-        self.channels, self.values, self.cache_folder = channels, values, cache.folder if cache else None
-        self.labels, weights = images.columns["label"].long(), images.columns["weight"].float()
+    def __post_init__(self) -> None:
+        self.cache_folder = self.cache.folder if self.cache else None
+        self.labels, weights = self.images.columns["label"].long(), self.images.columns["weight"].float()
         self.loss_weights = None if bool((weights == 1).all()) else weights
 
     def expect(self, indices: Iterable[int]) -> None:
         """See `Source`."""
-        cache, first = self._cache, self._first_in_cache
+        cache, first = self.cache, self.first_in_cache
         self.images.expect([index for index in indices if cache is None or first + index not in cache])
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """See `Source`."""
-        cache, position = self._cache, self._first_in_cache + index
+        cache, position = self.cache, self.first_in_cache + index
         cached = None if cache is None else cache.get(position)
         if cached is not None:
             pixels, digest = cached
@@ -163,7 +156,7 @@ class FileSource(Source):
             is_kept = cache is not None and not cache.is_full
             digest = digest_of(content) if is_kept or self.digests is not None else UNKNOWN
             with named(name, self.notes) as notes:
-                pixels = self._decode(content, None if is_kept else choose, notes)  # a cache needs all of it
+                pixels = self.decoder(content, None if is_kept else choose, notes)  # a cache needs all of it
             if cache is not None and is_kept:
                 cache.put(position, pixels, digest)
                 pixels = crop(pixels, choose)
@@ -194,7 +187,7 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
             if (other := kind_of_numbers(part.name(0), part.content(0), max_pixels)[0]) != values:
                 raise UserError(f"the {what} images are {other}, but the training images {values}: use one type.")
         channels = options.image_channels or (3 if found == 1 else found)
-        decoder: Decoder = partial(decode_numbers, kind=values, channels=channels, max_pixels=max_pixels)
+        decoder: Decoder = partial(decode_numbers, wanted=values, channels=channels, max_pixels=max_pixels)
     else:
         decoder = make_decoder(options.decode, image_size, channels, max_pixels)
     if options.decode == "cpu" and options.cache != "off":
