@@ -34,7 +34,7 @@ from zerovision.training.base.settings import RunSettings
 from zerovision.training.config.command_line import OneLineParser, run_script
 
 INGREDIENTS = {
-    "Muon (AdamW in its place)": "--optimizer adamw --optimizer-options= --learning-rate 0.004",
+    "Muon (AdamW in its place)": "--optimizer adamw --learning-rate 0.004",
     "label smoothing": "--label-smoothing 0",
     "lookahead": "--lookahead 0",
     "weight decay": "--weight-decay 0",

@@ -168,7 +168,7 @@ def _checked_members(model_type: str, members: Sequence[str]) -> tuple[str, ...]
     if not model_spec(model_type).takes_members:
         return ()
     if len(members) < 2:
-        raise UserError(f"an ensemble needs at least two members, not {len(members)}: --ensemble-members mobilenet,vgg")
+        raise UserError(f"an ensemble needs two members or more, not {len(members)}: ensemble:mobilenet,vgg")
     if len(members) > MOST_MEMBERS:
         raise UserError(f"an ensemble has at most {MOST_MEMBERS} members, not {len(members)}: leave some out")
     for member in members:

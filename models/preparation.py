@@ -118,7 +118,7 @@ def starting_preparations(
         if weights:
             return []
         raise UserError(
-            f"--ensemble-members {','.join(names)}: their published weights were trained with pixels normalized in "
+            f"--model-type ensemble:{','.join(names)}: their published weights were trained with pixels normalized in "
             "different ways: give members that agree, or leave --pretrained out."
         )
     return found

@@ -13,8 +13,9 @@ import zerovision
 from zerovision.cli import VERBS
 from zerovision.commands import COMMANDS
 from zerovision.training.base.places import SCRIPTS
-from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
-from zerovision.training.config.command_line import OneLineParser, training_parser
+from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig, part_name
+from zerovision.training.config.command_line import OneLineParser
+from zerovision.training.config.values import allowed_values, show_value
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -64,13 +65,12 @@ def table(rows: Iterator[tuple[str, str, str, str]]) -> Iterator[str]:
 
 
 def trainer_rows(names: list[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the rows of fields of `TrainConfig`."""
-    parser = training_parser()
-    for name in names:
-        default = str(FIELDS[name].default)
-        default = default.lower() if isinstance(FIELDS[name].default, bool) else default
-        flag = FLAG_OF[name]
-        yield f"`{flag}`", parser.expected[flag], f"`{default}`" if default else "", FIELDS[name].metadata["help"]
+    """Yield the rows of fields of `TrainConfig`, each flag before the parts that its word may have."""
+    for whole in (name for name in names if name in WORDS):
+        for name in WORDS[whole]:
+            default, first = show_value(FIELDS[name].default), FIELDS[name].metadata["part_of"][1]
+            flag = f"`{FLAG_OF[name]}`" if name == whole else f"`{first}:{part_name(name)}`"
+            yield flag, allowed_values(FIELDS[name]), f"`{default}`" if default else "", FIELDS[name].metadata["help"]
 
 
 def command_rows(parser: OneLineParser) -> Iterator[tuple[str, str, str, str]]:
@@ -90,6 +90,12 @@ def flags_page() -> str:
     lines = ["# Flags", "", WRITTEN, ""]
     lines += ["`python scripts/train_distributed.py --help all` prints the flags of training in the terminal.", ""]
     lines += ["The name of a flag without its dashes is also its key in a YAML file for `--config`.", ""]
+    lines += [
+        "A row such as `:GB` below `--cache` is a part of its word: `--cache ram:8`. Parts come in the order of the "
+        "rows; those that you leave out, or leave empty as in `4::blocks.3`, have their defaults. A row such as "
+        "`supcon:TEMPERATURE` is a part only of that word.",
+        "",
+    ]
     lines += ["## Training", ""]
     for owner, heading in GROUPS.items():
         (declares,) = [one for one in TrainConfig.__mro__ if one.__name__ == owner]

@@ -23,7 +23,7 @@ ROOMS = {  # limit and end
     "zerovision/training/recipe": (601, 650),
     "zerovision/training/engines": (3056, 2250),
     "zerovision/training/checkpoint": (590, 600),
-    "zerovision/training/tasks": (801, 400),
+    "zerovision/training/tasks": (793, 400),
     "zerovision/training/observe": (1117, 1050),
     "zerovision/training": (2124, 1400),
     "zerovision/launch": (2534, 1800),

@@ -81,7 +81,7 @@ def test_a_cached_run_and_one_that_goes_on_have_the_same_bytes(source):
         assert (folder / "runs" / f"{name}-resumed" / WEIGHTS).read_bytes() == (computed / WEIGHTS).read_bytes()
 
 
-SOLVED = (*CACHED, "--tune", "head", "--solver", "lbfgs", "--weight-decay", "0.01", "--label-smoothing", "0")
+SOLVED = (*CACHED, "--tune", "head", "--features", "cached:lbfgs", "--weight-decay", "0.01", "--label-smoothing", "0")
 
 
 def test_the_solved_head_is_scikit_learns(source):
@@ -187,7 +187,7 @@ def test_a_network_that_computes_other_features_in_training_is_refused(source, m
     assert_user_error(done, "--features cached", line)
 
 
-FEATURES = ("--data", "digits", "--image-size", "8", "--loss", "supcon", "--gradient-cache", "32")
+FEATURES = ("--data", "digits", "--image-size", "8", "--loss", "supcon::32")
 
 
 def test_a_head_makes_a_classifier_of_features(tmp_path):

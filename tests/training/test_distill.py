@@ -123,7 +123,7 @@ def test_a_step_is_that_of_a_plain_loop(teachers, monkeypatch):
         return losses
 
     monkeypatch.setattr(labels, "build_loss", spied)
-    plain = ("--optimizer", "sgd", "--momentum", "0", "--weight-decay", "0", "--gradient-clipping", "0")
+    plain = ("--optimizer", "sgd:0", "--weight-decay", "0", "--gradient-clipping", "0")
     plain += ("--schedule", "constant", "--warmup-epochs", "0", "--learning-rate", "0.05", "--dropout", "0")
     start = ("--weights", str(folder / "runs" / "teacher1" / WEIGHTS))
     student = (*logs, *plain, *start, *STUDENT, "--epochs", "1", "--label-smoothing", "0", "--batch-size", "720")

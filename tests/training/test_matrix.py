@@ -67,7 +67,7 @@ def train_two_ranks(entry, members, images, logs, *words):
     flags = ["--data", str(images), "--image-size", "32", "--augmentation", "none", "--workers", "0"]
     flags += ["--batch-size", str(BATCH_SIZE), "--log-every-steps", "1", "--tensorboard", "false", "--report", "false"]
     flags += ["--learning-rate", "0.0001", "--warmup-epochs", "1", "--label-smoothing", "0"]
-    flags += ["--ensemble-members", members, "--log-dir", str(logs)]
+    flags += ["--model-type", f"ensemble:{members}", "--log-dir", str(logs)]
     launcher = local_ranks_command("deepspeed", has_gpus=False)
     launcher += ["--nproc_per_node=2", f"--master_port={free_port()}"]
     # vgg's tensors are large: without these glibc gives them back to the kernel after every step.
@@ -84,7 +84,7 @@ def run_folder(tmp_path_factory, two_classes, pretrained):
     @functools.cache
     def train(models):
         flags = ["--epochs", str(EPOCHS["slow" if models == SLOW else "quick"]), "--weights", str(pretrained)]
-        flags += ["--head-epochs", "0", "--backbone-learning-rate-scale", "1"]
+        flags += ["--head-epochs", "0:1"]
         entry, members = "tests/training/matrix_entry.py", "mobilenet,basic_cnn"
         return train_two_ranks(entry, members, two_classes, tmp_path_factory.mktemp("logs"), *flags, ",".join(models))
 

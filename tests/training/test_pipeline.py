@@ -93,7 +93,10 @@ def test_a_rank_waits_as_long_as_is_logged(micro_batches, schedule, split, expec
 
 REFUSED = {
     "several paths": ({"network": "branches"}, "several tensors pass between layers"),
-    "unknown": ({"network": "vit", "split": "blocks.9"}, "--pipeline-split blocks.9: this model can be cut before"),
+    "unknown": (
+        {"network": "vit", "split": "blocks.9"},
+        "SPLIT of --pipeline-parallel blocks.9: this model can be cut before",
+    ),
     "inside a block": ({"network": "vit", "split": "blocks.1.attn"}, "can be cut before blocks, blocks.1"),
     "too many": ({"network": "vit", "split": "blocks.1,blocks.2"}, "1 for 2 stages"),
 }

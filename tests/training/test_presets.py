@@ -18,7 +18,7 @@ from zerovision.training.base.settings import PRESETS
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     *("--data=fake", "--epochs=1", "--warmup-epochs=0", "--batch-size=50", "--image-size=32", "--report=false"),
-    *("--progressive-size=", "--eval-image-size=0"),
+    "--progressive-size=",
     "--learning-rate=0.001",  # the presets' rates are for batches of up to thousands
 ]
 

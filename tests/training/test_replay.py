@@ -25,7 +25,7 @@ from zerovision.training.checkpoint.manifest import ShardFacts, read_manifest, s
 
 # Dropout, BatchNorm and augmentation; the update of a step is its gradient times the rate.
 FLAGS = ("--data", "fake", "--image-size", "8", "--augmentation", "shift_flip", "--threads-per-rank", "1")
-PLAIN = ("--optimizer", "sgd", "--momentum", "0", "--weight-decay", "0", "--gradient-clipping", "0")
+PLAIN = ("--optimizer", "sgd:0", "--weight-decay", "0", "--gradient-clipping", "0")
 LOGGED = ("--log-hashes", "1", "--log-every-steps", "1", "--save-every-steps", "3", "--keep-last", "100")
 QUIET = ("--tensorboard", "false", "--report", "false", "--workers", "0")
 STEPS_PER_EPOCH = 5  # 1,000 images, 2 x 100 at a time

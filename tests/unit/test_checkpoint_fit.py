@@ -323,7 +323,7 @@ def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
     assert (kept.islands, now, len(notes)) == (meant, islands, bool(told))
     assert told in "".join(notes)
     if islands < meant:  # as a new run, it is refused
-        with pytest.raises(UserError, match=f"--islands {meant}: .* cannot be divided into {meant} equal groups"):
+        with pytest.raises(UserError, match=f"--local-steps 5:{meant}: .* cannot be divided into {meant} equal groups"):
             keep_groups(config, None, world_of(ranks))
 
 

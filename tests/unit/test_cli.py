@@ -53,7 +53,7 @@ def test_help_of_the_launcher_names_the_words_of_one_machine_and_of_several():
     of_script = subprocess.run(command, capture_output=True, text=True)
     for all_flags in (run("launch", "--help", "all"), of_script):
         assert all_flags.returncode == 0, all_flags.stderr
-        assert {"--sync-batchnorm", "--mixup-off-epochs"} <= {*all_flags.stdout.split()}
+        assert {"--sync-batchnorm", "--mixup-probability"} <= {*all_flags.stdout.split()}
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_names_with_blanks_are_names_where_lists_are_written_otherwise(tmp_path)
 def test_what_cannot_be_told_is_refused_until_the_separator_is_said(cells, separator, names, tmp_path):
     options = {"task": "multilabel", "label_column": "labels"}
     data = make_table(tmp_path / "set", rows(labels=cells))
-    with pytest.raises(UserError, match=r"column labels: '.*' may be one label or several, .*give --label-separator"):
+    with pytest.raises(UserError, match=r"column labels: '.*' may be one label or several, .*give --task"):
         load(data, **options)
     assert load(data, **options, label_separator=separator).class_names == names
 

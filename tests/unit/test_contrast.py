@@ -343,14 +343,14 @@ def test_what_tells_no_classes_is_not_used_as_a_classifier(trained):
 @pytest.mark.parametrize(
     ("words", "micro_batch", "steps"),
     [
-        ("--batch-size 64 --gradient-cache 16", 16, 4),
-        ("--batch-size 64 --gradient-accumulation-steps 2 --gradient-cache 16", 16, 8),
-        ("--batch-size 64 --gradient-cache 16 --global-batch 512", 16, 1),  # which the ranks divide
-        ("--batch-size 64 --gradient-cache 64", 64, 1),
-        ("--batch-size 64", 64, 1),
+        ("--batch-size 64 --loss supcon::16", 16, 4),
+        ("--batch-size 64 --gradient-accumulation-steps 2 --loss supcon::16", 16, 8),
+        ("--batch-size 64 --loss supcon::16 --global-batch 512", 16, 1),  # which the ranks divide
+        ("--batch-size 64 --loss supcon::64", 64, 1),
+        ("--batch-size 64 --loss supcon", 64, 1),
     ],
 )
 def test_chunks_are_micro_batches(words, micro_batch, steps):
-    config, _ = parse_args(["--loss", "supcon", *words.split()])
+    config, _ = parse_args(words.split())
     assert (config.batch_size, config.gradient_accumulation_steps) == (micro_batch, steps)
     assert check_config(config, FLAG_OF) == config  # also of the file of a run

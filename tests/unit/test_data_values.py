@@ -282,7 +282,7 @@ def test_pretrained_members_of_an_ensemble_bring_their_normalization_or_are_refu
     assert data_options(dataclasses.replace(config, pretrained=False)).mean is None
     always = dataclasses.replace(config, ensemble_members="mobilenet_finetuned,vgg", pretrained=False)
     assert data_options(always).mean == data_options(TrainConfig(model_type="mobilenet_finetuned")).mean != (0.5,) * 3
-    with pytest.raises(UserError, match=r"--ensemble-members timm:vit\S+,mobilenet: their published weights were"):
+    with pytest.raises(UserError, match=r"--model-type ensemble:timm:vit\S+,mobilenet: their published weights were"):
         data_options(dataclasses.replace(config, ensemble_members="timm:vit_tiny_patch16_224,mobilenet"))
     mixed = dataclasses.replace(config, ensemble_members="timm:vit_tiny_patch16_224,mobilenet", pretrained=False)
     assert data_options(dataclasses.replace(mixed, weights="plain.pt")).mean is None, "a file that tells none"

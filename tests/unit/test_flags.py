@@ -17,8 +17,9 @@ from unittest import mock
 import pytest
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.config import FIELDS, FLAG_OF
+from zerovision.training.config import FIELDS, FLAG_OF, WORDS, part_name
 from zerovision.training.config.command_line import USUAL, OneLineParser, parse_args, training_parser
+from zerovision.training.config.values import allowed_values
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "tests" / "references" / "flags.txt"
@@ -59,10 +60,22 @@ def describe(script: str, parser: OneLineParser, action: Action) -> str:
     return f"{script} {name}: {values}{several}; {needed}"
 
 
+def describe_parts(flag: str) -> Iterator[str]:
+    """Yield a line for each part of a word that may follow a value of a flag of the trainer: what it may follow."""
+    for name in WORDS.get(flag.lstrip("-").replace("-", "_"), ())[1:]:
+        field, after = FIELDS[name], FIELDS[name].metadata["part_of"][1] or "any"
+        values = f"{allowed_values(field)}; default {field.default!r}"
+        yield f"train_distributed {flag}, after {after}, {part_name(name)}: {values}"
+
+
 def lines() -> Iterator[str]:
     for script in sorted(path.stem for path in (ROOT / "scripts").glob("*.py")):
         parser = parser_of(script)
-        yield from (describe(script, parser, action) for action in parser._actions if action.dest != "help")
+        for action in parser._actions:
+            if action.dest != "help":
+                yield describe(script, parser, action)
+                if script == "train_distributed":
+                    yield from describe_parts("".join(action.option_strings))
 
 
 def test_every_flag_is_as_the_reference_has_it() -> None:
@@ -72,15 +85,15 @@ def test_every_flag_is_as_the_reference_has_it() -> None:
 
 
 def test_help_shows_what_most_trainings_need_and_all_of_it_if_asked(capsys) -> None:
-    shown = []
+    shown, flags = [], [FLAG_OF[name] for name in WORDS]
     for words in (["--help"], ["--help", "all"]):
         with pytest.raises(SystemExit) as end:
             parse_args(words)
         assert end.value.code == 0
         help_ = capsys.readouterr().out
-        shown.append([flag for flag in FLAG_OF.values() if f"\n  {flag} " in help_])
+        shown.append([flag for flag in flags if f"\n  {flag} " in help_])
     usual, every = shown
-    assert every == [*FLAG_OF.values()]
+    assert every == flags
     assert {*usual} == {FLAG_OF[name] for name in USUAL}
     assert len(usual) < 40
     with pytest.raises(UserError, match=r"^--dropout 2.0: expected "):

@@ -298,8 +298,8 @@ def test_a_flag_may_repeat_a_word_and_not_contradict_it(flag: str, form: str) ->
 
 def test_a_varied_flag_that_is_a_word_changes_the_word() -> None:
     words = ["mobilenet", "ddp", "2", "16", "3", "--seed", "7"]
-    found = with_flags("launch_distributed.sh", words, ["--batch-size=8", "--momentum=0.5", "--epochs=2", "--ema=0.9"])
-    assert found == ["mobilenet", "ddp", "2", "8", "2", "--seed", "7", "--momentum=0.5", "--ema=0.9"]
+    found = with_flags("launch_distributed.sh", words, ["--batch-size=8", "--dropout=0.5", "--epochs=2", "--ema=0.9"])
+    assert found == ["mobilenet", "ddp", "2", "8", "2", "--seed", "7", "--dropout=0.5", "--ema=0.9"]
     read_arguments("launch_distributed.sh", found, {})
 
 

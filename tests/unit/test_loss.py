@@ -58,8 +58,7 @@ def test_mixed_targets_are_smoothed_as_by_timm(smoothing):
 
 @pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, None), (0.1, None), (0.1, 0.2), (0.3, 0.5)])
 def test_binary_cross_entropy_is_timms(smoothing, threshold):
-    flags = ("--loss", "bce", "--label-smoothing", str(smoothing))
-    flags += () if threshold is None else ("--bce-target-threshold", str(threshold))
+    flags = ("--loss", "bce" if threshold is None else f"bce:{threshold}", "--label-smoothing", str(smoothing))
     oracle = BinaryCrossEntropy(smoothing, threshold, reduction="none")
     torch.testing.assert_close(losses(*flags), oracle(LOGITS, LABELS).mean(1))
     torch.testing.assert_close(losses(*flags, targets=mixed(0.0)), oracle(LOGITS, mixed(smoothing)).mean(1))

@@ -259,7 +259,7 @@ def test_without_a_score_there_is_no_page(tmp_path):
 
 
 def test_folds_are_a_mean_and_a_deviation(tmp_path):
-    running = prepare(made(tmp_path, "fold=1,2", name="cross", words=(*WORDS, f"--log-dir={tmp_path}", "--folds=2")))
+    running = prepare(made(tmp_path, "folds=2:1,2:2", name="cross", words=(*WORDS, f"--log-dir={tmp_path}")))
     acted(running, [[0.9], [0.8]], ["finished"] * 2)
     assert [(row.values, row.score("top1")) for row in rows_of(running)] == [({}, "85.00 ± 7.07")]
 

@@ -20,8 +20,9 @@ from zerovision.training.base.places import as_typed
 from zerovision.training.base.run_folder import EVALUATION, TEST_EVALUATION, RunFolder, shown_path
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE
 from zerovision.training.base.units import percent
-from zerovision.training.config import FIELDS, FLAG_OF
+from zerovision.training.config import FLAG_OF, WORDS
 from zerovision.training.config.command_line import OneLineParser, training_parser
+from zerovision.training.config.values import read_words
 from zerovision.training.launched_run import launch_words
 from zerovision.training.world.gpus import usable_gpus
 
@@ -64,7 +65,7 @@ class TrainSettings:
         values, rest = flags.parse_known(others)
         if unknown := setting_parser(LAUNCHERS["launch_distributed.sh"]).parse_known(rest)[1]:
             flags.parse(unknown, [*parser.flags, *SETTINGS])
-        given = {name: value for name, value in vars(values).items() if name in FIELDS}
+        given = read_words({name: word for name, word in vars(values).items() if name in WORDS}, FLAG_OF)
         if values.config:
             from zerovision.training.config.file import read_config_file
 

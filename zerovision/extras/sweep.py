@@ -52,12 +52,12 @@ PLACES = 3  # significant digits of a number that is drawn
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
-_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?")
+_RANGE = re.compile(rf"(.*:)?{_NUMBER}\.\.{_NUMBER}(:log)?")
 LINE = "sweep.json"
 OF_LINE = ("name", "words", "vary", "trials", "halving", "seed")  # what makes it the same sweep
 KEPT = ("epochs", "score", "state", "seconds")  # of a trial, from one start to the next
 FAILED = "exit code"  # how the state of a trial that failed begins
-REPEATS = ("seed", "split-seed", "fold")  # flags whose values are no choices: their trials have a mean
+REPEATS = ("seed", "split-seed", "folds")  # flags whose values are no choices: their trials have a mean
 
 
 @dataclass
@@ -336,16 +336,17 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
     found = _RANGE.fullmatch(text)
     if not found:
         return text.split("|" if "|" in text else ",")
-    low, high, is_log = float(found[1]), float(found[2]), found[3]
+    before, *ends, is_log = found.groups(default="")  # what is before a range, as in loss=supcon:0.05..0.5, stays
+    low, high = map(float, ends)
     if not low < high or (is_log and low <= 0) or math.isinf(high - low):
         raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH, two numbers, above 0 with :log.")
-    is_whole = all(end.lstrip("-").isdecimal() for end in (found[1], found[2]))
+    is_whole = all(end.lstrip("-").isdecimal() for end in ends)
 
     def draw(draws: random.Random) -> str:
         if is_whole and not is_log:
-            return str(draws.randint(int(low), int(high)))
+            return f"{before}{draws.randint(int(low), int(high))}"
         value = math.exp(draws.uniform(math.log(low), math.log(high))) if is_log else draws.uniform(low, high)
-        return str(round(value)) if is_whole else f"{value:.{PLACES}g}"
+        return before + (str(round(value)) if is_whole else f"{value:.{PLACES}g}")
 
     return draw
 

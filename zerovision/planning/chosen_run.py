@@ -13,12 +13,12 @@ from zerovision.planning.choose import EFFORTS, MINUTES, Choices, choose, has_he
 from zerovision.training.base.errors import UserError, unknown_name
 from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.run_folder import CHOICE, RunFolder
-from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config import FLAG_OF, WORDS, TrainConfig
 from zerovision.training.config.check import check_launched
 from zerovision.training.config.command_line import settled
 from zerovision.training.config.file import read_preset
 from zerovision.training.config.saved import saved_settings
-from zerovision.training.config.values import launch_command, show_value
+from zerovision.training.config.values import launch_command, word_of
 from zerovision.training.observe.new_run import named_after_data, refuse_existing, run_folder
 
 LEAST_MINUTES = 0.1  # that are left for a run
@@ -134,15 +134,15 @@ def with_head(head: TrainConfig, config: TrainConfig) -> list[TrainConfig]:
 def describe(facts: Any, choices: Choices, stages: Sequence[TrainConfig], ranks: int) -> list[str]:
     """Return the choices with reasons, and the launcher commands that repeat them."""
     of_reason: dict[str, list[str]] = {}
-    for name, (value, reason) in choices.items():
-        of_reason.setdefault(reason, []).append(f"{FLAG_OF[name][2:]} {show_value(value)}")
+    values = vars(TrainConfig()) | values_of(choices)
+    for name in (name for name in choices if name in WORDS):
+        of_reason.setdefault(choices[name][1], []).append(f"{FLAG_OF[name][2:]} {word_of(values, name)}")
     lines = [f"{facts.images} images to learn from, {facts.classes or 'lists of'} classes; run {stages[-1].run_name}"]
     lines += [f"  {', '.join(settings)}: {reason}" for reason, settings in of_reason.items()]
-    if len(stages) > 1:
-        lines.append("  first only the head, to its exact optimum, then all layers: few images, trained weights")
     name = f"{stages[-1].run_name}-again"
     repeated = [replace(stages[-1], run_name=name)]
     if len(stages) > 1:
+        lines.append("  first only the head, to its exact optimum, then all layers: few images, trained weights")
         repeated = with_head(replace(stages[0], run_name=f"{name}-head"), repeated[0])
     commands = [shlex.join(launch_command(stage, ranks, ranks)) for stage in repeated]
     return [*lines, "to repeat it: " + " && \\\n  ".join(commands)]

@@ -102,7 +102,7 @@ def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
     if waits := sum(way(mesh).waits() for way in MESH.values()):
         cost += f", and waits {waits:.0%} of a step"
     seen = mesh.micro_batch
-    return Rung(changes, cost, batchnorm_images=seen if seen != config.micro_batch else 0)
+    return Rung(changes, cost, seen if seen != config.micro_batch else 0, config)
 
 
 def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:

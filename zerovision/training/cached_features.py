@@ -152,7 +152,7 @@ def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch
         UserError: on all ranks, if the head is not a linear layer.
     """
     if not isinstance(head, nn.Linear):
-        raise AgreedError(f"--solver lbfgs: the head is a {type(head).__name__}, not a linear layer: leave it out.")
+        raise AgreedError(f"--features cached:lbfgs: the head is a {type(head).__name__}, not linear: leave lbfgs out.")
     config, world, state = run.config, run.world, run.state
     if state.progress.epoch == config.epochs:
         return

@@ -15,6 +15,7 @@ from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
+from zerovision.training.config.values import word_of
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.tasks.settings import asked_task
 
@@ -46,16 +47,19 @@ class Rung(NamedTuple):
         changes: values of fields of `TrainConfig`.
         cost: what it saves, and what it costs.
         batchnorm_images: number of images that BatchNorm then sees at a time; 0 if that does not change.
+        start: the configuration that it changes.
     """
 
     changes: dict[str, Any]
     cost: str
     batchnorm_images: int = 0
+    start: TrainConfig = TrainConfig()
 
     @property
     def flags(self) -> list[str]:
         """The trainer's flags for the changes."""
-        return [f"{FLAG_OF[name]}={str(value).lower()}" for name, value in self.changes.items()]
+        wholes = dict.fromkeys(FIELDS[name].metadata["part_of"][0] or name for name in self.changes)
+        return [f"{FLAG_OF[name]}={word_of(vars(self.start) | self.changes, name)}" for name in wholes]
 
     def describe(self, *, has_batchnorm: bool | None = None) -> str:
         """Return flags and cost for messages; `has_batchnorm` is None if unknown."""
@@ -81,7 +85,7 @@ def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None
                 check_config(dataclasses.replace(config, **rung.changes), FLAG_OF)
             except UserError:  # such as an update rule that one strategy alone has
                 continue
-            return rung
+            return rung._replace(start=config)
     return None
 
 

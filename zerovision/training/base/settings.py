@@ -17,8 +17,11 @@ RATES = ", ".join(f"{name} {spec.learning_rate:g}" for name, spec in MODELS.item
 FEWEST_IMAGES = 8  # of a micro-batch that is chosen for the user: BatchNorm's statistics of fewer are poor
 
 
+Bound = float | None
+
+
 def option(
-    default: Any, help: str, *, low: float | None = None, high: float | None = 10**9, above: float | None = None
+    default: Any, help: str, *, low: Bound = None, high: Bound = 10**9, above: Bound = None, part_of: str = ""
 ) -> Any:
     """Declare a field with its help text and its range.
 
@@ -28,8 +31,11 @@ def option(
         low: smallest allowed value, inclusive.
         high: largest allowed value, inclusive.
         above: lower bound, exclusive.
+        part_of: an earlier field whose flag also gives this one, after a colon: with part_of="cache", `--cache ram:8`
+            does; with part_of="loss:supcon", only `--loss supcon:...` does. Values have no colon, except in the last.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "above": above})
+    metadata = {"help": help, "low": low, "high": high, "above": above, "part_of": part_of.partition(":")[::2]}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def path_option(default: str, help: str) -> Any:
@@ -90,18 +96,16 @@ class RunSettings:
         "gives the same weights sooner and needs --augmentation none.",
     )
     solver: Literal["steps", "lbfgs"] = option(
-        "steps",
-        "--features cached: how the head is trained; lbfgs: to the minimum of cross-entropy plus weight decay"
-        " (as L2), instead of by epochs.",
+        "steps", "lbfgs: to the minimum of cross-entropy plus L2 decay, without epochs.", part_of="features:cached"
     )
     ensemble_members: str = option(
-        "mobilenet,efficientnet,vgg", f"Members of --model-type ensemble, comma-separated; at most {MOST_MEMBERS}."
+        "mobilenet,efficientnet,vgg", f"Up to {MOST_MEMBERS} names, comma-separated.", part_of="model_type:ensemble"
     )
     head_epochs: int = option(
         2, "mobilenet_finetuned: epochs that train only the new head, before all layers.", low=0, high=100_000
     )
     backbone_learning_rate_scale: float = option(
-        0.1, "mobilenet_finetuned: learning rate of the backbone as a share of the head's.", above=0, high=1
+        0.1, "Learning rate of the backbone as a share of the head's.", above=0, high=1, part_of="head_epochs"
     )
     stem: Literal["auto", "keep"] = option(
         "auto", "First layer's stride; auto: 1 instead of 2 for images below 64 pixels; keep: the network's own."

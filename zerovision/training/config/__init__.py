@@ -14,12 +14,12 @@ from zerovision.training.engines.settings import WAYS
 from zerovision.training.observe.settings import ObserveSettings
 from zerovision.training.tasks.settings import TASKS
 
-__all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "MODES", "REPO_ROOT", "TrainConfig"]
+__all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "MODES", "REPO_ROOT", "WORDS", "TrainConfig"]
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(ObserveSettings):
-    """All settings of a run. Field `batch_size` is flag `--batch-size`."""
+    """All settings of a run. Field `batch_size` is flag `--batch-size`, or a part of another flag's word: `WORDS`."""
 
 
 MODES: tuple[type[Mode], ...] = (*TASKS, *WAYS)
@@ -42,4 +42,22 @@ CHANGEABLE_ON_RESUME = frozenset(
     }
 )
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
-FLAG_OF = {name: "--" + name.replace("_", "-") for name in FIELDS}
+WORDS: dict[str, list[str]] = {}  # by field with a flag of its own: this field and the further parts of its word
+for _name, _field in FIELDS.items():
+    WORDS.setdefault(_field.metadata["part_of"][0] or _name, []).append(_name)
+
+
+def part_name(name: str) -> str:
+    """Return the name of a part of a flag's word in help and messages: `cache_gb` is GB of --cache."""
+    whole, first = FIELDS[name].metadata["part_of"]
+    for start in (whole, first, whole.partition("_")[0]):
+        name = name.removeprefix(f"{start}_")
+    return name.upper()
+
+
+# Each field's name in messages.
+FLAG_OF = {
+    name: f"{part_name(name)} of " * (name != whole) + "--" + whole.replace("_", "-")
+    for whole, names in WORDS.items()
+    for name in names
+}

@@ -16,7 +16,7 @@ from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, MODES, TrainConfig
 from zerovision.training.config.global_batch import in_chunks
-from zerovision.training.config.values import allowed_values, is_allowed
+from zerovision.training.config.values import allowed_values, is_allowed, wrong_value
 from zerovision.training.data import bad_image_share, find_dataset
 from zerovision.training.data.augmentations import augmentation_of, size_ramp
 from zerovision.training.engines.settings import TORCH, WAYS
@@ -59,36 +59,34 @@ def check_launched(config: TrainConfig, label_of: Mapping[str, str]) -> TrainCon
     return dataclasses.replace(check_config(found, label_of), strategy=config.strategy)
 
 
-def _only(value: object, *names: str) -> dict[str, tuple[object, ...]]:
-    return dict.fromkeys(names, (value,))
-
-
 def _answer_of(mode: type[Mode], question: Callable[[Any], bool]) -> Callable[[TrainConfig], bool]:
     return lambda config: question(mode(config))
 
 
-# By a setting in words, with {name} for flag and value: when it restricts others, and the values that these may have
-# then, the usual one first.
+# By setting: when it restricts others, and the values that these may have then, the usual one first.
 GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
-    **{f"{{{mode.flag}}}": (_answer_of(mode, mode.is_asked), mode.goes_with) for mode in MODES if mode.goes_with},
-    "{features}": (
+    **{mode.flag: (_answer_of(mode, mode.is_asked), mode.goes_with) for mode in MODES if mode.goes_with},
+    "features": (
         lambda config: config.features == "cached",
-        {"tune": ("head",)}
-        | {"augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
-        | _only(0, "mixup", "cutmix", "color_jitter", "random_erasing")
-        | _only("", "progressive_size")
-        | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED},
+        {"tune": ("head",), "augmentation": ("none",), "mirror": ("off", "auto"), "shift_pixels": (0, "auto")}
+        | dict.fromkeys(("mixup", "cutmix", "color_jitter", "random_erasing"), (0,))
+        | {"progressive_size": ("",), "engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED},
     ),
-    "{solver}": (
+    "solver": (
         lambda config: config.solver == "lbfgs",
-        {"features": ("cached",), "loss": ("cross_entropy",), "class_weights": ("none",), "sampling": ("uniform",)}
-        | _only(0, "ema", "lookahead")
-        | {"local_steps": (1,), "replicate_across": ("none",)},  # whose other replicas have no parts to fill
+        {"loss": ("cross_entropy",), "class_weights": ("none",), "sampling": ("uniform",)}
+        | {"ema": (0,), "lookahead": (0,), "local_steps": (1,)}
+        | {"replicate_across": ("none",)},  # whose other replicas have no parts to fill
     ),
-    "{audit}": (
+    "compile": (
+        lambda config: config.compile == "on",
+        {"progressive_size": ("",), "eval_image_size": (0,), "activation_checkpointing": (False,)},  # has one shape
+    ),
+    "weights": (lambda config: bool(config.weights), {"pretrained": (False,)}),
+    "audit": (
         lambda config: config.audit > 0,
-        {"strategy": ("ddp",)}  # every rank has all weights
-        | {"engine": OUR_ENGINE, "loss": OF_CLASSES, "sync_batchnorm": (False,), "features": ("computed",)}
+        {"strategy": ("ddp",), "engine": OUR_ENGINE, "loss": OF_CLASSES}  # ddp: every rank has all weights
+        | {"sync_batchnorm": (False,), "features": ("computed",)}
         | {way.flag: (1,) for way in WAYS if not way.engine},
     ),
 }
@@ -111,14 +109,11 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     usual = asked_task(config).usual.items()
     config = dataclasses.replace(config, **{n: value for n, value in usual if getattr(config, n) == FIELDS[n].default})
     for name, field in FIELDS.items():
-        value = getattr(config, name)
-        if not is_allowed(value, field):
-            raise UserError(f"{label_of[name]} {shown(value)}: expected {allowed_values(field)}.")
+        if not is_allowed(value := getattr(config, name), field):
+            raise wrong_value(label_of[name], value, allowed_values(field), ())
     for mistake in chain(_wrong_words(config, label_of), _contradictions(config, label_of)):
         raise UserError(mistake)
-    if read_tune(config.tune)[0] != "full" and (
-        config.resume == "never" or (config.resume == "auto" and not run_folder(config).has_checkpoint)
-    ):
+    if config.resume == "never" or (config.resume == "auto" and not run_folder(config).has_checkpoint):
         check_starting_weights(config, label_of)
     return in_chunks(config)
 
@@ -161,13 +156,6 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
         yield f"{of['log_dir']} is a URL: give a folder, and copy the run afterwards."
     bad_image_share(config.bad_images)
     size_ramp(config.progressive_size)
-    if config.compile == "on" and (config.progressive_size or config.eval_image_size):
-        yield (
-            f"{of['compile']} on does not support several image sizes: leave out {of['progressive_size']} and "
-            f"{of['eval_image_size']}."
-        )
-    if config.compile == "on" and config.activation_checkpointing:
-        yield f"{of['compile']} on and {of['activation_checkpointing']} exclude each other: give one."
     if config.order == "shards" and config.sampling == "balanced":
         yield (
             f"{of['sampling']} balanced draws images from the whole data set; {of['order']} shards reads a few shards "
@@ -196,10 +184,9 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
 
 def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield contradictions between settings."""
-    given = {name: f"{of[name]} {getattr(config, name)}" for name in FIELDS}
-    for words, (is_chosen, allowed) in GOES_WITH.items():
+    for name, (is_chosen, allowed) in GOES_WITH.items():
         if is_chosen(config):
-            yield from _wrong_values(config, of, words.format_map(given), allowed)
+            yield from _wrong_values(config, of, f"{of[name]} {getattr(config, name)}", allowed)
     if config.solver == "lbfgs" and not config.weight_decay:
         yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: without it there may be no minimum."
     for mode in MODES:
@@ -208,8 +195,6 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         yield f"{of['base_batch_size']}: leave it out: {of['learning_rate']} auto already searches at this batch size."
     if config.mixup_off_epochs > config.epochs:
         yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has only {plural(config.epochs, 'epoch')}."
-    if config.weights and config.pretrained:
-        yield f"{of['weights']} and {of['pretrained']} exclude each other: give one of them."
 
 
 def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allowed_of: Values) -> Iterator[str]:
@@ -227,7 +212,7 @@ def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     options = read_options(of["optimizer_options"], config.optimizer_options)
     has_fallback = config.optimizer in MATRIX_RULES
     if has_fallback and options.get("momentum", config.momentum) == 0:
-        yield f"{of['optimizer']} {config.optimizer} needs a {of['momentum']} above 0, such as 0.95."
+        yield f"{of['optimizer']} {config.optimizer} needs a momentum above 0, such as {config.optimizer}:0.95."
     rules = {"optimizer": config.optimizer} | ({"fallback_optimizer": fallback.name} if has_fallback else {})
     for name, rule in rules.items():
         if rule in SHIFTED_RATE and head_epochs_of(config):
@@ -270,20 +255,11 @@ def _shifts(config: TrainConfig) -> bool:
 def _has_momentum(config: TrainConfig) -> bool:
     from timm.optim import get_optimizer_info
 
-    rules = {config.optimizer: config.optimizer_options}
-    if config.optimizer in MATRIX_RULES:
-        fallback = read_fallback(config.fallback_optimizer)
-        rules[fallback.name] = fallback.options
-    return any(
-        get_optimizer_info(rule).has_momentum and "momentum" not in read_options("", options)
-        for rule, options in rules.items()
-    )
+    return get_optimizer_info(config.optimizer).has_momentum
 
 
 # When each flag has an effect.
 USED: dict[str, Callable[[TrainConfig], bool]] = {
-    "fold": lambda config: config.folds > 0,
-    "shuffle_window": lambda config: config.order == "shards",
     "val_fraction": lambda config: not config.folds,
     "eval_crop": lambda config: config.fit in ("auto", "crop"),
     "momentum": _has_momentum,
@@ -294,10 +270,8 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     ),
     "fallback_optimizer": lambda config: config.optimizer in MATRIX_RULES,
     **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), has_slow_backbone),
-    "ensemble_members": lambda config: model_spec(config.model_type).takes_members,
     **dict.fromkeys(("mixup", "cutmix", "mixup_probability", "mixup_off_epochs"), _mixes),
     "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
-    "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
     **{name: _answer_of(mode, mode.uses_own) for mode in MODES for name in mode.own},
     **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
@@ -306,9 +280,8 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
 
 def needing_torch(config: TrainConfig) -> str:
     """Return the first setting, with its value, that only PyTorch's engine supports; '' if there is none."""
-    given = {name: f"{FLAG_OF[name]} {getattr(config, name)}" for name in FIELDS}
-    needing = (words for words, (is_chosen, allowed) in GOES_WITH.items() if TORCH in allowed.get("engine", ()))
-    return next((words.format_map(given) for words in needing if GOES_WITH[words][0](config)), "")
+    needing = (name for name, (_, allowed) in GOES_WITH.items() if TORCH in allowed.get("engine", ()))
+    return next((f"{FLAG_OF[name]} {getattr(config, name)}" for name in needing if GOES_WITH[name][0](config)), "")
 
 
 def note_unused_flags(config: TrainConfig) -> list[str]:

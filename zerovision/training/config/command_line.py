@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -35,7 +34,7 @@ from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import ReaderGone, report_failed_output
 from zerovision.training.base.places import as_typed, cure_of_missing
 from zerovision.training.base.plugins import load_plugins
-from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig, part_name
 from zerovision.training.config.check import check_config, check_launched
 from zerovision.training.config.saved import saved_and_given
 from zerovision.training.config.values import (
@@ -43,7 +42,10 @@ from zerovision.training.config.values import (
     allowed_values,
     field_types,
     number_type,
-    read_value,
+    read_words,
+    show_value,
+    word_of,
+    wrong_value,
 )
 
 Parsed = TypeVar("Parsed")
@@ -264,12 +266,10 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
         SystemExit: after `--help`.
     """
     given = vars(training_parser(hides_rare="all" not in argv).parse(argv, others))
-    flags = {name: value for name, value in given.items() if name in FIELDS}
+    flags = read_words({name: word for name, word in given.items() if name in WORDS}, FLAG_OF)
     if given["deepspeed"]:
         flags.setdefault("deepspeed_config", given["deepspeed"])
-    values: dict[str, Any] = {}
-    preset: dict[str, Any] = {}
-    label_of = FLAG_OF
+    values, preset, label_of = dict[str, Any](), dict[str, Any](), FLAG_OF
     if given["config"] or "preset" in flags:
         from zerovision.training.config.file import labels_of, read_config_file, read_preset  # need PyYAML
 
@@ -330,19 +330,19 @@ def _override_hint(
     words = [word.rstrip(".,:;") for word in message.split()]
     # The rates of a recipe are for its update rule: without that, it is another recipe.
     for name in [name for name in of_preset if FLAG_OF[name] in words and name != "optimizer"]:
-        default = FIELDS[name].default
+        changed = {**of_preset, **values} | {part: FIELDS[part].default for part in WORDS[name]}
         try:
-            check_config(TrainConfig(**{**of_preset, **values, name: default}), label_of)
+            check_config(TrainConfig(**changed), label_of)
         except UserError as error:
             if subject(str(error)) == subject(message):
                 continue
-        shown_default = str(default).lower() or "''"
-        return f" It is set by preset {values['preset']}: to override it, add {FLAG_OF[name]} {shown_default}."
+        word = word_of(changed, name) or "''"
+        return f" It is set by preset {values['preset']}: to override it, add {FLAG_OF[name]} {word}."
     return ""
 
 
 def training_parser(*, hides_rare: bool = False) -> OneLineParser:
-    """Return the parser of the trainer's flags; fields of `TrainConfig` that are not given have no attribute.
+    """Return the parser of the trainer's flags, which returns their words; those that are not given have no attribute.
 
     Args:
         hides_rare: whether its help shows only the flags in `USUAL`.
@@ -353,44 +353,33 @@ def training_parser(*, hides_rare: bool = False) -> OneLineParser:
     parser.add_argument("--config", metavar="FILE", help="YAML file of the values below; flags win over it.")
     parser.add_argument("--check-config", action="store_true", help="Check the configuration and stop.")
     parser.add_local_rank()
-    parser.add_value(
-        "--deepspeed",
-        str,
-        "text",
-        nargs="?",
-        const="",
-        default="",
-        metavar="FILE",
-        help="As --deepspeed-config FILE, for scripts that were written for DeepSpeed; alone, it changes nothing.",
-    )
+    use = "As --deepspeed-config FILE, for scripts that were written for DeepSpeed; alone, it changes nothing."
+    parser.add_value("--deepspeed", str, "text", nargs="?", const="", default="", metavar="FILE", help=use)
     parser.add_value("--deepspeed_config", str, "text", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    for name, field in FIELDS.items():
-        kind, names, help_text = field_types()[name], allowed_names(field), field.metadata["help"]
-        options: dict[str, Any] = {"metavar": "TEXT" if kind is str else f"{{{','.join(names)}}}"}
-        if kind is bool:
-            options = {"metavar": "{true,false}", "nargs": "?", "const": True}
-        elif number_type(field):
-            more = ["HxW"] if kind == ImageSize else names
-            options, help_text = {"metavar": "|".join(["N", *more])}, f"{help_text} Range: {allowed_values(field)}."
+    for name, parts in WORDS.items():
+        options: dict[str, Any] = {"nargs": "?", "const": "true"} if field_types()[name] is bool else {}
         if name == "plugin":
-            options = {"metavar": "FILE", "action": JoinedAction}
-        default = str(field.default).lower() if kind is bool else field.default
-        help_text += f" (default: {default})" if default != "" else ""
-        parser.add_value(
-            FLAG_OF[name],
-            partial(read_value, field),
-            allowed_values(field),
-            names,
-            default=argparse.SUPPRESS,
-            help=help_text.replace("%", "%%") if name in USUAL or not hides_rare else argparse.SUPPRESS,
-            **options,
-        )
+            options["action"] = JoinedAction
+        texts = [f"{part_name(part)}: {_help_of(part)}" for part in parts[1:]]
+        use = " ".join([_help_of(name), *texts]).replace("%", "%%")
+        options |= {"metavar": _form(name), "help": argparse.SUPPRESS if hides_rare and name not in USUAL else use}
+        parser.add_value(FLAG_OF[name], str, allowed_values(FIELDS[name]), default=argparse.SUPPRESS, **options)
     return parser
 
 
-def wrong_value(label: str, value: object, allowed: str, names: Sequence[str]) -> UserError:
-    """Build the error for a value that a flag or a key in a file does not accept."""
-    kind = plain(label.rpartition(" ")[2]).replace("-", "_")
-    word = value if isinstance(value, str) else shown(value)  # shown: Python formats no number of 5000 digits
-    hint = ours(word, names, kind) or (nearest(value, names) if isinstance(value, str) else "")
-    return UserError(f"{label} {shown(value)}: expected {allowed}.{hint}")
+def _form(name: str) -> str:
+    """Return the form of a flag's word, such as ram|disk|off[:GB]."""
+    more = {bool: ["true", "false"], ImageSize: ["HxW"], str: ["TEXT"]}.get(field_types()[name], [])
+    forms = dict.fromkeys([*["N"] * bool(number_type(FIELDS[name])), *allowed_names(FIELDS[name]), *more], "")
+    for part in reversed(WORDS[name][1:]):
+        for first in FIELDS[part].metadata["part_of"][1].split(","):
+            forms[first] = f"[:{part_name(part)}{forms.get(first, '')}]"
+    return "|".join(first + form for first, form in forms.items() if first) + forms.get("", "")
+
+
+def _help_of(name: str) -> str:
+    """Return the help of a field, with its range and its default."""
+    field = FIELDS[name]
+    is_told = number_type(field) or (name not in WORDS and allowed_names(field))  # else by the form of the flag
+    text = field.metadata["help"] + (f" Range: {allowed_values(field)}." if is_told else "")
+    return f"{text} (default: {show_value(field.default)})" if field.default != "" else text

@@ -13,9 +13,8 @@ from yaml.composer import ComposerError
 from zerovision.training.base.errors import UserError, nearest, one_line, ours, plain, unknown_name
 from zerovision.training.base.settings import PRESET_FOLDER, PRESETS
 from zerovision.training.base.small_files import read_small_text
-from zerovision.training.config import FIELDS, FLAG_OF
-from zerovision.training.config.command_line import wrong_value
-from zerovision.training.config.values import allowed_names, allowed_values, is_allowed, read_value
+from zerovision.training.config import FIELDS, FLAG_OF, WORDS
+from zerovision.training.config.values import allowed_values, read_words
 
 LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
 PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"
@@ -48,7 +47,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 def labels_of(where: str) -> dict[str, str]:
     """Return the name of each field of a file in messages."""
-    return {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
+    return {name: f"{where}: {flag.replace('--', '')}" for name, flag in FLAG_OF.items()}
 
 
 def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
@@ -62,24 +61,22 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
         UserError: if a key is unknown, or its value wrong.
     """
     label_of = labels_of(where)
-    values: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    names = {str(key).replace("-", "_") for key in content}
+    # The file of a run has the parts of a word, too.
+    keys = {part for name, parts in WORDS.items() for part in (parts if name in names else [name])}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in FIELDS:
-            hint = ours(str(key), FLAG_OF.values()) or nearest(plain(str(key)), [flag[2:] for flag in FLAG_OF.values()])
+        if name not in keys:
+            flags = [FLAG_OF[name] for name in WORDS]
+            hint = ours(str(key), flags) or nearest(plain(str(key)), [flag[2:] for flag in flags])
             raise UserError(f"{where}: unknown key '{one_line(key, 60)}'.{hint} `--help` lists all.")
-        if name in values:
+        if name in given:
             raise UserError(f"{where}: key '{key}' is given twice.")
-        allowed = allowed_values(FIELDS[name])
         if value is None:
-            raise UserError(f"{label_of[name]}: has no value; expected {allowed}.")
-        try:
-            values[name] = read_value(FIELDS[name], value)
-        except ValueError:
-            raise wrong_value(label_of[name], value, allowed, allowed_names(FIELDS[name])) from None
-        if not is_allowed(values[name], FIELDS[name]):
-            raise wrong_value(label_of[name], values[name], allowed, ())
-    return values
+            raise UserError(f"{label_of[name]}: has no value; expected {allowed_values(FIELDS[name])}.")
+        given[name] = value
+    return read_words(given, label_of)
 
 
 def _load_file(path: Path, where: str) -> dict[Any, Any]:
@@ -98,8 +95,6 @@ def _load_file(path: Path, where: str) -> dict[Any, Any]:
         ) from None
     except RecursionError:
         raise UserError(f"{where}: values are nested too deeply; {PLAIN_LINES}.") from None
-    except Exception as error:  # what YAML makes numbers, dates and bytes of raises nearly anything
-        raise UserError(f"{where}: a value cannot be read ({one_line(error)}).") from None
     if not isinstance(content, dict):
         raise UserError(f"{where}: {PLAIN_LINES}.")
     return content
@@ -110,11 +105,14 @@ def _parse_json_or_yaml(text: str) -> Any:
     if text.lstrip().startswith("{"):
         with contextlib.suppress(ValueError):
             return json.loads(text)
-    return yaml.load(text, _PlainLoader)  # a safe loader
+    return yaml.load(text, _PlainLoader)
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Reads one mapping of plain values; deeper structures and aliases could grow without limit while they are read."""
+class _PlainLoader(yaml.BaseLoader):
+    """Reads one mapping of words, as on a command line.
+
+    Deeper structures and aliases could grow without limit while they are read.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Reject everything but scalars below the top level."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from zerovision.models import hub_name_of
 from zerovision.models.sides import ImageSize, read_size, sides
+from zerovision.training.base.errors import UserError, nearest, ours, plain, shown
 from zerovision.training.base.places import as_typed
 from zerovision.training.base.plugins import names_of
-from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig
 from zerovision.training.data.settings import URL
 
 WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields that a launcher takes without a flag
@@ -20,7 +22,6 @@ WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields t
 # given one by one, because those that were overridden may be the defaults, which are left out.
 OF_ONE_RUN = ("preset", "run_name", "log_dir", "progress", "resume", "profile")
 NO_PATHS = ("hf:", "torchvision:", "timm:")  # how values of a path's field begin that are none
-# The words that YAML 1.1 reads as booleans.
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -44,29 +45,28 @@ def allowed_names(field: dataclasses.Field) -> list[str]:
 
 
 def read_value(field: dataclasses.Field, value: Any) -> Any:
-    """Convert a command-line word or a file's value to the field's type; ranges are checked later.
+    """Convert a word, or a value of JSON or Python, to the field's type; ranges are checked later.
 
     Raises:
         ValueError: if it cannot be a value of the field.
     """
     kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
+    text = str(value)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        text = str(value)  # YAML reads `workers: 2` as a number
         os.fsencode(text)  # raises a ValueError for half a character
         if "\0" in text:
             raise ValueError
         return text
-    if kind == ImageSize and isinstance(value, str):
-        return read_size(value)
-    if isinstance(value, bool):
-        value = "on" if value else "off"  # as YAML reads `compile: on`
-    if value in names:
-        return value
-    if kind is bool and isinstance(value, str) and value.lower() in BOOLEANS:
-        return BOOLEANS[value.lower()]
-    is_read_exactly = isinstance(value, str) or (isinstance(value, int) and abs(value) < 2**63)
-    if number and (is_read_exactly or (number is float and isinstance(value, float))):
-        return number(value)
+    if (switch := BOOLEANS.get(text.lower())) is not None:
+        if kind is bool:
+            return switch
+        text = "on" if switch else "off"  # `compile: true`
+    if text in names:
+        return text
+    if kind == ImageSize:
+        return read_size(text)
+    if number:
+        return number(text)
     raise ValueError
 
 
@@ -75,10 +75,66 @@ def show_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def parts_after(name: str, value: Any) -> list[str]:
+    """Return the fields whose values may follow a field's value in its flag's word."""
+    after = {part: FIELDS[part].metadata["part_of"][1] for part in WORDS.get(name, ())[1:]}
+    return [part for part, first in after.items() if not first or value in first.split(",")]
+
+
+def read_words(words: Mapping[str, Any], label_of: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of fields from the words of a command line or a file, or from the arguments of a call.
+
+    Parts of a word that are left out, or empty, have their defaults.
+
+    Args:
+        words: by field, its flag's word; a part of a word that has a key of its own wins.
+        label_of: each field's name in messages.
+
+    Raises:
+        UserError: for the first value that is wrong.
+    """
+    values: dict[str, Any] = {}
+    for name in sorted(words, key=lambda name: name not in WORDS):
+        parts, texts = [name], [words[name]]
+        if isinstance(words[name], str):
+            parts += parts_after(name, words[name].partition(":")[0])
+            texts = words[name].split(":", len(parts) - 1)
+        values |= {part: FIELDS[part].default for part in WORDS.get(name, ())}
+        for part, text in zip(parts, texts, strict=False):
+            if text != "" or len(texts) == 1:
+                values[part] = checked(part, label_of[part], text)
+    return values
+
+
+def checked(name: str, label: str, value: Any) -> Any:
+    """Return a value as its field's type.
+
+    Raises:
+        UserError: if it cannot be one, or is out of range; it begins with the label.
+    """
+    field = FIELDS[name]
+    with contextlib.suppress(ValueError):
+        value = read_value(field, value)
+        if is_allowed(value, field):
+            return value
+    raise wrong_value(label, value, allowed_values(field), allowed_names(field))
+
+
+def word_of(values: Mapping[str, Any], name: str) -> str:
+    """Return the word that a flag takes for the values of its field and the parts of it."""
+    texts = [show_value(values[name])]
+    for part in parts_after(name, values[name]):
+        texts.append("" if values[part] == FIELDS[part].default else show_value(values[part]))
+    while len(texts) > 1 and not texts[-1]:
+        texts.pop()
+    return ":".join(texts)
+
+
 def changed_flags(config: TrainConfig, start: TrainConfig, left_out: Collection[str] = ()) -> list[str]:
     """Return `--flag=value` for each value that differs from another configuration, without launcher arguments."""
-    values = {name: getattr(config, name) for name in FLAG_OF if name not in (*WORDS_OF_LAUNCH, *left_out)}
-    return [f"{FLAG_OF[name]}={show_value(value)}" for name, value in values.items() if value != getattr(start, name)]
+    own, others = vars(config), vars(start)
+    changed = [name for name, parts in WORDS.items() if any(own[part] != others[part] for part in parts)]
+    return [f"{FLAG_OF[name]}={word_of(own, name)}" for name in changed if name not in (*WORDS_OF_LAUNCH, *left_out)]
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
@@ -117,13 +173,12 @@ def launch_command(
         left_out: fields to leave out.
     """
     config, machines = as_given(config), ranks // max(ranks_per_machine, 1)
-    script, sizes = "launch_distributed.sh", [ranks]
+    script, sizes = "launch_distributed.sh", [str(ranks)]
     if machines > 1:
-        script, sizes = "launch_multi_node.sh", [machines, ranks_per_machine]
-    model, strategy, *others = (getattr(config, name) for name in WORDS_OF_LAUNCH)
-    words = map(str, (model, strategy, *sizes, *others))
-    start = TrainConfig(learning_rate=config.default_rate)
-    return [*as_typed(f"bash scripts/{script}").split(), *words, *changed_flags(config, start, left_out)]
+        script, sizes = "launch_multi_node.sh", [str(machines), str(ranks_per_machine)]
+    model, strategy, *others = (word_of(vars(config), name) for name in WORDS_OF_LAUNCH)
+    flags = changed_flags(config, TrainConfig(learning_rate=config.default_rate), left_out)
+    return [*as_typed(f"bash scripts/{script}").split(), model, strategy, *sizes, *others, *flags]
 
 
 def is_allowed(value: Any, field: dataclasses.Field) -> bool:
@@ -154,3 +209,11 @@ def allowed_values(field: dataclasses.Field) -> str:
         or_names += ", or HEIGHTxWIDTH" if field_types()[field.name] == ImageSize else ""
         return " ".join(["a whole number" if number is int else "a number", *bounds]) + or_names
     return " | ".join(names) if names else {bool: "true or false", str: "text"}[kind]
+
+
+def wrong_value(label: str, value: object, allowed: str, names: Collection[str]) -> UserError:
+    """Build the error for a value that a flag or a key in a file does not accept."""
+    kind = plain(label.rpartition(" ")[2]).replace("-", "_")
+    word = value if isinstance(value, str) else shown(value)  # shown: Python formats no number of 5000 digits
+    hint = ours(word, names, kind) or (nearest(value, names) if isinstance(value, str) else "")
+    return UserError(f"{label} {shown(value)}: expected {allowed}.{hint}")

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from zerovision.models import LARGEST_IMAGE_SIZE
-from zerovision.training.base.errors import UserError, shown, unknown_name
+from zerovision.training.base.errors import UserError, one_line, shown, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,18 +124,15 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
     line = AUGMENTATIONS[name]
     if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):
         raise UserError(
-            f"--randaugment {shown(given.randaugment)}: expected timm's string, such as {RANDAUGMENT} or "
-            "rand-m7-n2-mstd0.5-inc1: m magnitude, n operations, p probability, mstd, inc1, t set of operations."
-        )
-    if given.randaugment != RANDAUGMENT and line.policy != "randaugment":
-        raise UserError(
-            f"--randaugment {given.randaugment}: it changes only --augmentation randaugment, not {given.augmentation}."
+            f"--augmentation randaugment:{one_line(given.randaugment, 100)}: expected timm's string, such as "
+            f"{RANDAUGMENT} or rand-m7-n2-mstd0.5-inc1: m magnitude, n operations, p probability, mstd, inc1, t set of "
+            "operations."
         )
     scale = _read_range("--crop-scale", given.crop_scale, 1)
-    ratio = _read_range("--crop-ratio", given.crop_ratio, _LARGEST_RATIO)
+    ratio = _read_range("RATIO of --crop-scale", given.crop_ratio, _LARGEST_RATIO)
     if (given.crop_scale, given.crop_ratio) != (CROP_SCALE, CROP_RATIO) and not line.crop:
         cropping = ", ".join(name for name, line in AUGMENTATIONS.items() if line.crop)
-        raise UserError(f"--crop-scale and --crop-ratio: the augmentation {name} does not crop; these do: {cropping}.")
+        raise UserError(f"--crop-scale: the augmentation {name} does not crop; these do: {cropping}.")
     is_own_shift = given.shift_pixels == "auto"
     return replace(
         line,

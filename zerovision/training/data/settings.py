@@ -136,13 +136,13 @@ class DataFields:
         "Column of a table with the class names. --task multilabel: a column of lists, such as cat;dog, or A,B,...: "
         "one column of 1 and 0 per class.",
     )
-    label_separator: str = option(
-        "",
-        "--task multilabel: separator of the labels in a cell, such as ','; default: ; or |, or a comma or "
-        "blanks if each part is also the label of another image.",
-    )
     task: Literal["multiclass", "multilabel"] = option(
         "multiclass", "multilabel: an image of a table has any number of classes, and each class is decided separately."
+    )
+    label_separator: str = option(
+        "",
+        "Separator of the labels in a cell, such as ','; default: ; or |, or a comma or blanks between known labels.",
+        part_of="task:multilabel",
     )
     download: bool = option(False, "Allow downloading data sets of torchvision and the hub.")
     remote_cache_gb: float = option(
@@ -158,7 +158,7 @@ class DataFields:
         low=0,
         high=1000,
     )
-    fold: int = option(1, "--folds K: the fold to hold out, 1 to K.", low=1, high=1000)
+    fold: int = option(1, "The fold to hold out, 1 to K.", low=1, high=1000, part_of="folds")
     val_part: str = option(
         "",
         "Folder of DIR, or split of a table, to validate on, such as Testing; usual names of train, val and "
@@ -171,12 +171,11 @@ class DataFields:
         high=LARGEST_IMAGE_SIZE,
     )
     eval_image_size: int | str = option(
-        0, "Size of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
+        0, "That of the validation images; 0: the same.", low=0, high=LARGEST_IMAGE_SIZE, part_of="image_size"
     )
     eval_crop: float | Literal["auto"] = option(
         "auto",
-        "Share of the shorter side of a photograph that validation keeps, at the center; auto: as for the "
-        "starting weights, else 0.875.",
+        "Share of a photograph's shorter side that validation keeps; auto: as for the starting weights, else 0.875.",
         low=0.5,
         high=1,
     )
@@ -201,11 +200,11 @@ class DataFields:
     )
     augmentation: str = option("auto", f"Training augmentation: {', '.join(('auto', *AUGMENTATIONS))}.")
     randaugment: str = option(
-        RANDAUGMENT, "timm's string for --augmentation randaugment: m magnitude, n operations, mstd, inc1, ..."
+        RANDAUGMENT, "timm's string: m magnitude, n operations, mstd, inc1, ...", part_of="augmentation:randaugment"
     )
     crop_scale: str = option(CROP_SCALE, "Smallest and largest area of a crop, as shares of the image.")
     crop_ratio: str = option(
-        CROP_RATIO, "Smallest and largest width of a crop as a multiple of its height (of W/H with --image-size HxW)."
+        CROP_RATIO, "Smallest and largest width / height (times W/H with --image-size HxW).", part_of="crop_scale"
     )
     mirror: Literal["auto", "off", "random", "alternate"] = option(
         "auto", "Mirror left to right half of the time, or in every other epoch (alternate); auto: the augmentation's."
@@ -213,13 +212,13 @@ class DataFields:
     shift_pixels: int | Literal["auto"] = option(
         "auto", "Largest shift; 0: none; auto: as the augmentation does.", low=0, high=LARGEST_IMAGE_SIZE
     )
-    shift_padding: Literal["zeros", "reflect"] = option("zeros", "What fills the edge of a shifted image.")
+    shift_padding: Literal["zeros", "reflect"] = option("zeros", "What fills the edges.", part_of="shift_pixels")
     color_jitter: float = option(
         0.0, "Largest change of brightness, contrast and saturation, as a share; 0: none.", low=0, high=1
     )
     random_erasing: float = option(0.0, "Probability of erasing a rectangle of an image.", low=0, high=1)
     random_erasing_mode: Literal["pixel", "rand", "const"] = option(
-        "pixel", "What fills the erased rectangle: noise, one random color, or the mean color."
+        "pixel", "What fills it: noise, one random color, or the mean color.", part_of="random_erasing"
     )
     mixup: float = option(
         0.0, "Alpha of mixup, which blends images and targets of a micro-batch; 0: off.", low=0, high=100
@@ -227,9 +226,9 @@ class DataFields:
     cutmix: float = option(0.0, "Alpha of cutmix, which pastes a rectangle of another image; 0: off.", low=0, high=100)
     mixup_probability: float = option(1.0, "Probability of mixing a micro-batch.", low=0, high=1)
     mixup_switch_probability: float = option(
-        0.5, "Probability of cutmix instead of mixup if both are on.", low=0, high=1
+        0.5, "Probability of cutmix instead of mixup if both are on.", low=0, high=1, part_of="mixup_probability"
     )
-    mixup_off_epochs: int = option(0, "Number of last epochs without mixup and cutmix.", low=0, high=100_000)
+    mixup_off_epochs: int = option(0, "Last epochs without it.", low=0, high=100_000, part_of="mixup_probability")
     sampling: Literal["uniform", "balanced"] = option(
         "uniform", "uniform: each sample once per epoch; balanced: as many samples in all, equally many per class."
     )
@@ -239,7 +238,7 @@ class DataFields:
         "and read one after another, for data that do not fit into a cache.",
     )
     shuffle_window: int = option(
-        4096, "--order shards: number of consecutive samples to shuffle among.", low=1, high=10**9
+        4096, "Number of consecutive samples to shuffle among.", low=1, high=10**9, part_of="order:shards"
     )
     repeated_augmentation: int = option(
         1,
@@ -252,7 +251,11 @@ class DataFields:
     )
     cache: Literal["ram", "disk", "off"] = option("off", "Keep decoded images in memory, or on disk below --data-root.")
     cache_gb: float = option(
-        0.0, "Limit of all caches together, in gigabytes; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
+        0.0,
+        "Limit of all caches; 0: a quarter of the memory, or 50 on disk.",
+        low=0,
+        high=10**6,
+        part_of="cache",
     )
     workers: str = option("auto", "Loader processes per rank: a whole number, or auto.")
     max_megapixels: int = option(

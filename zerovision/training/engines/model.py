@@ -50,7 +50,7 @@ def build_training_model(
             if is_other and forward_failure(built.module, size, config.micro_batch, channels):
                 raise UserError(
                     f"model '{config.model_type}' is made for images of {data.preprocessing.image_size} pixels, and "
-                    f"does not work with {size}: drop --progressive-size and --eval-image-size, or use another model."
+                    f"does not work with {size}: give one --image-size, and no --progressive-size, or another model."
                 )
         return tune(built, config.tune)
 

@@ -36,7 +36,7 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return read
 
 
-# What `--optimizer-options` may give, in words, and how it is read. Others would make a rule another kind of rule.
+# What the OPTIONS of `--optimizer` may be, in words, and how it is read. Others would make a rule another kind of rule.
 OPTION_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     **dict.fromkeys(("alpha", "momentum"), ("a number from 0 to below 1", _number(0.0, 1))),
     **dict.fromkeys(("eps", "trust_coeff"), ("a number above 0", _number(sys.float_info.min, math.inf))),

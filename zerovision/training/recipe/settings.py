@@ -20,13 +20,14 @@ class RecipeSettings(RunSettings):
         "Update rule, by timm's name; sgd has Nesterov momentum. With every strategy: "
         f"{', '.join(ELEMENT_WISE)}. With ddp only: {', '.join(WHOLE_PARAMETER)}.",
     )
+    momentum: float = option(0.9, "That of rules that have one, such as sgd.", low=0, high=0.9999, part_of="optimizer")
     fallback_optimizer: str = option(
         "adamw",
         f"{', '.join(MATRIX_RULES)}: update rule for the head and for everything but matrices and convolutions; "
         "NAME:SCALE:OPTIONS, such as adamw:0.3:betas=0.85/0.95, scales --learning-rate for it and sets its options.",
     )
     optimizer_options: str = option(
-        "", f"Options of the rule, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}."
+        "", f"Such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}.", part_of="optimizer"
     )
     weight_decay: float = option(0.05, "Decay of weights (decoupled in adamw); see --no-weight-decay.", low=0, high=10)
     no_weight_decay: Literal["vectors", "model"] = option(
@@ -35,7 +36,6 @@ class RecipeSettings(RunSettings):
     layer_decay: float = option(
         1.0, "Learning rate of a layer as a share of the rate of the next layer.", above=0, high=1
     )
-    momentum: float = option(0.9, "Momentum of optimizers that have one, such as sgd.", low=0, high=0.9999)
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0: no clipping.", low=0)
     ema: float = option(
         0.0,
@@ -65,7 +65,7 @@ class RecipeSettings(RunSettings):
         high=1,
     )
     cooldown_epochs: float = option(
-        0.0, "Number of last epochs at the final learning rate; not with step and constant.", low=0
+        0.0, "Number of last epochs at this rate.", low=0, part_of="final_learning_rate_scale"
     )
     base_batch_size: int = option(
         0, "Multiply --learning-rate by global batch / this number (linear scaling rule); 0: no scaling.", low=0

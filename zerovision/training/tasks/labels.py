@@ -149,7 +149,7 @@ def _check_threshold(config: TaskSettings, classes: int) -> None:
     low, high = smoothing / classes, 1 - smoothing + smoothing / classes
     if not low < threshold < high:
         raise UserError(
-            f"--bce-target-threshold {threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
+            f"--loss bce:{threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
             f"{classes} classes they are {low:.4g} and {high:.4g}; give a value between."
         )
 

@@ -38,12 +38,13 @@ class TaskSettings(RunSettings):
         f"Training loss: {', '.join(LOSSES)}; bce: binary cross-entropy of each class, averaged over the classes; "
         "supcon: supervised contrastive, which trains features for a head to be trained afterwards.",
     )
-    temperature: float = option(0.1, "--loss supcon: divisor of the cosines.", low=0.001, high=100)
+    temperature: float = option(0.1, "Divisor of the cosines.", low=0.001, high=100, part_of="loss:supcon")
     gradient_cache: int = option(
         0,
-        "--loss supcon: images in the network at a time; all images of a step are compared; 0: --batch-size.",
+        "Images in the network at a time; all images of a step are compared; 0: --batch-size.",
         low=0,
         high=LARGEST_BATCH,
+        part_of="loss:supcon",
     )
     distill: str = option(
         "",
@@ -58,7 +59,7 @@ class TaskSettings(RunSettings):
     )
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(
-        0.0, "--loss bce: smoothed and mixed targets above this become 1, the others 0; 0: unchanged.", low=0, high=0.99
+        0.0, "Targets above this become 1, the others 0; 0: unchanged.", low=0, high=0.99, part_of="loss:bce"
     )
     class_weights: str = path_option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
     best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(

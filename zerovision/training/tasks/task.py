@@ -64,8 +64,6 @@ class Task(Mode):
         if config.class_weights != "none" and config.sampling == "balanced":
             both = f"{of['class_weights']} and {of['sampling']} balanced"
             yield f"{both} both compensate for rare classes: give one of them."
-        if config.bce_target_threshold and config.loss != "bce":
-            yield f"{of['bce_target_threshold']} is for {of['loss']} bce only: give both, or neither."
 
     def chunks(self) -> dict[str, int]:
         """Return the setting for how many images go through the network at a time, if a step is divided by it."""

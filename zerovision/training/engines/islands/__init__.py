@@ -30,13 +30,11 @@ class IslandSettings:
         low=1,
         high=100_000,
     )
-    islands: int = option(0, "--local-steps: number of equal groups of ranks; 0: one per machine.", low=0, high=100_000)
+    islands: int = option(0, "Equal groups of ranks; 0: one per machine.", low=0, high=100_000, part_of="local_steps")
     outer_learning_rate: float = option(0.7, "--local-steps: learning rate of the outer step.", above=0, high=10)
-    outer_momentum: float = option(0.9, "--local-steps: Nesterov momentum of the outer step.", low=0, high=0.9999)
+    outer_momentum: float = option(0.9, "Nesterov momentum.", low=0, high=0.9999, part_of="outer_learning_rate")
     outer_precision: Literal["fp32", "bf16"] = option(
-        "fp32",
-        "--local-steps: precision in which the differences of weights are sent; bf16 halves the bytes, and "
-        "rounding errors are sent with the next outer step.",
+        "fp32", "bf16: half the bytes are sent; rounding errors follow in the next.", part_of="outer_learning_rate"
     )
 
 
@@ -49,7 +47,7 @@ class DiLoCo(Way):
         **{"strategy": ("ddp",), "engine": OUR_ENGINE, "precision": ("fp32", "auto", "bf16"), "loss": OF_CLASSES},
         **{"sync_batchnorm": (False,), "ema": (0,), "lookahead": (0,)},  # the outer weights are such an average
     }
-    own = ("islands", "outer_learning_rate", "outer_momentum", "outer_precision")
+    own = ("outer_learning_rate", "outer_momentum", "outer_precision")
     resumable = ("islands",)
 
     def kept_values(self) -> int:
@@ -68,15 +66,15 @@ class DiLoCo(Way):
         meant = self.config.islands or size // ranks_per_machine(world, flag)
         if meant < 2:
             raise AgreedError(
-                f"{flag} needs 2 islands or more, not {meant}: give --islands N and a multiple of N "
-                f"ranks ({size} here), or leave {flag} out."
+                f"{flag} needs 2 islands or more, not {meant}: give {flag}:N, for N islands, and a multiple "
+                f"of N ranks ({size} here), or leave {flag} out."
             )
         machines = {*gather_objects(world.local_size, world)}
         islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
         if names is None and islands != meant:
-            cure = f", or give --islands {islands}" if islands > 1 else ""
+            cure = f", or give {flag}:{islands}" if islands > 1 else ""
             raise AgreedError(
-                f"--islands {meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
+                f"{flag}:{meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
                 f"machines or part of one: start a multiple of {meant} ranks{cure}."
             )
         before = islands if names is None else number_of_islands(names)

@@ -13,7 +13,7 @@ applies it. The results are the outer weights, which are evaluated and exported;
 moments.
 
 The outer state is stored in the optimizer's state beside the moments, like averages of the weights, so it is sharded,
-saved and resumed like them. With `--outer-precision bf16` it also contains the rounding error of an island's change,
+saved and resumed like them. With a PRECISION of bf16 it also contains the rounding error of an island's change,
 which is added to the next one: error feedback (Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847).
 """
 

@@ -35,11 +35,13 @@ class PipelineSettings:
         "1f1b",
         "Order of micro-batches in a stage; 1f1b: keeps the activations of as many micro-batches as there are"
         " stages; interleaved: two stages per rank, half the idle time.",
+        part_of="pipeline_parallel",
     )
     pipeline_split: str = option(
         "auto",
         "First blocks of the later stages, separated by commas, such as blocks.3,blocks.6; auto: stages that "
         "take equally long.",
+        part_of="pipeline_parallel",
     )
 
 
@@ -76,13 +78,13 @@ class Pipeline(Way):
         if members < self.config.pipeline_parallel:
             yield (
                 f"{flag}: an ensemble of {plural(members, 'member')} fills {plural(members, 'rank')}: give "
-                f"{label_of['pipeline_parallel']} {members} or less, or more {label_of['ensemble_members']}."
+                f"{label_of['pipeline_parallel']} {members} or less, or more members."
             )
 
     def check_micro_batches(self) -> None:
         """Raise a UserError if the schedule cannot pass a step's micro-batches through the stages."""
         stages, micro_batches = self.config.pipeline_parallel, self.config.gradient_accumulation_steps
-        flag = f"--pipeline-schedule {self.config.pipeline_schedule}"
+        flag = f"--pipeline-parallel {stages}:{self.config.pipeline_schedule}"
         if micro_batches < stages:
             raise UserError(
                 f"{flag}: {stages} ranks need {stages} micro-batches or more in a step, which has {micro_batches}: use "

@@ -25,7 +25,6 @@ class Contrastive(Task):
         **{"mixup": (0,), "cutmix": (0,), "distill": ("",), "class_weights": ("none",)},
         **{"engine": OUR_ENGINE, "compile": NOT_COMPILED},
     }
-    own = ("temperature",)
     resumable = ("gradient_cache",)
     views = 2  # what an image has in common with itself, augmented otherwise
     compares = True
@@ -37,11 +36,6 @@ class Contrastive(Task):
     def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
         config, of = self.config, label_of
         cache, loss = (f"{of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
-        if config.gradient_cache and not self.is_asked():
-            yield (
-                f"{cache}: with {loss} each image has a loss of its own, and {of['gradient_accumulation_steps']} N "
-                "gives the same gradient in the same memory: use that."
-            )
         if config.gradient_cache and config.batch_size == "auto":
             yield f"{cache} sets what goes through the network at a time: give {of['batch_size']} a number."
         if self.is_asked() and model_spec(config.model_type).takes_members:

@@ -26,7 +26,6 @@ class Multilabel(Task):
         **{"loss": ("bce",), "bce_target_threshold": (0,), "class_weights": ("none",), "sampling": ("uniform",)},
         **{"distill": ("",), "features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
     }
-    own = ("label_separator",)
     usual: ClassVar[dict[str, Any]] = {"loss": "bce", "best_by": "map"}
     tells_one_class = False
 
