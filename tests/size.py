@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (505, 350),
     "models": (1276, 900),
-    "zerovision/training/config": (811, 500),
+    "zerovision/training/config": (810, 500),
     "zerovision/training/base": (1186, 550),
     "zerovision/training/world": (608, 450),
     "zerovision/training/data": (4225, 2900),

@@ -333,10 +333,9 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
 
 def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
     """Return the values of a list, or a function that draws from a range."""
-    found = _RANGE.fullmatch(text)
-    if not found:
+    if not (found := _RANGE.fullmatch(text)):
         return text.split("|" if "|" in text else ",")
-    before, *ends, is_log = found.groups(default="")  # what is before a range, as in loss=supcon:0.05..0.5, stays
+    before, *ends, is_log = found.groups(default="")  # what is before a range, as in loss=bce:0.1..0.5, stays
     low, high = map(float, ends)
     if not low < high or (is_log and low <= 0) or math.isinf(high - low):
         raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH, two numbers, above 0 with :log.")

@@ -64,11 +64,10 @@ class Rung(NamedTuple):
     def describe(self, *, has_batchnorm: bool | None = None) -> str:
         """Return flags and cost for messages; `has_batchnorm` is None if unknown."""
         text = f"{' '.join(self.flags)}: {self.cost}"
-        if not self.batchnorm_images or has_batchnorm is False:
-            return text
-        return (
-            f"{text}; BatchNorm{'' if has_batchnorm else ', if there is any,'} sees {self.batchnorm_images} at a time"
-        )
+        if self.batchnorm_images and has_batchnorm is not False:
+            any_there = "" if has_batchnorm else ", if there is any,"
+            text += f"; BatchNorm{any_there} sees {self.batchnorm_images} at a time"
+        return text
 
 
 def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None:
@@ -139,9 +138,8 @@ def _offload(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
             is_enough = plan.zero_stage >= STRATEGIES[config.strategy].zero_stage and kind in plan.offloadable
             # At stage 3 the torch engine has all or nothing.
             if is_enough and not (config.engine == "torch" and kind == "optimizer" and plan.releases_weights):
-                yield Rung(
-                    {"strategy": strategy, "offload": kind}, f"{whats[kind]} kept in CPU memory, about 30 % slower"
-                )
+                cost = f"{whats[kind]} kept in CPU memory, about 30 % slower"
+                yield Rung({"strategy": strategy, "offload": kind}, cost)
 
 
 _LADDER: tuple[Callable[[TrainConfig, int, bool], Iterator[Rung]], ...] = (

@@ -32,7 +32,7 @@ def option(
         high: largest allowed value, inclusive.
         above: lower bound, exclusive.
         part_of: an earlier field whose flag also gives this one, after a colon: with part_of="cache", `--cache ram:8`
-            does; with part_of="loss:supcon", only `--loss supcon:...` does. Values have no colon, except in the last.
+            does; with part_of="loss:bce", only `--loss bce:...` does. Values have no colon, except in the last.
     """
     metadata = {"help": help, "low": low, "high": high, "above": above, "part_of": part_of.partition(":")[::2]}
     return dataclasses.field(default=default, metadata=metadata)

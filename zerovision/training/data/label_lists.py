@@ -18,6 +18,7 @@ import torch
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.small_files import as_given
 from zerovision.training.data.class_names import clean, label_of
+from zerovision.training.data.settings import SEVERAL_LABELS
 
 SEPARATOR = ";"  # in the name of a set
 SEPARATORS = re.compile(r"[;|]")
@@ -113,7 +114,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
             missing = next(part for part in divided if part and part not in known)
             raise UserError(
                 f"{where}: {shown(cell)} may be one label or several, and {shown(missing)} is the label of no other "
-                "image: give --task 'multilabel:,' (or 'multilabel: ', or 'multilabel:;' if it is one label)."
+                f"image: give {SEVERAL_LABELS}:',' (or :' ', or :';' if it is one label)."
             )
         else:
             parts[cell] = [cell]
