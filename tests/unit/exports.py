@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.kit import new_model, save_built
-from zerovision.commands import run_command
+from zerovision.commands import main
 from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
@@ -29,7 +29,7 @@ def lines_of(words: str) -> str:
 def run_export(monkeypatch, *words) -> int:
     """Run scripts/export.py in this process and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["export.py", *map(str, words)])
-    return run_command("export")
+    return main("export")
 
 
 def train_on_digits(epochs: int = 3):
