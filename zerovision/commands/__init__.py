@@ -55,14 +55,16 @@ COMMANDS = {
 }
 
 
-def main(name: str, verb: str = "") -> int:
-    """Run the command line as a command, report mistakes under its verb, and return the exit code.
-
-    A command that may have ranks exits with its exit code.
-    """
+def run_command(name: str, verb: str = "") -> int:
+    """Run the command line as a command, report mistakes under its verb, and return the exit code."""
     command = COMMANDS[name]
-    exit_code = run_script(verb or name, command.parse, command.run, writes_product=command.writes_product)
-    if command.may_have_ranks:
+    return run_script(verb or name, command.parse, command.run, writes_product=command.writes_product)
+
+
+def main(name: str, verb: str = "") -> int:
+    """Run the command line as a command; a command that may have ranks exits with its exit code."""
+    exit_code = run_command(name, verb)
+    if COMMANDS[name].may_have_ranks:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)  # see train_distributed.py: taking the interpreter down under gloo's threads may abort

@@ -8,8 +8,7 @@ from zerovision.commands import COMMANDS, main
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
 from zerovision.training.base.places import as_typed
 
-name = sys.argv[1] if len(sys.argv) > 1 else ""
-if name not in COMMANDS:
+if (name := "".join(sys.argv[1:2])) not in COMMANDS:
     print(f"expected a command: {', '.join(COMMANDS)}", file=sys.stderr)
     sys.exit(USER_ERROR_EXIT_CODE)
 sys.argv[:2] = [as_typed(f"scripts/{name}.py")]

@@ -79,7 +79,8 @@ class Predictions(Sequence[Prediction]):
         return self._predictions[place]
 
     def _repr_html_(self) -> str:
-        rows = [[one.image, one.error or ", ".join(map(_with_share, one.labels, one.probabilities))] for one in self]
+        labels = (", ".join(map("{} {}".format, one.labels, map(percent, one.probabilities))) for one in self)
+        rows = ([one.image, one.error or text] for one, text in zip(self, labels, strict=True))
         return _table(["image", "labels"], rows)
 
 
@@ -183,10 +184,6 @@ def _read(data: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(files := values.get("plugin"), (list, tuple)):
         values["plugin"] = ",".join(map(os.fspath, files))
     return read_values(values, CALL)
-
-
-def _with_share(label: str, probability: float) -> str:
-    return f"{label} {percent(probability)}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
