@@ -59,9 +59,6 @@ class Steps:
     def seconds(self):
         return dict(self.total)
 
-    def is_capturing(self):
-        return False
-
 
 def test_a_moment_belongs_to_the_innermost_span():
     marks = Steps()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from zerovision.training.base.atomic_write import process_space
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.heartbeat import (
     CHECKPOINT,
@@ -32,7 +33,7 @@ from zerovision.training.base.heartbeat import (
     stack_path,
 )
 from zerovision.training.base.heartbeat import LAUNCH_VARIABLE as MARK
-from zerovision.training.base.helper_processes import is_as_asked, process_space, socket_place
+from zerovision.training.base.helper_processes import is_as_asked, socket_place
 from zerovision.training.world.launchers import RANK_VARIABLES
 
 POLL_SECONDS = 0.1

@@ -143,7 +143,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def unfinished(path: Path, kind: str) -> Path:
     """Return the name beside `path` under which this process prepares it; `kind` is 'new', 'old' or 'tmp'."""
-    return path.with_name(f".{path.name[:100]}.{_host()}+{os.getpid()}+{process_start_ticks('self')}.{kind}")
+    return path.with_name(f".{path.name[:100]}.{process_space()}+{os.getpid()}+{process_start_ticks('self')}.{kind}")
 
 
 def check_renames(folder: Path) -> None:
@@ -191,8 +191,8 @@ def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bo
 
 
 def _may_live(path: Path, found: re.Match[str]) -> bool:
-    if found["host"] == _host():
-        return found["owner"] == f"{_host()}+{found['pid']}+{process_start_ticks(found['pid'])}"
+    if found["host"] == process_space():
+        return found["owner"] == f"{process_space()}+{found['pid']}+{process_start_ticks(found['pid'])}"
     return _is_recent(path)
 
 
@@ -215,7 +215,7 @@ def _is_being_written(path: Path) -> bool:
 
 
 @functools.cache
-def _host() -> str:
+def process_space() -> str:
     """Return the machine and container in which our process ids are valid."""
     host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:60] or "host"
     return f"{host}+{os.stat('/proc/self/ns/pid').st_ino}"

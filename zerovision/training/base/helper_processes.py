@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
 
@@ -66,10 +65,3 @@ def temporary_files_in(place: str) -> Iterator[None]:
         yield
     finally:
         tempfile.tempdir = before
-
-
-def process_space() -> str:
-    """Return this machine's name and its process id namespace."""
-    with contextlib.suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()

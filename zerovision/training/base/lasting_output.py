@@ -103,23 +103,6 @@ class _UnhurriedFile(_LastingFile):
                 self._changed.notify_all()
 
 
-class _ReportingFile(_LastingFile):
-    """A `_LastingFile` with which a full disk ends the script; a missing reader does not."""
-
-    def failed(self, error: OSError) -> None:
-        if not isinstance(error, BrokenPipeError):
-            raise UserError(f"standard output cannot be written ({error.strerror}).") from None
-
-
-class _ProductFile(_ReportingFile):
-    """A `_ReportingFile` for a script whose only product is its standard output: it also ends with its reader."""
-
-    def failed(self, error: OSError) -> None:
-        if isinstance(error, BrokenPipeError):
-            raise ReaderGone from None
-        super().failed(error)
-
-
 def outlast_readers() -> None:
     """Let this process continue if its standard output or error cannot be written, and never wait for a reader."""
     sys.stdout = _replaced(sys.stdout, _UnhurriedFile)
@@ -144,8 +127,19 @@ def finish_output(seconds: float | None) -> None:
 
 
 def report_failed_output(*, is_product: bool) -> None:
-    """Let standard output raise `UserError` if it cannot be written, `ReaderGone` if the product has no reader."""
-    sys.stdout = _replaced(sys.stdout, _ProductFile if is_product else _ReportingFile)
+    """Let standard output raise `UserError` if it cannot be written, `ReaderGone` if the product has no reader.
+
+    Without a reader, other scripts go on.
+    """
+
+    class Reporting(_LastingFile):
+        def failed(self, error: OSError) -> None:
+            if not isinstance(error, BrokenPipeError):
+                raise UserError(f"standard output cannot be written ({error.strerror}).") from None
+            if is_product:
+                raise ReaderGone from None
+
+    sys.stdout = _replaced(sys.stdout, Reporting)
 
 
 def _replaced(stream: TextIO, kind: type[_LastingFile]) -> TextIO:

@@ -39,10 +39,6 @@ class HostMarks:
         """Return the seconds of each span so far; a sync on a GPU."""
         return dict(self._seconds)
 
-    def is_capturing(self) -> bool:
-        """Return whether calls are currently only recorded into a CUDA graph."""
-        return False
-
 
 class StreamMarks:
     """A timeline of a GPU stream: events that complete when the work before them is done.
@@ -72,9 +68,6 @@ class StreamMarks:
             self._pending[-1][1].synchronize()
         self._read_completed()
         return dict(self._seconds)
-
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
 
     def _read_completed(self) -> None:
         while self._pending and self._pending[0][1].query():
@@ -108,7 +101,8 @@ class SpanClock:
         The thread that writes checkpoints is not measured, nor is the recording of a CUDA graph.
         """
         is_training = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
-        return is_training and not self._marks.is_capturing()
+        is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return is_training and not is_recorded
 
     def enter(self, name: str) -> None:
         """Open a span inside the current one."""

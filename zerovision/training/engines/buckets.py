@@ -113,7 +113,6 @@ class Bucket:
         world: the ranks.
         tree: the step's tree.
         sum_of_part: zeros [n / ranks], for the sum of this rank's part of the gradients.
-        is_first: whether it is summed and gathered before the other buckets.
     """
 
     def __init__(
@@ -123,12 +122,10 @@ class Bucket:
         world: World,
         tree: StepTree,
         sum_of_part: torch.Tensor,
-        *,
-        is_first: bool,
     ) -> None:
         self.parameters, self.layout = parameters, layout
         self._low = world.rank * layout.part
-        self.buffers = make_buffers(layout.part * world.size, world, tree, sum_of_part, is_first=is_first)
+        self.buffers = make_buffers(layout.part * world.size, world, tree, sum_of_part)
         self._places = []  # of the gradients
         for name, parameter in parameters.items():
             weight, place = (
@@ -299,7 +296,7 @@ def make_buckets(
     buckets: list[Bucket] = []
     for (one, layout), part in zip(own, gradients.split(lengths) if lengths else [], strict=True):
         parameters = {name: one.parameters[name] for name in layout.starts}
-        buckets.append(Bucket(parameters, layout, world, tree, part, is_first=not buckets))
+        buckets.append(Bucket(parameters, layout, world, tree, part))
         one.group["params"] += buckets[-1].trained
     return buckets, gradients
 

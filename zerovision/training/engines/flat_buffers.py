@@ -77,9 +77,9 @@ class FlatBuffers(ABC):
     def start_from_main(self) -> None:
         """Copy the weights that rank 0 wrote to all ranks; a collective."""
 
-    @abstractmethod
     def start_gather(self) -> None:
         """Start to fill `weights` with every rank's part; a collective."""
+        return
 
     def finish_gather(self) -> None:
         """Wait until `weights` are complete."""
@@ -89,43 +89,30 @@ class FlatBuffers(ABC):
 class SharedMemoryBuffers(FlatBuffers):
     """Buffers in memory that all ranks map: for CPU ranks on one machine, or a single rank on any device.
 
+    The caller waits for the other ranks before it sums or gathers buffers, once for all of them.
+
     Args:
         weights: see `FlatBuffers`.
         every_row: [ranks, rows, n], zeros; each rank's rows.
         out: see `FlatBuffers`; for a single rank, its row.
         world: the ranks.
         tree: the step's tree.
-        synchronizes: whether summing and gathering wait for the other ranks. All buckets are summed, and gathered, in
-            direct succession, so it is enough that the first one waits.
     """
 
     are_shared = True
 
     def __init__(
-        self,
-        weights: torch.Tensor,
-        every_row: torch.Tensor,
-        out: torch.Tensor,
-        world: World,
-        tree: StepTree,
-        *,
-        synchronizes: bool,
+        self, weights: torch.Tensor, every_row: torch.Tensor, out: torch.Tensor, world: World, tree: StepTree
     ) -> None:
         super().__init__(weights, [*every_row[world.rank]], out, world, tree)
-        self._every_row, self._synchronizes = every_row, synchronizes
+        self._every_row = every_row
 
     def sum_own_part(self) -> torch.Tensor:
-        if self._synchronizes:
-            barrier(self._world)
         # The other ranks' rows are written to as well: no other rank reads this part of them.
         return self._tree.add_ranks(self._every_row[:, :, self._part], self._sum)
 
     def start_from_main(self) -> None:
         barrier(self._world)
-
-    def start_gather(self) -> None:
-        if self._synchronizes:
-            barrier(self._world)
 
 
 class CollectiveBuffers(FlatBuffers):
@@ -168,7 +155,7 @@ class CollectiveBuffers(FlatBuffers):
             self._works = ()
 
 
-def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor, *, is_first: bool) -> FlatBuffers:
+def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor) -> FlatBuffers:
     """Create the buffers of one bucket in the right kind for the ranks; a collective.
 
     Args:
@@ -176,15 +163,14 @@ def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor, *, 
         world: the ranks.
         tree: the step's tree.
         out: zeros [n / ranks], for the sum of this rank's part of the gradients.
-        is_first: whether the bucket is summed and gathered first, directly before the others.
     """
     if world.size == 1:
-        return SharedMemoryBuffers(torch.zeros_like(out), out.view(1, 1, -1), out, world, tree, synchronizes=False)
+        return SharedMemoryBuffers(torch.zeros_like(out), out.view(1, 1, -1), out, world, tree)
     if world.device.type == "cpu" and world.local_size == world.size:
         memory = _map_shared_memory(size * (world.size * tree.rows_sent + 1), world)
         if memory is not None:
             rows = memory[size:].view(world.size, tree.rows_sent, size)
-            return SharedMemoryBuffers(memory[:size], rows, out, world, tree, synchronizes=is_first)
+            return SharedMemoryBuffers(memory[:size], rows, out, world, tree)
     weights, *rows_sent = (torch.zeros(size, device=world.device) for _ in range(1 + tree.rows_sent))
     return CollectiveBuffers(weights, rows_sent, out, world, tree)
 

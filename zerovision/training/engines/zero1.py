@@ -120,6 +120,7 @@ class Zero1:
         Returns:
             The sum of its squares, float64 []; parameters that several ranks have whole count only on the first.
         """
+        self._wait_for_ranks()
         for bucket in self._buckets:
             bucket.sum_gradients()
         self._part.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
@@ -132,6 +133,7 @@ class Zero1:
 
     def share_weights(self) -> None:
         """Let every rank use the current values of the optimizers' parameters; a collective."""
+        self._wait_for_ranks()
         for bucket in self._buckets:
             bucket.buffers.start_gather()
         if not self._waits_in_forward:
@@ -140,8 +142,12 @@ class Zero1:
     def settle(self) -> None:
         """Set the optimizer's parameters to the model's values; not a collective."""
         _wait_for_weights(self._buckets)
+        self._wait_for_ranks()
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until no rank computes any more with memory that all share; a collective if there is any."""
         if any(bucket.buffers.are_shared for bucket in self._buckets):
-            barrier(self._world)  # no rank computes any more with weights that all share
+            barrier(self._world)
 
     def shards(self) -> list[ParameterShard]:
         """Return this rank's parts of all parameters, with their optimizer state; not a collective."""

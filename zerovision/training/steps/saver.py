@@ -25,7 +25,7 @@ from zerovision.training.observe.observer import Observer
 from zerovision.training.recipe.schedule import stable_epochs
 from zerovision.training.steps.carrier import Run
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
-from zerovision.training.world.collectives import broadcast_object, gather_objects
+from zerovision.training.world.collectives import broadcast_object, error_on_any_rank, gather_objects
 
 BYTES = 4  # of a weight in fp32
 SHORTEST_RETRY_SECONDS = 1.0
@@ -297,8 +297,7 @@ class Saver(Observer):
             error = f"rank {self._world.rank}: {one_line(failure)}"
         except Exception as failure:  # the others wait for the verdict, whatever it is
             error = f"rank {self._world.rank}: {type(failure).__name__}: {one_line(failure)}"
-        errors = gather_objects(error, self._world, self._world.save_group)
-        return next((message for message in errors if message is not None), None)
+        return error_on_any_rank(error, self._world, self._world.save_group)
 
 
 class Backoff:

@@ -107,11 +107,11 @@ def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> i
     return world.local_size
 
 
-def error_on_any_rank(error: str | None, world: World) -> str | None:
+def error_on_any_rank(error: str | None, world: World, group: dist.ProcessGroup | None = None) -> str | None:
     """Return the error message of the lowest rank that has one, on every rank; a collective."""
     if world.size == 1:
         return error
-    messages = gather_objects(error, world)
+    messages = gather_objects(error, world, group)
     return next((message for message in messages if message is not None), None)
 
 

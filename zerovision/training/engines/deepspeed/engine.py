@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerovision.training.base.helper_processes import process_space
+from zerovision.training.base.atomic_write import process_space
 from zerovision.training.base.timing import communication
 from zerovision.training.engines.engine import Engine, EngineSetup, StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers
@@ -212,17 +212,16 @@ class TimedBackend:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
-        return _timed(found) if name in (*self.COLLECTIVES, "wait") else found
+        if name not in (*self.COLLECTIVES, "wait"):
+            return found
 
+        @functools.wraps(found)  # DeepSpeed reads its name
+        def timed(*arguments: Any, **named: Any) -> Any:
+            with communication():
+                result = found(*arguments, **named)
+            return TimedBackend(result) if hasattr(result, "wait") else result
 
-def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)  # DeepSpeed reads its name
-    def timed(*arguments: Any, **named: Any) -> Any:
-        with communication():
-            result = call(*arguments, **named)
-        return TimedBackend(result) if hasattr(result, "wait") else result
-
-    return timed
+        return timed
 
 
 def _stage_1_and_2_shards(

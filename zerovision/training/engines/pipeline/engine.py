@@ -326,25 +326,15 @@ class Pipelined:
         return engine.engine.train(self.loss, given, engine.clock)
 
 
-class _StageModule(nn.Module):
-    """A stage in the form that PyTorch's schedules use. The network is not a child of it, so it has no parameters."""
-
-    def __init__(self, engine: PipelineEngine, number: int, shape: torch.Size) -> None:
-        super().__init__()
-        self._run = lambda inputs: engine.run_stage(number, inputs, shape)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the row for the next stage, or logits."""
-        return self._run(inputs)
-
-
 class _Stage(PipelineStage):
     """A stage whose forward and backward know their leaf."""
 
     def __init__(self, engine: PipelineEngine, number: int, shape: torch.Size) -> None:
         self._engine = engine
+        module = nn.Module()  # without parameters: the network is no child of it
+        module.forward = lambda inputs: engine.run_stage(number, inputs, shape)
         super().__init__(
-            _StageModule(engine, number, shape),
+            module,
             number,
             engine.count,
             engine.pipeline.device,
