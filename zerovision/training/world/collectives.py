@@ -28,20 +28,20 @@ def barrier(world: World) -> None:
 
 def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the elementwise sum of a tensor over all ranks; a collective."""
-    total = values.clone()
-    if world.size > 1:
-        with communication():
-            dist.all_reduce(total, group=world.group)
-    return total
+    return _reduced(values, world, dist.ReduceOp.SUM)
 
 
 def largest_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the elementwise maximum of a tensor over all ranks; a collective."""
-    largest = values.clone()
+    return _reduced(values, world, dist.ReduceOp.MAX)
+
+
+def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    result = values.clone()
     if world.size > 1:
         with communication():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.group)
-    return largest
+            dist.all_reduce(result, operation, group=world.group)
+    return result
 
 
 def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
