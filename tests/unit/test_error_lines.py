@@ -29,7 +29,7 @@ import torch
 from tests.kit import new_model, png
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.launching import environment
-from zerovision.commands import COMMANDS, run_command
+from zerovision.commands import COMMANDS
 from zerovision.commands.train_distributed import train
 from zerovision.launch import launch, slurm
 from zerovision.launch.arguments import LAUNCHERS
@@ -54,7 +54,8 @@ def run_words(script: str, words: list[str]) -> int:
     """Run a script in this process, as its file does; return the exit code."""
     with mock.patch.object(sys, "argv", [script, *words]):
         if script in COMMANDS:
-            return run_command(script)
+            command = COMMANDS[script]
+            return run_script(script, command.parse, command.run, writes_product=command.writes_product)
         if script == "train_distributed":
             return run_script("error", list, train)
         main = slurm.main if script == "slurm_distributed.sh" else launch.main
