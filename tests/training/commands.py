@@ -52,6 +52,16 @@ def train_alone(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]
     return run_command(sys.executable, ENTRY, *flags, OMP_NUM_THREADS="1", **changes)
 
 
+def command_here(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of `zerovision.commands` in this process."""
+    from zerovision import commands
+
+    output, errors = io.StringIO(), io.StringIO()
+    with mock.patch.object(sys, "argv", [f"{name}.py", *words]), redirect_stdout(output), redirect_stderr(errors):
+        exit_code = commands.run_command(name)
+    return subprocess.CompletedProcess(words, exit_code, output.getvalue(), errors.getvalue())
+
+
 def train_here(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run the entry as `train_alone` does, but in this process, which has imported already what it needs."""
     from zerovision.commands.train_distributed import train

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 
-from commands import launch, run_command, train_alone, train_here
+import pytest
+from commands import command_here, launch, train_here
 
 from zerovision.training.base import plugins
 from zerovision.training.checkpoint.weights import read_metadata
@@ -17,13 +17,15 @@ SMALL = (
     "--data fake --progress off --report false --tensorboard false --schedule constant --warmup-epochs 0 --best-by loss"
 )
 
+pytestmark = pytest.mark.usefixtures("no_plugins_stay")
+
 
 def of(*names: str) -> list[str]:
     return [f"--plugin={EXAMPLES / name}.py" for name in names]
 
 
 def evaluate(*words: str):
-    return run_command(sys.executable, "scripts/evaluate.py", *words, OMP_NUM_THREADS="1")
+    return command_here("evaluate", *words)
 
 
 def test_network_loss_and_logger_of_own_files_are_trained_and_evaluated(tmp_path):
@@ -36,18 +38,17 @@ def test_network_loss_and_logger_of_own_files_are_trained_and_evaluated(tmp_path
     lines = list(csv.reader((run / "epochs.csv").open()))
     assert [line[0] for line in lines] == ["1", "2"]
     assert best["top1"] in [float(line[3]) for line in lines]
-    again = evaluate(str(run), *files, "--output", str(tmp_path / "again"))
-    assert again.returncode == 0, again.stderr
-    assert json.loads((tmp_path / "again" / "scores.json").read_text())["top1"] == best["top1"]
     for words in ([str(run)], [str(run / "model.safetensors"), *of("own_logger", "own_loss")]):
         refused = evaluate(*words)
         assert refused.returncode == 2
         assert "--plugin 'own_network.py', which is never loaded by itself: add --plugin FILE." in refused.stderr
         assert refused.stderr.count("\n") == 1
+    again = evaluate(str(run), *files, "--output", str(tmp_path / "again"))
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "again" / "scores.json").read_text())["top1"] == best["top1"]
 
 
 def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setattr(plugins, "_LOADED", {})  # of this process, which later tests share
     mine = tmp_path / "mine.py"
     mine.write_text((EXAMPLES / "own_augmentation.py").read_text())
     flags = [*f"{SMALL} --augmentation turned --log-dir {tmp_path} --plugin {mine}".split()]
@@ -64,6 +65,7 @@ def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_
     assert changed.returncode == 2
     assert "was made with another plug-in: entry 0 is 'mine.py@" in changed.stderr
     assert changed.stderr.count("\n") == 1
-    forgotten = train_alone("--run-name=one", f"--log-dir={tmp_path}", "--epochs=3", "--resume=auto")
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    forgotten = train_here("--run-name=one", f"--log-dir={tmp_path}", "--epochs=3", "--resume=auto")
     assert forgotten.returncode == 2
     assert "this run was made with --plugin 'mine.py', which is never loaded by itself" in forgotten.stderr

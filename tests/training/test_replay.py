@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from commands import assert_user_error, launch, read_metrics, train_here
+from commands import assert_user_error, command_here, launch, read_metrics, train_here
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zerovision.commands import run_command
 from zerovision.training.checkpoint.manifest import ShardFacts, read_manifest, shard_name, write_manifest
 
 # Dropout, BatchNorm and augmentation; the update of a step is its gradient times the rate.
@@ -29,14 +23,6 @@ PLAIN = ("--optimizer", "sgd:0", "--weight-decay", "0", "--gradient-clipping", "
 LOGGED = ("--log-hashes", "1", "--log-every-steps", "1", "--save-every-steps", "3", "--keep-last", "100")
 QUIET = ("--tensorboard", "false", "--report", "false", "--workers", "0")
 STEPS_PER_EPOCH = 5  # 1,000 images, 2 x 100 at a time
-
-
-def replay_here(*words: str) -> subprocess.CompletedProcess[str]:
-    output, errors = io.StringIO(), io.StringIO()
-    told = mock.patch.object(sys, "argv", ["replay.py", *words])
-    with told, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        exit_code = run_command("replay")
-    return subprocess.CompletedProcess(words, exit_code, output.getvalue(), errors.getvalue())
 
 
 def content(folder: Path) -> dict[Path, bytes]:
@@ -54,7 +40,7 @@ def run(tmp_path_factory) -> Path:
 
 def test_a_step_of_two_ranks_leaves_its_bytes_in_one_process(run, tmp_path):
     before, step, output = content(run), 5, tmp_path / "out"
-    result = replay_here(str(run), "--step", str(step), "--output", str(output))
+    result = command_here("replay", str(run), "--step", str(step), "--output", str(output))
     assert (result.returncode, result.stderr.strip()) in ((0, ""), (0, "no GPU found: training on CPU"))
     assert f"step {step}: the bytes of the run\n" in result.stdout
     assert content(run) == before
@@ -74,13 +60,13 @@ def test_a_step_of_two_ranks_leaves_its_bytes_in_one_process(run, tmp_path):
     for one in seen["samples"]:
         assert one["labels"] == {f"wave-{int(one['name'].removeprefix('image ')) % 10}": 1.0}
     assert Image.open(output / "batch.png").width == 824
-    again = replay_here(str(run), "--step", str(step), "--output", str(output))
+    again = command_here("replay", str(run), "--step", str(step), "--output", str(output))
     assert_user_error(again, f"'{output}' exists: move it away")
 
     changed = tmp_path / "changed"
     shutil.copytree(run, changed)
     flip_a_bit(changed / "checkpoints" / "step-00000-0000003")
-    result = replay_here(str(changed), "--step", str(step))
+    result = command_here("replay", str(changed), "--step", str(step))
     assert result.returncode == 1, result.stderr
     assert f"step {step}: differs from the run in " in result.stdout
     # Not the images; and each leaf, since what differs is older than the step.
@@ -111,13 +97,13 @@ def test_a_step_without_a_checkpoint_is_trained_from_the_seed(run, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(run, bare)
     shutil.rmtree(bare / "checkpoints")
-    result = replay_here(str(bare), "--step", str(STEPS_PER_EPOCH + 2))
+    result = command_here("replay", str(bare), "--step", str(STEPS_PER_EPOCH + 2))
     assert result.returncode == 0, result.stderr
     assert f"step {STEPS_PER_EPOCH + 2}, from the seed: loss " in result.stdout
     assert f"step {STEPS_PER_EPOCH + 2}: the bytes of the run\n" in result.stdout
     lines = (bare / "metrics.jsonl").read_text().splitlines()
     (bare / "metrics.jsonl").write_text("\n".join(line for line in lines if '"hashes"' not in line) + "\n")
-    result = replay_here(str(bare), "--step", "1")
+    result = command_here("replay", str(bare), "--step", "1")
     assert result.returncode == 0, result.stderr
     assert "step 1: the run has no hashes of it" in result.stdout
 
@@ -127,18 +113,18 @@ def test_a_damaged_checkpoint_and_a_step_that_never_was_are_refused(run, tmp_pat
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged)
     (damaged / "checkpoints" / "step-00000-0000003" / shard_name(0)).write_bytes(b"")
-    assert_user_error(replay_here(str(damaged), "--step", "4"), "step-00000-0000003: no good checkpoint. ")
+    assert_user_error(command_here("replay", str(damaged), "--step", "4"), "step-00000-0000003: no good checkpoint. ")
     assert (damaged / "checkpoints" / "step-00000-0000003").is_dir()
-    assert_user_error(replay_here(str(run), "--step", "11"), "--step 11: run two has 10 steps; give 1 to 10")
+    assert_user_error(command_here("replay", str(run), "--step", "11"), "--step 11: run two has 10 steps; give 1 to 10")
     stopped = shutil.copytree(run, tmp_path / "stopped")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     trained = [line for line in lines if json.loads(line).get("step", 0) <= 7]
     trained.append(json.dumps({"kind": "resume", "step": 6, "time": 0.0, "checkpoint": "x", "restarts": 1}) + "\n")
     (stopped / "metrics.jsonl").write_text("".join(trained))
     told = "--step 8: run stopped has trained 7 of its 10 steps; give 1 to 7"
-    assert_user_error(replay_here(str(stopped), "--step", "8"), told)
+    assert_user_error(command_here("replay", str(stopped), "--step", "8"), told)
     (damaged / "environment.json").write_text("{}")
-    assert_user_error(replay_here(str(damaged), "--step", "4"), "is damaged: no number 'ranks'")
+    assert_user_error(command_here("replay", str(damaged), "--step", "4"), "is damaged: no number 'ranks'")
 
 
 VARIANTS = {
@@ -156,6 +142,6 @@ def test_whatever_a_step_consists_of(variant, tmp_path):
     words += () if "--global-batch" in VARIANTS[variant] else ("--gradient-accumulation-steps", "2")
     result = train_here(*words, *VARIANTS[variant], "--run-name", "one", "--log-dir", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
-    result = replay_here(str(tmp_path / "runs" / "one"), "--step", str(STEPS_PER_EPOCH + 4))
+    result = command_here("replay", str(tmp_path / "runs" / "one"), "--step", str(STEPS_PER_EPOCH + 4))
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"step {STEPS_PER_EPOCH + 4}: the bytes of the run\n" in result.stdout

@@ -59,21 +59,7 @@ class Words(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return torch.full((1,), 7)
 """
-TABLES = ("MODELS", "DATASETS", "AUGMENTATIONS", "SCHEDULES", "LOGGERS", "LOSSES", "FORMATS", "ELEMENT_WISE")
-
-
-@pytest.fixture(autouse=True)
-def _tables_stay():
-    """Take out again what files of the tests have added."""
-    tables = [getattr(zerovision, name) for name in TABLES]
-    before = [table.copy() for table in tables]
-    yield
-    for table, content in zip(tables, before, strict=True):
-        table.clear()
-        (table.extend if isinstance(table, list) else table.update)(content)
-    for name in plugins._LOADED:
-        del sys.modules[name]
-    plugins._LOADED.clear()
+pytestmark = pytest.mark.usefixtures("no_plugins_stay")
 
 
 @pytest.fixture
