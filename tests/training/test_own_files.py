@@ -53,10 +53,12 @@ def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_
     mine.write_text((EXAMPLES / "own_augmentation.py").read_text())
     flags = [*f"{SMALL} --augmentation turned --log-dir {tmp_path} --plugin {mine}".split()]
     alone = ["--model-type=basic_cnn", "--batch-size=16", "--workers=1", "--gradient-accumulation-steps=2"]
-    assert train_here(*alone, *flags, "--run-name=one", "--epochs=2").returncode == 0
-    for epochs, more in (("1", ()), ("2", ("--resume", "auto"))):
-        result = launch("basic_cnn", "ddp", "2", "16", epochs, *flags, "--run-name=two", "--workers=0", *more)
-        assert result.returncode == 0, result.stderr
+    for name, epochs in (("one", 2), ("two", 1)):
+        assert train_here(*alone, *flags, f"--run-name={name}", f"--epochs={epochs}").returncode == 0
+    more = ("--run-name=two", "--workers=0", "--resume=auto")
+    result = launch("basic_cnn", "ddp", "2", "16", "2", *flags, *more)
+    assert result.returncode == 0, result.stderr
+    assert "resuming from" in result.stdout
     one, two = (tmp_path / "runs" / name / "model.safetensors" for name in ("one", "two"))
     assert read_metadata(one)["extra"]["epoch"] == 2
     assert one.read_bytes() == two.read_bytes()

@@ -12,6 +12,7 @@ command is added as `$ COMMAND`:
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -20,7 +21,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -34,7 +35,8 @@ from zerovision.commands.train_distributed import train
 from zerovision.launch import launch, slurm
 from zerovision.launch.arguments import LAUNCHERS
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
-from zerovision.training.config.command_line import run_script
+from zerovision.training.base.plugins import loaded
+from zerovision.training.config.command_line import OneLineParser, run_script, training_parser
 from zerovision.training.data import DataOptions, load_data
 
 REFERENCE = Path(__file__).resolve().parents[1] / "references" / "errors.txt"
@@ -109,6 +111,12 @@ def answer(command: str) -> str:
     return lines[0].replace(str(Path.cwd()), "HERE")
 
 
+def one_parser() -> Callable[..., OneLineParser]:
+    """Return what makes the trainer's parser once for all commands between which no plug-in was loaded."""
+    made = functools.cache(lambda _plugins, hides_rare: training_parser(hides_rare=hides_rare))
+    return lambda *, hides_rare=False: made(loaded(), hides_rare)
+
+
 def lines_now(reference: list[str]) -> Iterator[str]:
     """Yield the lines of the reference, with the answers that the commands get now."""
     variables = environment(DRY_RUN="1")
@@ -117,6 +125,7 @@ def lines_now(reference: list[str]) -> Iterator[str]:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, variables, clear=True),
+        mock.patch("zerovision.training.config.command_line.training_parser", one_parser()),
         mock.patch("torch.cuda.is_available", return_value=False),
     ):
         make_folder(Path(folder))

@@ -184,8 +184,10 @@ def test_every_answer_names_what_there_is():
         assert all(name.startswith("torchvision:") for name in names), kind
 
 
-def test_no_flag_of_ours_is_taken_for_anothers(tmp_path):
+def test_no_flag_of_ours_is_taken_for_anothers(tmp_path, monkeypatch):
     """In a command line and in a file, every word of the table is answered, unless it is a flag of the trainer's."""
+    parser = training_parser()  # made anew for each of hundreds of words, it would be most of the time
+    monkeypatch.setattr("zerovision.training.config.command_line.training_parser", lambda **_: parser)
     file, own = tmp_path / "args.yaml", {flag[2:] for flag in FLAG_OF.values()}
     words = {word for answer, words in FLAGS.items() if answer.startswith("--") for word in words.split()}
     trainers = {answer for answer in FLAGS if answer.split()[0] in FLAG_OF.values() or answer.endswith(".")}
