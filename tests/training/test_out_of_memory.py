@@ -14,9 +14,9 @@ from zerovision.training.run import run
 
 PLANTED = """
 import os
-import torch.nn.functional
+import sys
 
-entropy, calls = torch.nn.functional.cross_entropy, []
+calls = []
 
 def planted(logits, *given, **named):
     if torch.is_grad_enabled() and os.environ.get("RANK") == "1" and len(logits) > 8:
@@ -25,7 +25,10 @@ def planted(logits, *given, **named):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return entropy(logits, *given, **named)
 
-torch.nn.functional.cross_entropy = planted
+if any(word.endswith("local_ranks.py") for word in sys.orig_argv):  # no launcher takes the seconds of an import
+    import torch.nn.functional
+
+    entropy, torch.nn.functional.cross_entropy = torch.nn.functional.cross_entropy, planted
 """
 
 

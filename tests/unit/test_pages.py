@@ -6,10 +6,10 @@ import ast
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -22,6 +22,7 @@ from mkdocs.exceptions import Abort
 
 from tests.pages import PAGES as WRITTEN
 from tests.pages import parser_of
+from zerovision import cli
 from zerovision.cli import VERBS, WORDS_OF_ONE_MACHINE
 from zerovision.commands import COMMANDS
 from zerovision.launch.arguments import LAUNCHERS, SETTINGS
@@ -189,11 +190,18 @@ def command_problems(text: str) -> Iterator[str]:
 
 
 def plugin_problems(words: list[str]) -> Iterator[str]:
-    """Let a launcher check a command in a process of its own, because a plugin changes our tables."""
-    command, variables = [sys.executable, "-m", "zerovision.cli", *words[1:]], {**os.environ, "DRY_RUN": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        yield f"command {shlex.join(words)}: {done.stderr}"
+    """Let a launcher check a command in a fork, because a plugin changes our tables."""
+    fork = multiprocessing.get_context("fork").Process(target=check_by_launcher, args=(words[1:],))
+    fork.start()
+    fork.join()
+    if fork.exitcode:
+        yield f"command {shlex.join(words)}: exit code {fork.exitcode}, and its error is on standard error"
+
+
+def check_by_launcher(words: list[str]) -> None:
+    os.chdir(ROOT)
+    os.environ["DRY_RUN"], sys.argv = "1", ["zerovision", *words]
+    sys.exit(cli.main())
 
 
 def verb_problems(words: list[str]) -> Iterator[str]:
