@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from exports import IMAGE_SIZE, lines_of, run_export, save_run
@@ -98,13 +100,18 @@ def run(request, tmp_path_factory) -> Path:
     return make_run(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
 
 
+# For all pictures: to optimize its graph for each would be most of the time.
+kept_session = functools.cache(onnxruntime.InferenceSession)
+
+
 def run_lines(code: str, picture: str, **files: Path) -> dict:
     """Run lines on a picture, with our files in place of those that they name."""
     code = re.sub(r'"photo\.\w+"', repr(picture), code)
     for ending, file in files.items():
         code, count = re.subn(rf'"logs/[^"]*{ending}"', repr(str(file)), code)
         assert count, ending
-    names: dict = {"__name__": "page"}
+    names: dict = {"__name__": "page", "kept_session": kept_session}
+    code = code.replace("onnxruntime.InferenceSession", "kept_session")
     exec(code, names)
     return names
 
