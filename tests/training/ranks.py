@@ -134,7 +134,7 @@ def be_rank(jobs: Connection, place: dict[str, Any], log: Path) -> None:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     sys.stdout.reconfigure(line_buffering=True)
-    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # if the server was not started by `Ranks`
     os.environ.update({name: str(value) for name, value in place.items()})
     from zerovision.training.world.world import start_world, stop_world
 
