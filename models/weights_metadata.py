@@ -17,6 +17,7 @@ from safetensors import safe_open
 from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS
 from zerovision.models.sides import ImageSize, read_size, sides
 from zerovision.training.base.errors import shown
+from zerovision.training.base.units import plural
 
 # One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
 # shall write equal files.
@@ -208,7 +209,7 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     facts["description"] = description = Description.from_dict(facts["description"])
     if description.num_classes != len(class_names):
         classes = shown(description.num_classes)
-        raise WrongMetadata(f"contradicts itself: {len(class_names)} class names, but {classes} classes")
+        raise WrongMetadata(f"contradicts itself: {plural(len(class_names), 'class name')}, but {classes} classes")
     facts["preprocessing"] = preprocessing = Preprocessing.from_dict(facts["preprocessing"])
     channels = description.image_channels
     _check(preprocessing.channels == channels, "mean", [*preprocessing.mean], f"{channels} number(s)")

@@ -197,7 +197,7 @@ def test_a_head_makes_a_classifier_of_features(tmp_path):
     run = tmp_path / "runs" / "features"
     assert max(epoch["val_top1"] for epoch in read_metrics(run, "epoch")) > 0.85
     assert json.loads((run / "evaluation" / SCORES).read_text())["top1"] > 0.85
-    assert "top-1 is by the 20 nearest training images" in done.stdout
+    assert "top-1 is that of the 20 nearest training images" in done.stdout
     assert not (run / CARD).exists()
     for use in (lambda: evaluate(str(run)), lambda: predict(str(run), [str(tmp_path)])):
         with pytest.raises(UserError, match=r"was trained with --loss supcon and has no classifier yet"):

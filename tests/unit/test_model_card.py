@@ -345,7 +345,7 @@ def test_a_dry_run_sends_nothing_and_says_what_timm_cannot_load(tmp_path):
     assert (code, errors, hub.mock_calls) == (0, "", [])
     lines = output.splitlines()
     assert lines[0].startswith("note: without config.json: timm would use the usual stride in its first layer")
-    assert lines[1] == f"note: the licence in {run / 'README.md'} is still to-be-filled-in"
+    assert lines[1] == f"note: the license in {run / 'README.md'} is still to-be-filled-in"
     assert [line.split(",")[0] for line in lines[2:5]] == [
         *("would send model.safetensors", "would send README.md", "would send class_map.txt"),
     ]

@@ -67,7 +67,7 @@ def test_what_fits_nowhere_is_one_line_with_what_does():
     with pytest.raises(UserError) as caught:
         recommend(job)
     said = str(caught.value)
-    assert re.search(r"does not fit on 8 x h100-80gb: .* Nearest that works: --gpu rtx3060", said)
+    assert re.search(r"does not fit on 8 x h100-80gb: .* The nearest that works: --gpu rtx3060", said)
     assert "--image-size 112" in said
 
 

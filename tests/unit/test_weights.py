@@ -161,7 +161,7 @@ CRAFTED = {
     "a number in place of names": ({"class_names": 5}, "class_names 5: expected a list of names"),
     "half a character as a name": ({"class_names": ["a", "b", "c", "d", "\ud83d"]}, r"'\ud83d': expected text"),
     "a name without end": ({"class_names": [*"abcd", "e" * 10**6]}, "expected text of at most 1000 letters"),
-    "too few names": ({"class_names": ["a"]}, "contradicts itself: 1 class names, but 5 classes"),
+    "too few names": ({"class_names": ["a"]}, "contradicts itself: 1 class name, but 5 classes"),
     "a huge image": ({"preprocessing.image_size": 10**9}, "image_size 1000000000: expected a whole number from 1 to"),
     "a negative image": ({"preprocessing.image_size": -5}, "image_size -5"),
     "an image as text": ({"preprocessing.image_size": "32"}, "image_size '32'"),

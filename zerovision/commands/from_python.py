@@ -62,7 +62,7 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         classes = [[one["name"], one["support"], percent(one["recall"]), percent(one["f1"])] for one in self["classes"]]
-        head = f"{percent(self.top1)} of {self.samples} images right, macro F1 {percent(self.macro_f1)}"
+        head = f"{percent(self.top1)} of {self.samples} images correct, macro F1 {percent(self.macro_f1)}"
         return f"<p>{head}</p>{_table(['class', 'images', 'recall', 'F1'], classes)}"
 
 
@@ -156,7 +156,7 @@ def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **sett
 
     code, folder = chosen.train(train_stage), chosen.folder
     if code == USER_ERROR_EXIT_CODE:
-        raise UserError("the training was refused: standard error has the reason.")
+        raise UserError("the training did not start: standard error has the reason.")
     if code == 128 + signal.SIGINT:
         saved = f"run_name={folder.name!r} and resume='auto'"
         raise KeyboardInterrupt(f"run {folder.name} was stopped: the same call with {saved} continues it")

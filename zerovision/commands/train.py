@@ -107,7 +107,7 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
     of_test = read_scores(folder.path / TEST_EVALUATION)
     scores = of_test or read_scores(folder.path / EVALUATION)
     if scores:
-        kind = "of the test part" if of_test else "held out, which chose the epoch"
+        kind = "of the test part" if of_test else "held out, which also chose the epoch"
         interval = interval_of(scores, "top1")
         sure = f" (95 % interval: {percent(interval[0])} to {percent(interval[1])})" if interval else ""
         lines.append(f"accuracy     {percent(scores['top1'])} of {scores['samples']} images {kind}{sure}")

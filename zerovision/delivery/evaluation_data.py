@@ -141,10 +141,10 @@ def load_evaluation_data(
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
     """Return why the run's data is unknown, or is not the data found here."""
     if not os.path.exists(os.path.expanduser(data)):
-        return f"'{data}', which the run was trained on, is not here: give --data, with its full path."
+        return f"'{data}', which the run was trained on, is not here: give --data with its full path."
     place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"
     difference = describe_change(known.images, divided())
-    return f"'{data}' here is not {place}, or has changed ({difference}): give --data, with its full path."
+    return f"'{data}' here is not {place}, or has changed ({difference}): give --data with its full path."
 
 
 def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], DatasetPair]) -> bool:

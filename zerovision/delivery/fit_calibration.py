@@ -73,7 +73,7 @@ class Calibrator:
         self._batches.append((logits.float(), labels, weights, indices))
         if 4 * logits.numel() * len(self._batches) > MOST_PROBABILITY_BYTES:
             file = calibration_file(self._weights)
-            raise UserError(f"--reject, and '{file}', keep all images' logits, too many here: use more ranks.")
+            raise UserError(f"--reject and '{file}' keep all images' logits, which are too many here: use more ranks.")
 
     def finish(self, before: Scores, data: str, split: str, num_classes: int, world: World) -> dict[str, Any]:
         """Write a new calibration, and return `rejection_scores` of these images; a collective.

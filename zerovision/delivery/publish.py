@@ -65,7 +65,7 @@ def publish(settings: PublishSettings) -> Iterator[str]:
     elif metadata["description"].timm_name:
         yield f"note: without {TIMM_CONFIG}: {reason}; {shown_path(card)} says how timm loads it"
     if TO_FILL in card.read_text(encoding="utf-8", errors="replace"):
-        yield f"note: the licence in {shown_path(card)} is still {TO_FILL}"
+        yield f"note: the license in {shown_path(card)} is still {TO_FILL}"
     for name, file in files.items():
         size = len(file) if isinstance(file, bytes) else file.stat().st_size
         yield f"{'would send' if dry_run else 'sends'} {name}, {format_bytes(size)}"

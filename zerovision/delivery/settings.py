@@ -122,7 +122,7 @@ class PredictSettings(ViewSettings, ModelSettings):
     format: str = choice(
         "",
         ("table", "csv", "json"),
-        "json: one object per line. Default: by the ending of --output, .csv or .json; else table.",
+        "json: one object per line. Default: from the extension of --output, .csv or .json; else table.",
     )
     output: str = text("File to write in place of standard output.")
     explain: str | bool = text("Write a picture per image that shows what led to its label.", metavar="FOLDER")

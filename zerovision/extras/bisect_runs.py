@@ -120,7 +120,7 @@ def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:
     what = next((kind for kind in OF_LEAF if kind in one.keys() & other.keys() and one[kind] != other[kind]), "")
     ranks = " | ".join(map(str, dict.fromkeys((one["rank"], other["rank"]))))
     same = {"images": "", "outputs": " of the same images", "gradients": " of the same images and outputs"}
-    return what and f"rank {ranks} (micro-batch {number}): other {what}{same[what]}"
+    return what and f"rank {ranks} (micro-batch {number}): different {what}{same[what]}"
 
 
 def lines_of(difference: Difference) -> Iterator[str]:

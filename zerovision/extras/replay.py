@@ -126,7 +126,7 @@ def replay(run: Path, number: int) -> WatchedStep:
     if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
         raise UserError(f"'{run / ENVIRONMENT}' is damaged: no number '{missing[0]}'. Restore it.")
     if config.local_steps > 1:
-        raise UserError(f"run {run.name} has --local-steps: one process cannot repeat ranks that train apart.")
+        raise UserError(f"run {run.name} has --local-steps: one process cannot repeat ranks that train independently.")
     ranks = data_ranks(facts["ranks"], config.mesh)
     leaves = ranks * config.gradient_accumulation_steps
     steps_per_epoch = -(-facts["training_images"] // (leaves * config.micro_batch))

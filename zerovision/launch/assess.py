@@ -108,9 +108,9 @@ def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
     if facts["import_problem"]:
         cure = "torch and torchvision do not match: make clean setup installs those in requirements.txt"
         return Row("packages", "wrong", f"{found}; torchvision does not load: {facts['import_problem']}", cure)
-    others = [f"{name} {packages[name]} for {pins[name]}" for name in packages if packages[name] != pins.get(name)]
+    others = [f"{name} {packages[name]}, not {pins[name]}" for name in packages if packages[name] != pins.get(name)]
     if others:
-        return Row("packages", "warning", f"other than requirements.txt: {', '.join(others)}", "make clean setup")
+        return Row("packages", "warning", f"differs from requirements.txt: {', '.join(others)}", "make clean setup")
     return Row("packages", "ok", found)
 
 
@@ -162,7 +162,7 @@ GPU_CURES = {
 
 
 def assess_gpu_health(gpus: Sequence[Facts]) -> list[Row]:
-    """Assess memory errors, temperature, and memory in use; nothing without a GPU."""
+    """Assess memory errors, temperature, and memory in use; return no rows without a GPU."""
     found: dict[Verdict, list[str]] = {}
     for number, gpu in enumerate(gpus):
         for verdict, name, most, said in GPU_LIMITS:
@@ -268,7 +268,7 @@ def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
     ends = Counter([target for _, target, _ in failed] + [source for source, _, _ in failed])
     found = some_of([f"{source} cannot connect to {target}, port {port}" for source, target, port in failed])
     return [
-        Row("connections", "wrong", found, f"a firewall on {host} or between: open all ports between the hosts", host)
+        Row("connections", "wrong", found, f"a firewall on or before {host}: open all ports between the hosts", host)
         for host, _ in ends.most_common(1)
     ]
 
@@ -284,7 +284,7 @@ def assess_all_reduce(answers: Mapping[str, Facts], ranks: int, way: str) -> Row
     problems = {host: answer["problem"] for host, answer in answers.items() if "problem" in answer}
     if problems:
         cure = "check cables and MTU (ip link on each, ping -M do -s 1472 HOST); for NCCL set NCCL_DEBUG=INFO"
-        found = f"the ranks cannot exchange: {next(iter(problems.values()))}"
+        found = f"the ranks cannot exchange data: {next(iter(problems.values()))}"
         return Row("all-reduce", "wrong", found, cure, some_of(list(problems)))
     answer = next(iter(answers.values()))
     rate = answer["bytes"] / answer["seconds"] * 2 * (ranks - 1) / ranks  # nccl-tests, doc/PERFORMANCE.md

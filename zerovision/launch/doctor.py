@@ -234,7 +234,7 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
             hosts[host] = answer
             continue
         if answer:
-            why = f"the examination fails: {answer['problem']}", "check out the same commit there"
+            why = f"the examination failed: {answer['problem']}", "check out the same commit there"
         elif shell.failure():
             why = explain(host, shell.process.returncode, "\n".join(shell.lines))
         else:
@@ -322,10 +322,10 @@ SSH_COMPLAINTS = {
     "IDENTIFICATION HAS CHANGED": ("its host key has changed", "if that is expected: ssh-keygen -R {host}"),
     "Host key verification failed": ("its host key is unknown to ssh", "ssh {host} once and accept the key"),
     "Could not resolve hostname": ("no such host name", "correct the name, or add it to the DNS or to /etc/hosts"),
-    "Permission denied": ("ssh wants a password", "ssh-copy-id {host} (the key must be one that ssh takes unasked)"),
+    "Permission denied": ("ssh wants a password", "ssh-copy-id {host} (the key must be one that ssh uses by default)"),
     "Too many authentication failures": ("ssh offers too many keys", "name one key in ~/.ssh/config: IdentityFile"),
     "Connection refused": ("no ssh server answers (connection refused)", "start sshd on {host}, or correct its port"),
-    "timed out": ("no answer (timed out): the host is down, or a firewall drops", "switch {host} on; open port 22"),
+    "timed out": ("no answer (timed out): the host is down, or behind a firewall", "switch {host} on; open port 22"),
     "No route to host": ("no route to the host: it is down, or in another network", "switch {host} on"),
     "Network is unreachable": ("its network cannot be reached from here", "check the routes of this machine"),
     "can't open file": ("the repository is not at the same path there", "put {root} on {host}, or share its folder"),

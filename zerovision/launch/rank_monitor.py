@@ -139,7 +139,7 @@ class RankMonitor:
                 f"({beat.allowed_s:g} s allowed) in phase '{beat.phase}'{step}; process {states[beat.rank]}{waits}",
                 file=sys.stderr,
             )
-            print("\n".join(main_thread(stacks[beat.rank])) or "  (it gave no Python stack)", file=sys.stderr)
+            print("\n".join(main_thread(stacks[beat.rank])) or "  (it printed no Python stack)", file=sys.stderr)
 
     def _stacks(self, hung: list[Heartbeat]) -> dict[int, str]:
         """Ask the ranks for their stacks and return what they have written within `STACK_SECONDS`."""
@@ -190,7 +190,7 @@ def how_it_ended(code: int | None) -> str:
     if code == OUT_OF_MEMORY_EXIT_CODE:
         return "ran out of memory"
     if code == FILE_SERVER_EXIT_CODE:
-        return "could not read or write files for now"
+        return "temporarily could not read or write files"
     number = -code if code < 0 else code - 128
     if number > 0:
         with contextlib.suppress(ValueError):

@@ -147,9 +147,9 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
         except UserError:  # a network that takes one size alone
             break
         size = _halved(size)
-    least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all that saves memory"
+    least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all memory savings"
     return UserError(
         f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
         f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "
-        f"Nearest that works: {' or '.join(works) or 'a smaller model'}."
+        f"The nearest that works: {' or '.join(works) or 'a smaller model'}."
     )

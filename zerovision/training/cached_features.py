@@ -86,7 +86,7 @@ def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: 
     own = read.pop()
     if own.ndim != 2:
         shape = " x ".join(map(str, own.shape[1:]))
-        raise AgreedError(f"--features cached: this head reads {shape} numbers, not a vector: leave that out.")
+        raise AgreedError(f"--features cached: this head reads {shape} numbers, not a vector: leave it out.")
     features.add(batch, own)
 
 

@@ -135,7 +135,7 @@ def _warnings(run: Run) -> list[str]:
     if config.deterministic:
         warnings.append(
             "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
-            "without a deterministic version still runs, and warns"
+            "without a deterministic version still runs, with a warning"
         )
     warnings += run.task.notes(shown_path(run.folder.weights))
     warnings += schedule_notes(run.schedule)

@@ -108,7 +108,7 @@ def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
         {"batch_size": half}
         | ({} if config.global_batch else {"gradient_accumulation_steps": steps})
         | dict.fromkeys(asked_task(config).chunks(), half),
-        f"half the activations, {plural(half, 'image')} at a time; global batch and learning rate stay",
+        f"half the activations, {plural(half, 'image')} at a time; global batch and learning rate stay the same",
         batchnorm_images=half,
     )
 
@@ -122,7 +122,7 @@ def _shard(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
     """Shard more; for the volumes see Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7)."""
     if ranks == 1 or config.has_own_sharding or not (has_gpus or config.engine != "auto"):
         return
-    costs = {2: "shards gradients, communicates as ddp", 3: "shards weights too, with half more communication"}
+    costs = {2: "shards gradients, communicates as much as ddp", 3: "shards weights too, with half more communication"}
     for strategy, plan in STRATEGIES.items():
         if plan.zero_stage == STRATEGIES[config.strategy].zero_stage + 1:
             yield Rung({"strategy": strategy}, costs[plan.zero_stage])

@@ -30,9 +30,9 @@ READING = (
 )
 STEPS = (
     f'{READING} Resize by `interpolation` with antialiasing. With `fit` "pad": in proportion to fit into `image_size`, '
-    "rounded; then put it in the middle of that shape in the colour `mean`, from (side - resized) / 2 rounded down. "
+    "rounded; then put it in the middle of that shape in the color `mean`, from (side - resized) / 2 rounded down. "
     "With a `resize_size`: in proportion to cover it, a single number with the shorter side, rounded down; then cut "
-    "out the centre of `image_size`, from (resized - side) / 2 rounded. Else: to `image_size` itself. Divide by "
+    "out the center of `image_size`, from (resized - side) / 2 rounded. Else: to `image_size` itself. Divide by "
     "`divisor`, subtract `mean` and divide by `std`, per channel. Put the channels first, and images into one batch."
 )
 PICTURE_STEPS = f"{READING} Put pictures of one size into one batch, as bytes."

@@ -31,7 +31,7 @@ def single_run_charts(history: History) -> list[Chart]:
     """Return the charts of one run that have points."""
     resumes = [int(line["step"]) for line in history.events if line["kind"] == "resume"]
     marks = [step / history.steps_per_epoch for step in resumes] if history.steps_per_epoch else []
-    marked = f"Dotted verticals mark {plural(len(marks), 'resume')}. " if marks else ""
+    marked = f"Dotted vertical lines mark {plural(len(marks), 'resume')}. " if marks else ""
     best = history.best_epoch
     name, score = score_in(best) if best else ("top1", 0.0)
     label, value = SCORE_NAMES.get(name, name), number(score) if name == "loss" else percent(score, 2)
@@ -81,7 +81,7 @@ def rate_search_chart(result: Mapping[str, Any] | None) -> Chart | None:
     lines = [Line("final training loss", 1, rates, final_losses, "rate-search")]
     marks = [] if result["suggested"] is None else [float(result["suggested"])]
     caption = "Short trainings that differed only in the learning rate; " + (
-        f"the dotted vertical marks the suggested {number(marks[0], 2)}."
+        f"the dotted vertical line marks the suggested {number(marks[0], 2)}."
         if marks
         else "none clearly lowered the loss, so no rate is suggested."
     )

@@ -121,7 +121,7 @@ def _lock(file: IO[bytes]) -> bool:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in NO_LOCKS:
-            print(f"note: {file.name}: no locks there ({error.strerror}): never train twice there", file=sys.stderr)
+            print(f"note: {file.name}: no locks there ({error.strerror}): never start a run twice", file=sys.stderr)
             return True
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise

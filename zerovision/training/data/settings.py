@@ -111,7 +111,7 @@ NUMBERS = "numbers"
 DECODERS: dict[str, str] = {
     "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
     "exact": "every pixel decoded at full size",
-    NUMBERS: "the unchanged values of .npy files and 16-bit grey images, with any channels; for folders and tables",
+    NUMBERS: "the unchanged values of .npy files and 16-bit gray images, with any channels; for folders and tables",
 }
 
 
@@ -189,7 +189,7 @@ class DataFields:
     )
     image_channels: int = option(
         0,
-        "Channels of the images: 1 grey, 3 RGB, 4 RGBA, others for arrays only; 0: the number in arrays with 2, 4 or "
+        "Channels of the images: 1 gray, 3 RGB, 4 RGBA, others for arrays only; 0: the number in arrays with 2, 4 or "
         "more, else 3.",
         low=0,
         high=MOST_IMAGE_CHANNELS,
@@ -235,7 +235,7 @@ class DataFields:
     order: Literal["random", "shards"] = option(
         "random",
         "Order of the samples in an epoch; shards: tar files, or row groups of Parquet files, are shuffled "
-        "and read one after another, for data that do not fit into a cache.",
+        "and read one after another, for data that does not fit into a cache.",
     )
     shuffle_window: int = option(
         4096, "Number of consecutive samples to shuffle among.", low=1, high=10**9, part_of="order:shards"

@@ -50,7 +50,7 @@ def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
     if not wanted:
         return False
     has_compiler = any(shutil.which(compiler) for compiler in COMPILERS)
-    missing = f"--compile on: needs a C++ compiler ({', '.join(COMPILERS)}): install one, or use --compile off."
+    missing = f"--compile on needs a C++ compiler ({', '.join(COMPILERS)}): install one, or use --compile off."
     error = error_on_any_rank(None if has_compiler else missing, world)
     if error and config.compile == "on":
         raise AgreedError(error)

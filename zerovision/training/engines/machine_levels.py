@@ -89,7 +89,7 @@ def machine_levels(world: World, leaves: Leaves, notes: list[str]) -> MachineLev
     if len(sizes) == 1 and added.bit_count() == 1:
         return MachineLevels(world)
     notes.append(
-        "each rank sends gradients to every other; with equally many ranks on each machine, a power of 2 (times "
-        "accumulation steps, under ddp), a machine would send them once"
+        "each rank sends gradients to every other rank; if every machine had the same number of ranks, a power of 2 "
+        "(times the accumulation steps, under ddp), a machine would send them once"
     )
     return None

@@ -34,7 +34,7 @@ class ShardingSettings(DataSettings):
     engine: Literal["auto", "deepspeed", "torch"] = option(
         "auto",
         "Code that shards the training state; auto: torch, which gives the same bytes on any number of ranks,"
-        " or deepspeed for what only DeepSpeed does.",
+        " or deepspeed for settings that only DeepSpeed supports.",
     )
     replicate_across: Literal["none", "nodes"] = option(
         "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; not --engine deepspeed)."

@@ -151,7 +151,7 @@ def _check_renames(folder: RunFolder) -> None:
         if error.filename2 is None:  # it was no renaming: no room, or no rights
             raise
         raise UserError(
-            f"--log-dir {folder.log_dir}: files cannot be renamed there ({error.strerror}), as checkpoints are. "
+            f"--log-dir {folder.log_dir}: files cannot be renamed there ({error.strerror}), which checkpoints need. "
             "Give a folder on a disk or a file server, and copy the run when it is done."
         ) from None
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from zerovision.training.base.errors import UserError, nearest, shown
 
-USAGE = 'none, balanced, CLASS=WEIGHT,... with "a name, in quotes"=2, or FILE.csv with lines CLASS,WEIGHT (others: 1)'
+USAGE = 'none, balanced, CLASS=WEIGHT,... ("a, b"=2 for a name with commas), or FILE.csv of CLASS,WEIGHT; others: 1'
 HEAVIEST = 10**6
 
 

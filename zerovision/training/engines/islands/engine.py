@@ -79,7 +79,7 @@ class IslandEngine(TorchEngine):
         super().__init__(dataclasses.replace(setup, world=along(1, numbers, setup.world)))
         self.peers, self.everyone = along(0, numbers, setup.world), setup.world
         if self.loss_scale is not None:
-            raise AgreedError("--local-steps: fp16 would have another loss scale on each island: use --precision fp32.")
+            raise AgreedError("--local-steps: fp16 would have its own loss scale on each island: use --precision fp32.")
 
     def step(self) -> StepResult | None:
         """See `Engine.step`.

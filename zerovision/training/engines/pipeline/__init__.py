@@ -26,7 +26,7 @@ class PipelineSettings:
 
     pipeline_parallel: int = option(
         1,
-        "Stages of consecutive layers to cut the model into, each on its own rank. For an ensemble: ranks to "
+        "Number of stages of consecutive layers to cut the model into, each on its own rank. For an ensemble: ranks to "
         "distribute the members over (ddp, engine torch).",
         low=1,
         high=1024,

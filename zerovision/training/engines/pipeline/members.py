@@ -43,7 +43,7 @@ class MembersEngine(TorchEngine):
         had = [", ".join(labels[number] for number in members) for members in self._dealt]
         setup.notes.append(
             f"ensemble on {len(loads)} ranks: they have the members {' | '.join(had)}, which take "
-            f"{', '.join(f'{share:.0%}' for share in shares)} of a forward; a rank waits for {waits:.0%} of a step"
+            f"{', '.join(f'{share:.0%}' for share in shares)} of a forward pass; a rank waits for {waits:.0%} of a step"
         )
         setup.events["pipeline"] = {"members": had, "stage_shares": shares, "wait_share": waits}
         tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]

@@ -37,7 +37,7 @@ class Contrastive(Task):
         config, of = self.config, label_of
         cache, loss = (f"{of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
         if config.gradient_cache and config.batch_size == "auto":
-            yield f"{cache} sets what goes through the network at a time: give {of['batch_size']} a number."
+            yield f"{cache} sets how many images go through the network at a time: give {of['batch_size']} a number."
         if self.is_asked() and model_spec(config.model_type).takes_members:
             yield f"{loss}: the members of an ensemble have no features in common: train each by itself."
 
@@ -80,6 +80,6 @@ class Contrastive(Task):
         from zerovision.training.tasks.contrast.comparison import NEIGHBOURS
 
         return [
-            f"top-1 is by the {NEIGHBOURS} nearest training images, as --loss {self.config.loss} trains no classifier: "
-            f"train one later with --weights {weights} --tune head"
+            f"top-1 is that of the {NEIGHBOURS} nearest training images, because --loss {self.config.loss} trains no "
+            f"classifier: train one later with --weights {weights} --tune head"
         ]
