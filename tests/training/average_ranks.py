@@ -58,7 +58,7 @@ def average(world: World, over_collectives: bool = False, **changes: Any) -> dic
 
 
 def waits_of_lookahead(world: World, over_collectives: bool) -> int:
-    """Return how often all ranks wait for each other so that lookahead may pull, in two steps with one pull."""
+    """Return how often all ranks wait for each other before and after lookahead pulls, in two steps with one pull."""
     config = configuration(gradient_accumulation_steps=LEAVES // world.size, engine="torch")
     with without_shared_memory() if over_collectives else nullcontext():
         engine = make_engine(world, make_model(True), config)

@@ -51,6 +51,6 @@ def test_any_number_of_ranks_averages_to_the_same_bytes(is_sharded, run_on_ranks
 
 
 def test_lookahead_waits_for_ranks_that_share_weights_alone(run_on_ranks):
-    """Weights that travel are each rank's own: on GPUs a wait would stop the host."""
+    """They wait before and after a pull. Weights that travel are each rank's own: a wait would stop a GPU's host."""
     cases = [{"over_collectives": False}, {"over_collectives": True}]
-    assert run_on_ranks("tests.training.average_ranks:waits_of_lookahead", 2, cases) == [[1, 0]] * 2
+    assert run_on_ranks("tests.training.average_ranks:waits_of_lookahead", 2, cases) == [[2, 0]] * 2
