@@ -18,6 +18,7 @@ from torch import nn
 from zerovision.models.class_order import classes_beside, head_by_name
 from zerovision.models.weights_metadata import Description, WrongMetadata, open_weights, read_facts
 from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.units import plural
 
 
 def load_weights_file(
@@ -176,9 +177,8 @@ def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> No
         return
     named = len(facts["class_names"])
     if counts and counts != {named}:
-        raise UserError(
-            f"weights file '{path}' contradicts itself: {named} class names, but a head of {max(counts)} classes"
-        )
+        names = plural(named, "class name")
+        raise UserError(f"weights file '{path}' contradicts itself: {names}, but a head of {max(counts)} classes")
 
 
 def _check_same_network(

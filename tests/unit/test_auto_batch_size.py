@@ -87,13 +87,13 @@ def test_an_epoch_keeps_20_steps_or_the_line_says_what_to_type(images, ranks):
         assert batch == usual_global_batch(ranks)
     if steps < 20:  # not even with 8 images for each rank
         assert batch == 8 * ranks
-        cure = "fewer ranks, or a --batch-size below 8, give more"
-        assert few_steps_note(batch, ranks, images) == f"; an epoch has only {steps} of these: {cure}"
+        cure = "fewer ranks, or a --batch-size below 8, raise that"
+        assert few_steps_note(batch, ranks, images) == f"; an epoch has only {steps} updates: {cure}"
         return
     assert few_steps_note(batch, ranks, images) == ""
     if images < 5000:  # a batch that somebody gave
         told = few_steps_note(256 * ranks, ranks, images)
-        assert told.endswith(f": --global-batch {batch} makes them {steps}")
+        assert told.endswith(f": --global-batch {batch} raises that to {steps}")
 
 
 # What may be taken.
@@ -200,7 +200,7 @@ def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path,
     line = next(line for line in capsys.readouterr().out.splitlines() if "--batch-size auto is" in line)
     assert "16 per CPU rank (planned 64; 8: fits with" in line
     assert "64: out of memory, 32: out of memory, 16: fits with" in line
-    few = "; an epoch has only 2 of these: --global-batch 8 makes them 16"
+    few = "; an epoch has only 2 updates: --global-batch 8 raises that to 16"
     assert line.endswith(f"x 1 CPU rank x 4 accumulation steps = global batch 64{few}")
     assert not (auto / auto_batch_size.TRIAL_FOLDER).exists()
 

@@ -350,10 +350,10 @@ def training_parser(*, hides_rare: bool = False) -> OneLineParser:
     parser = OneLineParser("train_distributed", "Train an image classifier on any number of GPUs, or CPU ranks.")
     if hides_rare:
         parser.epilog = "These are the flags that most trainings need: `--help all` shows all of them."
-    parser.add_argument("--config", metavar="FILE", help="YAML file of the values below; flags win over it.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of the values below; flags override it.")
     parser.add_argument("--check-config", action="store_true", help="Check the configuration and stop.")
     parser.add_local_rank()
-    use = "As --deepspeed-config FILE, for scripts that were written for DeepSpeed; alone, it changes nothing."
+    use = "The same as --deepspeed-config FILE, for scripts written for DeepSpeed; alone, it changes nothing."
     parser.add_value("--deepspeed", str, "text", nargs="?", const="", default="", metavar="FILE", help=use)
     parser.add_value("--deepspeed_config", str, "text", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name, parts in WORDS.items():

@@ -43,10 +43,10 @@ def few_steps_note(global_batch: int, ranks: int, training_images: int) -> str:
     if steps >= FEWEST_STEPS:
         return ""
     better = usual_global_batch(ranks, training_images)
-    cure = f"--global-batch {better} makes them {-(-training_images // better)}"
+    cure = f"--global-batch {better} raises that to {-(-training_images // better)}"
     if better >= global_batch:
-        cure = f"fewer ranks, or a --batch-size below {FEWEST_IMAGES}, give more"
-    return f"; an epoch has only {steps} of these: {cure}"
+        cure = f"fewer ranks, or a --batch-size below {FEWEST_IMAGES}, raise that"
+    return f"; an epoch has only {steps} updates: {cure}"
 
 
 def micro_batches(global_batch: int, ranks: int, most: int = 0) -> list[int]:
