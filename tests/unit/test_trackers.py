@@ -171,7 +171,7 @@ def test_a_setting_that_a_server_refuses_is_lost_alone(fake, tmp_path, capfd, lo
         taken |= values
     refused = [f"setting_{number}" for number in long]
     assert taken == {name: value for name, value in config.items() if name not in refused}
-    told = f"note: mlflow: it refused the values of {', '.join(refused)}; all others are there\n"
+    told = f"note: mlflow: it rejected the values of {', '.join(refused)}; all others are there\n"
     assert capfd.readouterr().err == (told if long else "")
     assert next(call[2]["best_val_top1"] for call in fake() if call[0] == "metrics") == 0.9
 

@@ -166,7 +166,7 @@ def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any
     """Choose the network and its image size; return whether it starts from trained weights."""
     found, rung = facts.published, EFFORTS.index(effort)
     if found and found.is_there and (given.get("weights") or given.get("pretrained") or _is_photographs(facts)):
-        licence = f", licence {found.licence}" if found.licence else ""
+        licence = f", license {found.licence}" if found.licence else ""
         take(f"trained weights, {found.where}{licence}", model_type=found.network)
         if not given.get("weights"):
             take("few images need it", pretrained=True)

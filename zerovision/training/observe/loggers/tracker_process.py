@@ -50,7 +50,7 @@ class Feeder:
         run = TRACKER_RUNS[name](self._folder, first["config"], known_as, first["first_step"])
         memory.write_text(json.dumps(run.known_as))
         if run.refused:
-            self._out.write(f"it refused the values of {', '.join(run.refused)}; all others are there\n")
+            self._out.write(f"it rejected the values of {', '.join(run.refused)}; all others are there\n")
         return run
 
     def feed(self) -> None:
