@@ -263,7 +263,7 @@ def test_less_sure_pairs_are_one_scene_and_get_no_fix_but_a_group():
     pairs = [Copy(0, 1, is_mirrored=False, difference=less), Copy(2, 3, is_mirrored=True, difference=less)]
     said = [(one.kind, one.reason) for one in copy_findings(data, pairs)]
     assert said[0] == ("leak", "in val, and the scene in train")
-    assert said[1] == ("conflict", "the scene, mirrored, labelled 'ant' here and 'bee' there")
+    assert said[1] == ("conflict", "the scene, mirrored, labeled 'ant' here and 'bee' there")
     assert copy_fixes(data, pairs, {}) == []
     assert copy_fixes(data, [pairs[0]._replace(difference=sure)], {})
     offered = {number: fix[:2] for number, fix in scene_groups(data, pairs, gone={2})}
@@ -302,7 +302,7 @@ def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path,
     run = save_run(tmp_path / "run", built, data)
     monkeypatch.setattr("zerovision.extras.audit.audit.find_copies", lambda pictures: [])  # slow, and not asked here
     facts = audit(AuditSettings(data="digits", run=str(run), output=str(tmp_path / "audit")))
-    accuracy = float(re.search(r"what the model sees predicts ([\d.]+) %", facts["notes"][-2])[1])
+    accuracy = float(re.search(r"the model's features predicts ([\d.]+) %", facts["notes"][-2])[1])
     score = float(re.search(r"nearest training images predict ([\d.]+) % of the other labels", facts["notes"][-1])[1])
     assert min(accuracy, score) > 95
 
@@ -393,7 +393,7 @@ def test_a_published_network_judges_before_anything_is_trained(photos, tmp_path,
     monkeypatch.setattr("zerovision.extras.audit.audit.build_model", unpublished)
     monkeypatch.setattr("zerovision.extras.audit.audit.embeddings", look)
     facts = audit(AuditSettings(data=str(photos), run="timm:test_resnet", output=str(tmp_path / "audit")))
-    assert "a classifier by what the model sees predicts" in facts["notes"][-2]
+    assert "a classifier trained on the model's features predicts" in facts["notes"][-2]
     published = timm.get_pretrained_cfg("test_resnet")
     (preprocessing,) = seen
     assert (preprocessing.image_size, preprocessing.resize_size) == (160, round(160 / published.crop_pct))

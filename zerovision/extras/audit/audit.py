@@ -156,7 +156,7 @@ def _examine(
     numbers = np.setdiff1d(np.arange(len(catalogue)), [*catalogue.unreadable])
     label_fixes: dict[int, Fix] = {}
     many = "images have several" if catalogue.has_several else f"there are more than {MOST_IMAGES} images"
-    note = f"labels are not judged: {many}"
+    note = f"labels are not checked: {many}"
     if len(numbers) <= MOST_IMAGES:
         far, times = outliers(features[numbers])
         findings += [
@@ -169,8 +169,8 @@ def _examine(
             learned[own] = mean_probabilities(run, catalogue.labels[own], catalogue.num_classes)
         doubts = doubt_labels(features[numbers], catalogue.labels[numbers], catalogue.num_classes, learned[numbers])
         accuracy = doubts.accuracy if doubts else 0.0
-        by = "what the model sees" if trained else "the pictures alone"
-        note = f"a classifier by {by} predicts {percent(accuracy)} of the labels of images that it was not trained on"
+        by = "the model's features" if trained else "the pixels"
+        note = f"a classifier trained on {by} predicts {percent(accuracy)} of the labels (cross-validation)"
         if doubts and accuracy >= LEAST_ACCURACY:
             suspected, label_fixes = label_findings(catalogue, doubts, numbers)
             findings += suspected

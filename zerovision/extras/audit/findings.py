@@ -84,7 +84,7 @@ def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]
         how = f"{how}, mirrored" if copy.is_mirrored else how
         if labels[0] != labels[1]:
             names = [catalogue.class_names[label] for label in labels]
-            reason = f"{how}, labelled {names[0]!r} here and {names[1]!r} there"
+            reason = f"{how}, labeled {names[0]!r} here and {names[1]!r} there"
             findings.append(Finding("conflict", pair[0], reason, copy.confidence, pair[1]))
         if parts[0] != parts[1]:
             reason = f"in {parts[0]}, and {how} in {parts[1]}"
@@ -166,7 +166,7 @@ def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int
                 if catalogue.parts[number] != "test" and not (has_most and named[number] == label)
             ]
             reason = (
-                f"{votes} of {len(group)} copies are labelled {label!r}" if has_most else "its copy has another label"
+                f"{votes} of {len(group)} copies are labeled {label!r}" if has_most else "its copy has another label"
             )
             what = (RELABEL, label) if has_most else (DROP, "")
             fixes += [(number, Fix(*what, sure[number], reason)) for number in wrong]
@@ -205,7 +205,7 @@ def label_findings(
         number = int(numbers[place])
         label, new = (catalogue.class_names[each] for each in (catalogue.labels[number], doubts.suggested[place]))
         confidence = float(doubts.probability[place])
-        reason = f"labelled {label!r}, looks like {new!r}"
+        reason = f"labeled {label!r}, looks like {new!r}"
         findings.append(Finding("label", number, reason, confidence))
         if catalogue.parts[number] != "test":
             is_known = doubts.certainty[place] >= SUSPECTED
