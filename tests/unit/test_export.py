@@ -342,7 +342,7 @@ def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeyp
     assert run_export(monkeypatch, *words) == 1
     assert os.listdir(tmp_path) == []
     error = capsys.readouterr().err
-    assert error.startswith("export: refused: ")
+    assert error.startswith("export: not exported: ")
     assert error.count("\n") == 1
     monkeypatch.undo()
     assert run_export(monkeypatch, *words) == 0

@@ -115,8 +115,8 @@ def test_int8_is_refused_with_what_it_loses(trained, monkeypatch, capsys, tmp_pa
     assert run_export(monkeypatch, folder, *WORDS) == 1
     said, error = capsys.readouterr()
     lost, before, after, refusal = re.fullmatch(
-        r"export: refused: int8 loses ([\d.]+) points of top-1 \(([\d.]+) % -> ([\d.]+) % on 360 images; 95 % interval "
-        r".* to .*\), (.*)\n",
+        r"export: not exported: int8 loses ([\d.]+) points of top-1 \(([\d.]+) % -> ([\d.]+) % on 360 images; "
+        r"95 % interval .* to .*\), (.*)\n",
         error,
     ).groups()
     assert float(lost) == pytest.approx(float(before) - float(after), abs=0.02)

@@ -146,7 +146,7 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
                 off = float(((module.prepared(batch) - check.images[numbers[part, 0]]) * levels).abs().max())
                 if not off <= MOST_LEVELS:
                     raise ExportRefused(
-                        f"refused: a pixel that the network sees is off by {off:.3g} of 255 levels, more than 1. "
+                        f"not exported: a pixel that the network sees is off by {off:.3g} of 255 levels, more than 1. "
                         "Nothing was written."
                     )
                 answers[part] = forward(batch)
@@ -175,7 +175,7 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
     for (what, share), bound in zip(shares.items(), TOLERANCES[precision], strict=True):
         if bound is not None and not share <= bound:  # also true for nan
             raise ExportRefused(
-                f"refused: {what} is {share:.2g} of the logits, more than {bound:.2g} for {precision}. "
+                f"not exported: {what} is {share:.2g} of the logits, more than {bound:.2g} for {precision}. "
                 "Nothing was written."
             )
     # Of fewer than 100 images a single one is more than a point, and near a tie rounding decides: by bf16's 2^-9 of a
@@ -184,7 +184,7 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
     allowed = max(max_accuracy_loss, 100 / agreement.images) if is_coarse else max_accuracy_loss
     if not agreement.points_lost <= allowed + ROUNDING:
         raise ExportRefused(
-            f"refused: {agreement.describe_loss(precision)}, more than the {max_accuracy_loss:g} allowed. "
+            f"not exported: {agreement.describe_loss(precision)}, more than the {max_accuracy_loss:g} allowed. "
             "Nothing was written: give another --precision, or --max-accuracy-loss."
         )
 
