@@ -290,5 +290,5 @@ def without_prefix(path: str, tensors: Mapping[str, Any], names: Collection[str]
     notes = [f"prefix '{prefix}' removed from the names of its tensors"]
     if outside := [key for key in tensors if not key.startswith(prefix)]:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
-        notes.append(f"not used from it: {shown(outside[0])}{more}")
+        notes.append(f"its tensors outside of the network are not used: {shown(outside[0])}{more}")
     return inside, notes

@@ -389,7 +389,7 @@ def test_restarts_used_up_end_with_the_reason(hosts: Hosts, shared: Path) -> Non
     training.wait_for_step(BREAK_AT)
     kill_ranks(hosts, "node02")
     assert training.end() == 137, training.text()
-    assert "given up after 0 restart(s)" in training.text()
+    assert "gave up after 0 restarts" in training.text()
     training.assert_nothing_is_left()
 
 

@@ -103,7 +103,7 @@ def test_a_job_that_fails_the_same_way_twice_stops(slurm: Hosts, shared: Path) -
     words = [*SHORT, "--max-restarts", "1"]
     job = SlurmJob(slurm, shared, TWO_NODES, words, PYTHONPATH=str(shared))
     job.wait_for(lambda: job.show()["JobState"] == "PENDING" and job.show()["Restarts"] == "1", timeout_s=90)
-    assert "given up after 1 restart(s)" in job.output
+    assert "gave up after 1 restart" in job.output
     job.release()
     shown = job.wait_for_state("FAILED", "COMPLETED", timeout_s=90)
     assert (shown["JobState"], shown["Restarts"], shown["ExitCode"]) == ("FAILED", "1", "1:0"), job.output

@@ -234,10 +234,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does(tmp_path, monkeypat
     train(tmp_path, "refused", start, USER_ERROR_EXIT_CODE, batch_size="auto", global_batch=16)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --batch-size auto: basic_cnn with 8 images takes ")
-    assert line.endswith("Nearest that is expected to fit: --activation-checkpointing=true.")
+    assert line.endswith("Expected to fit: --activation-checkpointing=true.")
     start = needs_all(monkeypatch, {False: 800, True: 790})
     train(tmp_path, "nothing", start, USER_ERROR_EXIT_CODE, batch_size="auto", global_batch=16)
-    assert "Nothing saves enough: use a smaller --image-size or model" in capsys.readouterr().err
+    assert "No setting saves enough memory: use a smaller --image-size or model" in capsys.readouterr().err
     train(tmp_path, "adapted", start, OUT_OF_MEMORY_EXIT_CODE, batch_size="auto", global_batch=16, on_oom="adapt")
 
 

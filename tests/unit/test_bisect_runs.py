@@ -60,7 +60,7 @@ def test_another_image(runs):
     ours, others = hashes(runs / "a"), hashes(runs / "pixel")
     (first, *_) = (step for step in ours if ours[step]["leaves"][0]["images"] != others[step]["leaves"][0]["images"])
     assert (found.step, found.last_equal, found.found.images_differ) == (first, first - 1, True)
-    assert "batches      1 of 1 differ: rank 0 (micro-batch 1): other images" in list(lines_of(found))
+    assert "batches      1 of 1 differ: rank 0 (micro-batch 1): different images" in list(lines_of(found))
     assert found.settings == ["images of training: 1 are in only one run, or differ in content or label"]
 
 

@@ -204,7 +204,7 @@ def test_the_folder_of_a_run_is_known_by_its_files(call, run, digit_folder, tmp_
     fingerprint = load_data(DataOptions(data=str(here / "photos"), image_size=8)).fingerprint
     (own / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint}))
     for folder, problem in (
-        (tmp_path, "'photos', which the run was trained on, is not here: give --data, with its full path"),
+        (tmp_path, "'photos', which the run was trained on, is not here: give --data with its full path"),
         (elsewhere, "'photos' here is not the folder of that name which the run was trained on, or has changed"),
     ):
         monkeypatch.chdir(folder)

@@ -351,7 +351,7 @@ PEERS = {
             "hyper_parameters": {"lr": 0.1},
             "pytorch-lightning_version": "2.6",
         },
-        "not used from it: 'criterion.weight'",
+        "its tensors outside of the network are not used: 'criterion.weight'",
     ),
     "tutorial": (lambda raw, average: {"epoch": 1, "model_state_dict": under("net.", raw)}, "prefix 'net.' removed"),
     "DeepSpeed": (lambda raw, average: {"module": under("backbone.", raw)}, "prefix 'backbone.' removed"),

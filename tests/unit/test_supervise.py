@@ -161,7 +161,7 @@ def test_a_dead_rank_ends_one_that_waits_for_it(start, tmp_path: Path) -> None:
     lines, code = output_and_code(process)
     assert time.time() - records(tmp_path)[1]["time"] < 10.0
     assert code == 128 + signal.SIGKILL
-    assert lines[-1].endswith("was ended by SIGKILL: given up after 0 restart(s) without progress"), lines
+    assert lines[-1].endswith("was ended by SIGKILL: gave up after 0 restarts without progress"), lines
 
 
 def test_a_new_checkpoint_starts_the_count_anew(start, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_new_checkpoint_starts_the_count_anew(start, tmp_path: Path) -> None:
     lines, code = output_and_code(process)
     assert code == 128 + signal.SIGKILL
     ends = [line.rsplit(": ", 1)[1] for line in lines]
-    assert ends == ["restart 1 of 1", "restart 1 of 1", "given up after 1 restart(s) without progress"]
+    assert ends == ["restart 1 of 1", "restart 1 of 1", "gave up after 1 restart without progress"]
     assert records(tmp_path, 2)
     assert not records(tmp_path, 3)
 
@@ -194,7 +194,7 @@ def test_sigterm_of_one_rank_is_a_wish_to_stop(start, tmp_path: Path) -> None:
 def test_exit_code_0_without_the_success_marker_is_a_failure(start) -> None:
     lines, code = output_and_code(start("--fault", "silent", *NO_RESTART))
     assert code == 1
-    assert "rank 0 did not report that training is done: given up" in lines[-1]
+    assert "rank 0 did not report that training is done: gave up" in lines[-1]
 
 
 @pytest.mark.parametrize("fault", [pytest.param("stop", marks=pytest.mark.slow), "sleep"])

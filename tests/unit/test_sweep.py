@@ -199,7 +199,7 @@ def test_a_mistake_leaves_no_file(tmp_path):
 
 def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_path):
     next(prepare(made(tmp_path, "learning-rate=0.01,0.02")).run(1))
-    with pytest.raises(UserError, match="started with another line"):
+    with pytest.raises(UserError, match="started with other arguments"):
         prepare(made(tmp_path, "learning-rate=0.01,0.03"))
     (tmp_path / "runs" / "other-1").mkdir(parents=True)
     (tmp_path / "runs" / "other-1" / "metrics.jsonl").touch()

@@ -130,7 +130,7 @@ def lines_of(difference: Difference) -> Iterator[str]:
         yield f"equal        at all {difference.compared} steps with hashes, up to step {last}"
     else:
         yield f"equal        up to step {last}" if last else "equal        at no step with hashes"
-        images = {None: "images unknown", True: "other images", False: "the same images"}[found.images_differ]
+        images = {None: "images unknown", True: "different images", False: "the same images"}[found.images_differ]
         names = ", ".join(found.tensors[:3]) + (", ..." if len(found.tensors) > 3 else "")
         tensors = f"{len(found.tensors)} of {found.parameters} parameters differ after it"
         yield f"differ       at step {difference.step}: {images}; {tensors}" + (f": {names}" if names else "")

@@ -117,7 +117,7 @@ class SweepSettings(CommandSettings):
     python scripts/sweep.py rates --hostfile hostfile.txt --vary seed=0,1,2,3 -- mobilenet ddp 2 16 12
 
     The arguments of scripts/launch_distributed.sh follow --. To continue a stopped sweep, repeat its command line. Exit
-    code: 0 every trial is done, 1 some have failed (each is a row), 2 a mistake, 130 or 143 stopped.
+    code: 0 if every trial is done, 1 if some failed, 2 for a mistake in the arguments, 130 or 143 if stopped.
     """
 
     name: str = word("NAME", "Name of the sweep; its runs are NAME-1, NAME-2, ...")

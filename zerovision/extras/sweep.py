@@ -283,8 +283,8 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
                 raise UserError(f"sweep {sweep.name}: a run {shown(taken.run_name)} exists already: give another name.")
         elif json.loads((folder / LINE).read_text()) != _line_of(sweep):
             raise UserError(
-                f"sweep {sweep.name} was started with another line ({shown_path(folder / LINE)}): give that, or "
-                "another name."
+                f"sweep {sweep.name} was started with other arguments ({shown_path(folder / LINE)}): give those, "
+                "or another name."
             )
         for trial in trials:
             if (state := _state_file(folder, trial)).exists():

@@ -268,7 +268,7 @@ def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
     ends = Counter([target for _, target, _ in failed] + [source for source, _, _ in failed])
     found = some_of([f"{source} cannot connect to {target}, port {port}" for source, target, port in failed])
     return [
-        Row("connections", "wrong", found, f"a firewall on or before {host}: open all ports between the hosts", host)
+        Row("connections", "wrong", found, f"a firewall at {host}: open all ports between the hosts", host)
         for host, _ in ends.most_common(1)
     ]
 

@@ -15,6 +15,7 @@ from zerovision.launch.arguments import check_training
 from zerovision.launch.node_run import PASSED_ON, Ending
 from zerovision.launch.process_tree import POLL_SECONDS
 from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE
+from zerovision.training.base.units import plural
 from zerovision.training.out_of_memory import advise, next_rung
 
 LONGEST_DELAY_SECONDS = 30.0
@@ -91,7 +92,7 @@ class RestartPolicy:
         if position > self._position:
             self._position, self._in_a_row = position, 0
         if self._in_a_row >= self._allowed:
-            print(f"{reason}: given up after {self._in_a_row} restart(s) without progress", file=sys.stderr)
+            print(f"{reason}: gave up after {plural(self._in_a_row, 'restart')} without progress", file=sys.stderr)
             return None
         delay_s = min(2.0**self._in_a_row, LONGEST_DELAY_SECONDS) if self._in_a_row else 0.0
         self.total, self._in_a_row = self.total + 1, self._in_a_row + 1

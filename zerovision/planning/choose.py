@@ -150,7 +150,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
         else:
             take("crops with most of the image, mirrored", augmentation="crop_flip", crop_scale="0.35,1")
     if facts.rarest * IMBALANCE <= facts.commonest and facts.classes and not is_head:
-        take(f"the rarest class has {facts.rarest} images, the commonest {facts.commonest}", class_weights="balanced")
+        take(f"the rarest class has {facts.rarest} images, the largest {facts.commonest}", class_weights="balanced")
     if facts.has_bf16 and not facts.gpus and FAST_IN_BF16.match(network):
         take("this processor computes it at twice the speed of fp32", precision="bf16")
     total = _take_batch(facts, given, images, take)

@@ -252,5 +252,5 @@ def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start
     needed = max(found.taken_bytes, found.room_bytes if found.is_out_of_memory else 0)
     for change, bytes_planned in zip(changes[1:], planned[1:], strict=True):
         if not planned[0] or needed + bytes_planned - planned[0] <= FILL * found.room_bytes:
-            return f"Nearest that is expected to fit: {' '.join(Rung(change, '', start=config).flags)}"
-    return "Nothing saves enough: use a smaller --image-size or model, or more ranks"
+            return f"Expected to fit: {' '.join(Rung(change, '', start=config).flags)}"
+    return "No setting saves enough memory: use a smaller --image-size or model, or more ranks"

@@ -294,8 +294,8 @@ def _scores(run: RunFiles) -> Iterator[Fact]:
         remark = f"{_brackets(interval)}; class {clip(str(lowest['name']), 40)}, {plural(lowest['support'], 'image')}"
         yield Fact("lowest recall", percent(lowest["recall"], 2), remark)
     if test:
-        judged = f"{plural(test['samples'], 'image')}, judged once, epoch {test.get('epoch', '?')}"
-        yield Fact("test top-1 accuracy", percent(test["top1"], 2), f"{_interval(test, 'top1')}; {judged}")
+        tested = f"{plural(test['samples'], 'image')}, evaluated once, after epoch {test.get('epoch', '?')}"
+        yield Fact("test top-1 accuracy", percent(test["top1"], 2), f"{_interval(test, 'top1')}; {tested}")
 
 
 def _interval(scores: Mapping[str, Any] | None, name: str) -> str:

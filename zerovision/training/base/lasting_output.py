@@ -74,7 +74,7 @@ class _UnhurriedFile(_LastingFile):
         return len(content)
 
     def finish(self, seconds: float | None) -> None:
-        """Wait until everything is written, at most this long if not None.
+        """Wait until everything is written, or for this many seconds; None waits without a limit.
 
         Later output is written at once or dropped.
         """
@@ -118,7 +118,7 @@ def _finish_at_exit() -> None:
 
 
 def finish_output(seconds: float | None) -> None:
-    """Wait until standard output and error are written, at most this long if not None; called before a process ends."""
+    """Wait until standard output and error are written, or for this many seconds, before the process ends."""
     for stream in (sys.stdout, sys.stderr):
         file = getattr(getattr(stream, "buffer", None), "raw", None)
         if isinstance(file, _UnhurriedFile):

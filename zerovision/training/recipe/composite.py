@@ -38,8 +38,7 @@ def rules_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer
 class Fp32Muon(muon.Muon):
     """timm's Muon, whose Newton-Schulz iterations are in fp32 instead of bf16.
 
-    A CPU without bf16 instructions takes 27 times as long for those of `airbench` in bf16 (AMD EPYC, family 25, model
-    1).
+    On a CPU without bf16 instructions (AMD EPYC, family 25, model 1), they take 27 times as long in bf16 (`airbench`).
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:

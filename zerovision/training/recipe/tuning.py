@@ -232,7 +232,7 @@ def is_adapters(name: str) -> bool:
 def _is_frozen(module: nn.Module, name: str) -> bool:
     """Return whether no parameter of a layer is trained.
 
-    A layer without parameters follows the smallest part around it.
+    For a layer without parameters, the smallest module around it that has some decides.
     """
     while not (parameters := [*module.get_submodule(name).named_parameters()]) and name:
         name = name.rpartition(".")[0]
