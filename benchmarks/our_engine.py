@@ -16,7 +16,7 @@ from zerovision.models.weights_metadata import Description
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
-from zerovision.training.engines.build_engine import build_engine, set_up_engine
+from zerovision.training.engines.build import build_engine, set_up_engine
 from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
 from zerovision.training.engines.pipeline.engine import Pipelined, PipelineEngine
 from zerovision.training.steps.accumulate import Accumulate

@@ -20,8 +20,7 @@ from PIL import Image
 
 from zerovision.models.build import BuiltModel, build_model
 from zerovision.models.sides import ImageSize
-from zerovision.training.base.points import StepPoint
-from zerovision.training.base.run_logger import RunLogger
+from zerovision.training.base.points import RunLogger, StepPoint
 from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.world.world import World

@@ -12,7 +12,7 @@ from unittest import mock
 import zerovision
 from zerovision.cli import VERBS
 from zerovision.commands import COMMANDS
-from zerovision.training.base.places import SCRIPTS
+from zerovision.training.base.run_folder import SCRIPTS
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig, part_name
 from zerovision.training.config.command_line import OneLineParser
 from zerovision.training.config.values import allowed_values, show_value

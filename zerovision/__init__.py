@@ -21,7 +21,7 @@ _PLACES = {  # of what `import zerovision` offers, imported when it is used
     "MODELS": "models",
     "ModelSpec": "models",
     "RunFolder": "training.base.run_folder",
-    "RunLogger": "training.base.run_logger",
+    "RunLogger": "training.base.points",
     "SCHEDULES": "training.recipe.schedule",
     "TrainConfig": "training.config",
     "UserError": "training.base.errors",

@@ -47,7 +47,7 @@ def main() -> int:
         near = "".join(f" Did you mean {name}?" for name in get_close_matches(verb, VERBS, 1))
         print(f"zerovision: unknown command '{verb}': expected {', '.join(VERBS)}.{near}", file=sys.stderr)
         return 2
-    from zerovision.training.base.places import SCRIPTS, TYPED
+    from zerovision.training.base.run_folder import SCRIPTS, TYPED
 
     os.environ[TYPED] = verb  # messages name the command, not a script
     if verb == "launch":
@@ -71,7 +71,7 @@ def _launch(words: list[str]) -> int:
     leading = next((count for count, word in enumerate(words) if word.startswith("-")), len(words))
     script = "launch_multi_node" if leading > WORDS_OF_ONE_MACHINE else "launch_distributed"
     if not words or ({"-h", "--help"} & {*words} and words[-2:] != ["--help", "all"]):
-        from zerovision.training.base.places import as_typed
+        from zerovision.training.base.run_folder import as_typed
 
         _print(as_typed((Path(__file__).parent / "launch" / "usage" / f"{script}.txt").read_text()))
         return 0

@@ -7,7 +7,7 @@ from itertools import product
 from benchmarks.peers.job import Job, Measure, timed
 from benchmarks.peers.ours import our_step
 from zerovision.training.base.errors import UserError
-from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.build import ENGINES
 from zerovision.training.engines.strategies import STRATEGIES
 
 

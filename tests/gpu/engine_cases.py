@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tests.training.engine_ranks import configuration, decayed_and_not, make_batch, make_engine, make_model, weights_of
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint.manifest import Manifest, shard_name
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard

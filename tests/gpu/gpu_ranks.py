@@ -21,7 +21,7 @@ from zerovision.training.data.datasets import DatasetDefaults, DatasetPair, make
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.cuda_graphs import Recorded
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.strategies import plan_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.build import ENGINES
 from zerovision.training.engines.strategies import STRATEGIES
 
 pytestmark = [

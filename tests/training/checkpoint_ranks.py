@@ -34,11 +34,10 @@ from zerovision.models.build import BuiltModel
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import RunEnded
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint import shards
-from zerovision.training.checkpoint.frozen import keep_frozen
-from zerovision.training.checkpoint.restore import TrainState, restore
+from zerovision.training.checkpoint.restore import TrainState, keep_frozen, restore
 from zerovision.training.checkpoint.store import choose, find_candidates
 from zerovision.training.data import DataOptions
 from zerovision.training.data.batch_transforms import BatchTransforms

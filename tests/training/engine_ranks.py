@@ -32,13 +32,13 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines import buckets, fsdp2
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
-from zerovision.training.engines.build_engine import build_engine, resolve_engine
+from zerovision.training.engines.build import build_engine, resolve_engine
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.settings import ways_of
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import train_one_epoch
-from zerovision.training.observe.memory_limit import peak_memory, reset_peak_memory, used_memory
+from zerovision.training.observe.device_use import peak_memory, reset_peak_memory, used_memory
 from zerovision.training.observe.observer import Observer, Observers
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import Schedule

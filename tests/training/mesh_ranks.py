@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests.kit import Recorder
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
-from zerovision.training.engines.build_engine import form_ranks
+from zerovision.training.engines.build import form_ranks
 from zerovision.training.engines.engine import Engine, StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.observe.observer import Seen, StepDone

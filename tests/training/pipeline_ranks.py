@@ -23,7 +23,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.timing import SpanClock, measured_communication
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
-from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup, StepInput, TimedEngine
 from zerovision.training.engines.pipeline.engine import Pipelined
 from zerovision.training.engines.settings import TORCH, ways_of

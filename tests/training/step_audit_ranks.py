@@ -13,7 +13,7 @@ from tests.kit import Recorder
 from tests.training.engine_ranks import configuration, make_batch, make_engine, make_model, weights_of
 from tests.training.no_shared_memory import without_shared_memory
 from zerovision.training.base.errors import RunEnded
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepInput, TimedEngine

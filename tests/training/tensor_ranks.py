@@ -25,7 +25,7 @@ from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
-from zerovision.training.engines.build_engine import build_engine, set_up_engine
+from zerovision.training.engines.build import build_engine, set_up_engine
 from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.engines.pipeline.engine import Pipelined

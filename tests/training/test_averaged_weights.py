@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.kit import ROUNDING, assert_same_but_rounding
-from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.build import ENGINES
 from zerovision.training.engines.strategies import STRATEGIES
 
 AVERAGE = "tests.training.average_ranks:average"

@@ -18,7 +18,7 @@ from sklearn.metrics import (
 from sklearn.preprocessing import label_binarize
 
 from tests.kit import ROUNDING, assert_same_but_rounding, share_apart
-from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.build import ENGINES
 from zerovision.training.engines.strategies import STRATEGIES
 
 VARIANTS = [*product(STRATEGIES, ENGINES)]

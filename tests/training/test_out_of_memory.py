@@ -9,7 +9,7 @@ from ranks import run_ranks
 from tests.training.out_of_memory_ranks import SETTINGS
 from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 from zerovision.training.config import TrainConfig
-from zerovision.training.observe.memory_limit import FILL
+from zerovision.training.observe.device_use import FILL
 from zerovision.training.run import run
 
 PLANTED = """

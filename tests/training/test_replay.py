@@ -70,7 +70,7 @@ def test_a_step_of_two_ranks_leaves_its_bytes_in_one_process(run, tmp_path):
     assert result.returncode == 1, result.stderr
     assert f"step {step}: differs from the run in " in result.stdout
     # Not the images; and each leaf, since what differs is older than the step.
-    assert " of its hashes: rank 0 (micro-batch 1): other outputs of the same images; rank 1 (" in result.stdout
+    assert " of its hashes: rank 0 (micro-batch 1): different outputs of the same images; rank 1 (" in result.stdout
     assert (changed / f"replay-{step}" / "batch.png").read_bytes() == (output / "batch.png").read_bytes()
 
 

@@ -17,7 +17,7 @@ from tests.stored_tensors import whole_tensors
 from tests.training.checkpoint_ranks import DropoutNet
 from zerovision.training.checkpoint.manifest import read_manifest
 from zerovision.training.checkpoint.shards import CheckpointReader
-from zerovision.training.engines.build_engine import ENGINES
+from zerovision.training.engines.build import ENGINES
 from zerovision.training.engines.strategies import STRATEGIES
 
 RANKS = "tests.training.checkpoint_ranks"

@@ -75,12 +75,12 @@ def test_a_bit_that_one_rank_gets_wrong_is_found_on_that_rank(run_on_ranks, tmp_
                 where["step"] - 1,
                 False,
             )
-            assert found.found.leaves == [f"rank {ranks} (micro-batch {leaf}): other {what} {words}"]
+            assert found.found.leaves == [f"rank {ranks} (micro-batch {leaf}): different {what} {words}"]
             assert f"batches      1 of 4 differ: {found.found.leaves[0]}" in list(lines_of(found))
     # Which of the two was wrong is told by training the step again.
     with few_elements():
         watched = replay(runs / "gradients", WRONG["gradients"]["step"])
     first, *others = differences(watched, runs / "gradients") or []
-    assert first == "rank 0 (micro-batch 2): other gradients of the same images and outputs"
+    assert first == "rank 0 (micro-batch 2): different gradients of the same images and outputs"
     assert others, "the weights"
     assert differences(watched, runs / "two") == []

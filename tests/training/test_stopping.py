@@ -23,7 +23,7 @@ from commands import ROOT, environment, launch, read_metrics, train_here
 import zerovision
 from zerovision.launch.local_ranks import RANK_NAME
 from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
-from zerovision.training.base.run_lock import LOCK, Origin, lock_run
+from zerovision.training.observe.new_run import LOCK, Origin, lock_run
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")

@@ -15,7 +15,7 @@ from tests.training.engine_ranks import (
     make_model,
     make_small_data,
 )
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.timing import SpanClock, measured_communication
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan

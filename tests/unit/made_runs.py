@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.files import write_json
 from zerovision.training.config import TrainConfig
 
 START = 1_700_000_000.0

@@ -149,7 +149,7 @@ def forge_shard(checkpoint: Path, rank: int, tensors: dict[str, torch.Tensor]) -
 
 def trust_shard(checkpoint: Path, rank: int) -> None:
     """Give the manifest the size and the sha256 that a shard has now."""
-    from zerovision.training.base.small_files import sha256_of
+    from zerovision.training.base.files import sha256_of
 
     path = checkpoint / shard_name(rank)
     facts = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

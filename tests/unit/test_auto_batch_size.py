@@ -23,7 +23,7 @@ from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.config.global_batch import few_steps_note, micro_batches, usual_global_batch
 from zerovision.training.data import load_data
 from zerovision.training.engines.torch_engine import TorchEngine
-from zerovision.training.observe.memory_limit import FILL, memory_room
+from zerovision.training.observe.device_use import FILL, memory_room
 from zerovision.training.run import run
 from zerovision.training.steps.carrier import Start
 
@@ -189,7 +189,7 @@ def short_of_memory(monkeypatch):
 def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path, monkeypatch, capsys):
     loaded: list = []
     monkeypatch.setattr(
-        "zerovision.training.prepare.load_data", lambda options: loaded.append(options) or load_data(options)
+        "zerovision.training.setup.load_data", lambda options: loaded.append(options) or load_data(options)
     )
     auto, config = train(tmp_path, "auto", batch_size="auto", global_batch=64, ema=0.9)
     assert len(loaded) == 1, "the trials have the run's data"

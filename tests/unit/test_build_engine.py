@@ -24,8 +24,8 @@ from zerovision.models.build import BuiltModel
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
-from zerovision.training.engines import model as model_module
-from zerovision.training.engines.build_engine import ENGINES, build_engine, resolve_engine
+from zerovision.training.engines import build as model_module
+from zerovision.training.engines.build import ENGINES, build_engine, resolve_engine
 from zerovision.training.engines.compilation import (
     PIXELS_THAT_PAY,
     compile_network,
@@ -33,10 +33,10 @@ from zerovision.training.engines.compilation import (
 )
 from zerovision.training.engines.deepspeed.config import read_strategy_json
 from zerovision.training.engines.engine import EngineSetup
-from zerovision.training.engines.norms import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
 from zerovision.training.engines.precision import note_slow_bf16
 from zerovision.training.engines.settings import ways_of
 from zerovision.training.engines.strategies import STRATEGIES, plan_of
+from zerovision.training.engines.summation_tree import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
 from zerovision.training.world.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -155,7 +155,7 @@ def test_auto_does_not_compile_what_recomputes_activations():
 
 def test_compile_without_a_compiler_is_one_line(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"--compile on: needs a C\+\+ compiler"):
+    with pytest.raises(UserError, match=r"--compile on needs a C\+\+ compiler"):
         resolve_compile(TrainConfig(compile="on"), LONG, ALONE)
     assert not resolve_compile(TrainConfig(model_type="mobilenet"), LONG, ALONE)
 

@@ -24,7 +24,7 @@ from zerovision.training.checkpoint.restore import TrainState, restore
 from zerovision.training.checkpoint.shards import Snapshot, write_shard
 from zerovision.training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
 from zerovision.training.config import TrainConfig
-from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.engines.strategies import plan_of

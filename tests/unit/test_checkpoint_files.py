@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kit import ELEMENTWISE, assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
-from zerovision.training.base import atomic_write
-from zerovision.training.base.atomic_write import unfinished
+from zerovision.training.base import files
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import unfinished
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint import manifest as manifest_module
 from zerovision.training.checkpoint import shards, store
@@ -231,7 +231,7 @@ def dying(patch, at_call):
     guard(os, "replace")
     guard(Path, "write_text", half_of)
     guard(shutil, "rmtree", first_file_of)
-    guard(atomic_write, "sync_to_disk")
+    guard(files, "sync_to_disk")
     guard(store, "sync_to_disk")
     guard(manifest_module, "sync_to_disk")
     return calls

@@ -12,8 +12,8 @@ import pytest
 from zerovision import cli
 from zerovision.commands import COMMANDS
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import SCRIPTS, TYPED, as_typed
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
+from zerovision.training.base.run_folder import SCRIPTS, TYPED, as_typed
 
 REPO_ROOT = cli.Path(cli.__file__).parents[1]
 

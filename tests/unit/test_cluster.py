@@ -29,8 +29,8 @@ from zerovision.launch.nodes import Channel, Node, Nodes, Shell, is_passing
 from zerovision.launch.plan import Plan, forwarded_environment
 from zerovision.launch.process_tree import MARK
 from zerovision.launch.rendezvous import LAUNCHING, CannotStart, by_reason, differences, next_rendezvous, unshared
-from zerovision.training.base.atomic_write import leave_mark, sees_mark
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import leave_mark, sees_mark
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.environment import software
 from zerovision.training.world.network_interfaces import (

@@ -17,8 +17,8 @@ import pytest
 
 from tests.kit import train
 from zerovision.commands import train_distributed
-from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import write_json
 from zerovision.training.base.run_folder import LAST
 from zerovision.training.base.settings import PRESETS
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig, part_name

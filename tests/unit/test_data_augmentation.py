@@ -18,9 +18,14 @@ from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import build_policy
 from zerovision.training.data.augmentations import AUGMENTATIONS, augmentation_of
-from zerovision.training.data.batch_transforms import BatchTransforms
+from zerovision.training.data.batch_transforms import (
+    ERASING_DRAWS,
+    NOISE_LENGTH,
+    BatchTransforms,
+    RandomErasing,
+    erased_boxes,
+)
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.erasing import ERASING_DRAWS, NOISE_LENGTH, RandomErasing, erased_boxes
 from zerovision.training.data.randomness import seed_generators, uniform_draws
 from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.world.preserved_process import preserved_generators

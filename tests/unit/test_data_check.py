@@ -20,8 +20,7 @@ from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.report.page import write_report
-from zerovision.planning.data_check import check_data
-from zerovision.planning.equal_images import equal_images, lines_of
+from zerovision.planning.data_check import check_data, equal_images, lines_of
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.image_list import (

@@ -9,8 +9,8 @@ from timm.data.mixup import Mixup
 
 from tests.kit import ELEMENTWISE, assert_same_but_rounding
 from zerovision.training.data import DataOptions, load_data
+from zerovision.training.data.batch_transforms import Mixing
 from zerovision.training.data.loader import Loader
-from zerovision.training.data.mixing import Mixing
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.world.preserved_process import preserved_generators
 

@@ -18,7 +18,7 @@ from zerovision.launch.doctor import DoctorSettings, Request, data_fields, reque
 from zerovision.launch.hosts import HERE
 from zerovision.launch.machine_facts import data_facts
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import TYPED
+from zerovision.training.base.run_folder import TYPED
 
 ROOT = Path(__file__).resolve().parents[2]
 

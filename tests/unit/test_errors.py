@@ -21,7 +21,7 @@ from zerovision.launch.doctor import data_fields
 from zerovision.models import MODELS, check_model_name
 from zerovision.models.weights_file import read_weights_file
 from zerovision.training.base.errors import RunEnded, UserError, known_failure, names_elsewhere, nearest, printable
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.units import format_bytes, format_duration, plural
 from zerovision.training.checkpoint.weights import read_metadata
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig

@@ -28,8 +28,8 @@ from zerovision.delivery.trained_model import read_run_config
 from zerovision.extras.serve import make_server
 from zerovision.extras.settings import ServeSettings
 from zerovision.launch.node_launcher import local_ranks_command
-from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import write_json
 from zerovision.training.checkpoint.weights import load_model, save_weights
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config

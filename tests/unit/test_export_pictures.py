@@ -25,7 +25,7 @@ from zerovision.delivery.predict import predict
 from zerovision.delivery.settings import ExportSettings
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.small_files import sha256_of
+from zerovision.training.base.files import sha256_of
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import evaluation_geometry, evaluation_transform
 from zerovision.training.tasks.labels import OneLabel

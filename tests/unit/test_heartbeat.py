@@ -16,7 +16,7 @@ import pytest
 from tests.kit import wait_until
 from tests.unit.launching import REPO_ROOT
 from zerovision.launch.process_tree import HeartbeatFolder
-from zerovision.training.base.atomic_write import unfinished
+from zerovision.training.base.files import unfinished
 from zerovision.training.base.heartbeat import ENDED, RECORD_BYTES, Heartbeat, HeartbeatWriter, beat_of
 
 

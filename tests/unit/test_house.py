@@ -27,7 +27,7 @@ OWNERS = {
     "deepspeed": {"zerovision/training/engines/deepspeed/engine.py"},
     "peft": {"zerovision/training/recipe/tuning.py"},
     "torch.utils.tensorboard": {"zerovision/training/observe/loggers/tensorboard.py"},
-    **{name: {"zerovision/training/observe/loggers/tracker_runs.py"} for name in ("wandb", "mlflow", "trackio")},
+    **{name: {"zerovision/training/observe/loggers/tracker_process.py"} for name in ("wandb", "mlflow", "trackio")},
     **{name: {"zerovision/delivery/export/onnx_format.py"} for name in ("onnx", "onnxruntime", "onnxscript")},
 }
 
@@ -174,9 +174,9 @@ def test_the_environment_is_read_where_it_belongs():
             "zerovision/launch/machine_facts.py",
         ),  # Slurm's and ssh's
         *(
-            f"zerovision/training/observe/loggers/{name}.py" for name in ("tracker", "tracker_runs")
+            f"zerovision/training/observe/loggers/{name}.py" for name in ("tracker", "tracker_process")
         ),  # the trackers' own
-        "zerovision/training/base/places.py",  # whether the user types scripts or `zerovision`
+        "zerovision/training/base/run_folder.py",  # whether the user types scripts or `zerovision`
         "zerovision/training/world/gpus.py",  # CUDA_VISIBLE_DEVICES
         "zerovision/training/base/helper_processes.py",  # TMPDIR, and what other Python processes get
     }

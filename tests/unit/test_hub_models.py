@@ -21,8 +21,8 @@ from zerovision.models.preparation import starting_preparations
 from zerovision.models.timm_models import create
 from zerovision.models.weights_metadata import Description
 from zerovision.models.whole_input import WholeInputConv2d
-from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import write_json
 from zerovision.training.base.run_folder import CONFIG, LAST
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data

@@ -14,7 +14,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augmentations import size_ramp
-from zerovision.training.engines.model import build_training_model
+from zerovision.training.engines.build import build_training_model
 
 PROGRESSIVE = DataOptions(
     data="fake", image_size=32, eval_image_size=48, progressive_size="16:1:4", augmentation="shift_flip"

@@ -19,7 +19,7 @@ from zerovision.training import auto_learning_rate
 from zerovision.training.auto_learning_rate import HIGHEST, LOWEST, find_rate
 from zerovision.training.base.run_folder import LEARNING_RATE, METRICS
 from zerovision.training.config import TrainConfig
-from zerovision.training.data.mixing import Mixing
+from zerovision.training.data.batch_transforms import Mixing
 from zerovision.training.data.reader import Batch
 from zerovision.training.run import run as train_run
 from zerovision.training.tasks.labels import GUESSES, build_loss

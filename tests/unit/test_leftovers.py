@@ -19,28 +19,27 @@ from safetensors.torch import save_file
 
 from zerovision.launch.process_tree import MARK, make_temporary_folder, remove_abandoned
 from zerovision.models.weights_metadata import Description, Preprocessing
-from zerovision.training.base.atomic_write import (
+from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import (
     SECONDS_OF_OTHERS,
     remove_leftovers,
     replacing,
     sync_to_disk,
     unfinished,
 )
-from zerovision.training.base.errors import UserError
 from zerovision.training.base.helper_processes import LONGEST_PLACE, socket_place
-from zerovision.training.base.run_lock import Origin
 from zerovision.training.checkpoint.manifest import shard_name
 from zerovision.training.checkpoint.shards import Snapshot, write_frozen, write_shard
 from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
-from zerovision.training.observe.new_run import create_run_folder, remove_leftovers_of_run
+from zerovision.training.observe.new_run import Origin, create_run_folder, remove_leftovers_of_run
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PREPARE = """
 import os, signal, sys
 from pathlib import Path
 from zerovision.delivery.export.output_folder import unfinished_files
-from zerovision.training.base.atomic_write import replacing_by_library, replacing_folder, replacing
+from zerovision.training.base.files import replacing_by_library, replacing_folder, replacing
 folder = Path(sys.argv[1])
 with (
     replacing(folder / "card.md") as card,

@@ -18,13 +18,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from zerovision.training.base.points import (
     DeviceUse,
     EpochPoint,
+    Loggers,
     RunPoint,
     StepPoint,
     epoch_line,
     run_lines,
 )
 from zerovision.training.base.run_folder import RunFolder
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.loggers import open_loggers
 from zerovision.training.observe.loggers.confusion import confusion_picture

@@ -29,9 +29,8 @@ from zerovision.delivery.model_card import write_model_card
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base import plugins
-from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.files import sha256_of, write_json
 from zerovision.training.base.plugins import load_plugins
-from zerovision.training.base.small_files import sha256_of
 from zerovision.training.checkpoint.weights import load_model, preprocess, save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.command_line import parse_args

@@ -15,8 +15,8 @@ from torch import nn
 from tests.kit import Recorder, assert_equal
 from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from zerovision.training.base.leaves import Leaves
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers

@@ -26,7 +26,7 @@ def test_the_notebook_runs_whole(tmp_path, monkeypatch, capsys):
     (photos / next(photos.iterdir()).name / "broken.jpg").write_bytes(b"\xff\xd8 no photograph")
     monkeypatch.setenv("PHOTOS", str(photos))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zerovision.training.base.places.CHECKOUT", None)  # logs/ of this folder
+    monkeypatch.setattr("zerovision.training.base.run_folder.CHECKOUT", None)  # logs/ of this folder
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in cells)
     names: dict = {}

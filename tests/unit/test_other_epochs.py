@@ -18,7 +18,7 @@ from zerovision.training.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.best_weights import keep_finished
-from zerovision.training.other_epochs import before_decay
+from zerovision.training.resume import before_decay
 from zerovision.training.run import run
 
 pytestmark = pytest.mark.usefixtures("no_sync")

@@ -28,10 +28,10 @@ from zerovision.commands import COMMANDS
 from zerovision.launch.arguments import LAUNCHERS, SETTINGS
 from zerovision.launch.slurm import training_arguments
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import SCRIPTS
+from zerovision.training.base.run_folder import SCRIPTS
 from zerovision.training.config import FLAG_OF
 from zerovision.training.config.command_line import parse_args
-from zerovision.training.engines.deepspeed.schema import check_deepspeed_json
+from zerovision.training.engines.deepspeed.config import check_deepspeed_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

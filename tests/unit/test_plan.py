@@ -16,8 +16,7 @@ from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.plan import resolve_strategy
 from zerovision.planning.flags import read
 from zerovision.planning.machines import CPU, GPUS, Machine, detect_machine, find_gpu
-from zerovision.planning.plan_command import job_of, plan
-from zerovision.planning.plan_output import command_of, describe_filling
+from zerovision.planning.plan_command import command_of, describe_filling, job_of, plan
 from zerovision.planning.recommend import reason, recommend
 from zerovision.planning.search import PlannedJob, engines_of, evaluate, filling_batch, options, predicted_tensors
 from zerovision.training.base.control_groups import usable_memory
@@ -25,7 +24,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 from zerovision.training.config import TrainConfig
 from zerovision.training.out_of_memory import next_rung
-from zerovision.training.prepare import RunFacts
+from zerovision.training.setup import RunFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = PlannedJob(

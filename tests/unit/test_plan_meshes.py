@@ -12,8 +12,7 @@ from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.planning import run_workload
 from zerovision.planning.flags import read
 from zerovision.planning.machines import Machine, find_gpu
-from zerovision.planning.plan_command import plan
-from zerovision.planning.plan_output import command_of
+from zerovision.planning.plan_command import command_of, plan
 from zerovision.planning.recommend import recommend
 from zerovision.planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
 from zerovision.planning.stages import stages_of

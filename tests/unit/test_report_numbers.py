@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_runs import RESTARTED, START, end, epoch, event, make_run, step
 
-from zerovision.delivery.report.charts import Frame, Line, draw, thin
+from zerovision.delivery.report.charts import Frame, Line, draw, single_run_charts, thin
 from zerovision.delivery.report.per_class import class_table, confusion, sample_images
 from zerovision.delivery.report.run_facts import (
     SILENT_SECONDS,
@@ -24,7 +24,6 @@ from zerovision.delivery.report.run_facts import (
     time_breakdown,
 )
 from zerovision.delivery.report.run_files import History, count_global_batch, read_run
-from zerovision.delivery.report.training_curves import single_run_charts
 
 
 def history_of(lines) -> History:

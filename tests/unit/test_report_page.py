@@ -18,9 +18,9 @@ from made_runs import RESTARTED, event, make_run, step
 from zerovision.delivery import pages
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.pages import TEMPLATE
+from zerovision.delivery.report.charts import rate_search_chart
 from zerovision.delivery.report.page import watch, write_report
 from zerovision.delivery.report.run_files import read_history
-from zerovision.delivery.report.training_curves import rate_search_chart
 from zerovision.training.auto_learning_rate import describe_search
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import LEARNING_RATE, RunFolder

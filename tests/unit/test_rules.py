@@ -15,15 +15,15 @@ from torch import nn
 from tests.kit import assert_same_but_rounding, new_model
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
-from zerovision.training.engines.build_engine import build_engine, set_up_engine
+from zerovision.training.engines.build import build_engine, set_up_engine
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.strategies import STRATEGIES, plan_of
-from zerovision.training.recipe.composite import rules_of
 from zerovision.training.recipe.optimizer import (
     build_optimizer,
     create_state,
     moment_kinds,
     moments_of,
+    rules_of,
     set_applied_steps,
 )
 from zerovision.training.recipe.rules import (

@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 
 from zerovision.training.base.errors import AnotherStartNeededError, UserError
-from zerovision.training.base.run_lock import LOCK, Origin, lock_run
 from zerovision.training.config import TrainConfig
-from zerovision.training.observe.new_run import create_run_folder
+from zerovision.training.observe.new_run import LOCK, Origin, create_run_folder, lock_run
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import os, sys
 from pathlib import Path
-from zerovision.training.base.run_lock import Origin, lock_run
+from zerovision.training.observe.new_run import Origin, lock_run
 held = lock_run(Path(sys.argv[1]), Origin.of(os.environ), wait_s=0)
 print("held", flush=True)
 sys.stdin.read()

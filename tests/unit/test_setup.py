@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.wheel import BUILD, OF_PACKAGE, build_wheel, tracked
-from zerovision.training.base import places
+from zerovision.training.base import run_folder
 from zerovision.training.base.errors import UserError
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.engines.settings import check_files
@@ -257,7 +257,7 @@ def test_a_missing_library_is_told_before_the_start(module, flags, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=f"has no module '{module}': run 'make setup'"):
         check_files(config)
-    monkeypatch.setattr(places, "CHECKOUT", None)
+    monkeypatch.setattr(run_folder, "CHECKOUT", None)
     with pytest.raises(UserError, match=rf"pip install '(zerovision\[)?{module}\]?'"):
         check_files(config)
     if module in ("tensorboard", "deepspeed"):
@@ -266,10 +266,10 @@ def test_a_missing_library_is_told_before_the_start(module, flags, monkeypatch):
 
 def test_every_extra_of_a_message_is_one_of_the_package():
     extras = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert places.EXTRAS.keys() <= extras.keys()
+    assert run_folder.EXTRAS.keys() <= extras.keys()
     assert {"trackers", "dev", "all"} <= extras.keys()
     names = re.split(",", re.fullmatch(r"zerovision\[(.*)\]", extras["all"][0])[1])
-    assert {*names} == places.EXTRAS.keys()
+    assert {*names} == run_folder.EXTRAS.keys()
 
 
 @pytest.mark.slow  # some minutes, and an index of packages

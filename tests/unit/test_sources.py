@@ -21,7 +21,7 @@ from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import Prediction, write_predictions
 from zerovision.planning.data_check import check_data
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.small_files import as_given, inert
+from zerovision.training.base.files import as_given, inert
 from zerovision.training.data import DataOptions, find_dataset, list_images, load_data
 from zerovision.training.data.division import parts_there
 from zerovision.training.data.loader import Loader

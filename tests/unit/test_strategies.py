@@ -9,11 +9,12 @@ import pytest
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF
-from zerovision.training.engines.deepspeed.config import deepspeed_config, read_strategy_json
-from zerovision.training.engines.deepspeed.schema import (
+from zerovision.training.engines.deepspeed.config import (
     OWNED_BY_COMMAND_LINE,
     SCHEMA,
     check_deepspeed_json,
+    deepspeed_config,
+    read_strategy_json,
 )
 from zerovision.training.engines.strategies import STRATEGIES
 

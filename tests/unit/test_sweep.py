@@ -20,7 +20,7 @@ from zerovision.extras import sweep as sweeps
 from zerovision.extras.settings import SweepSettings
 from zerovision.extras.sweep import best_trial, prepare, rows_of, write_page, write_table
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import REPO_ROOT
+from zerovision.training.base.run_folder import REPO_ROOT
 
 WORDS = ("basic_cnn", "ddp", "1", "32", "9", "--data", "digits")
 # A launcher that trains to a top-1 that its rate decides, saves on SIGTERM and goes on from there.

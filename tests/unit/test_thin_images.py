@@ -11,7 +11,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augment import evaluation_geometry, evaluation_transform
-from zerovision.training.data.values import BYTES
+from zerovision.training.data.reading.image_numbers import BYTES
 
 RESIZES_BYTES = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 SIZES = [(36, 32), (48, 48), (40, 44)]  # resize_size, image_size

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 
 from tests.kit import ALONE, Recorder
 from tests.training.engine_ranks import loop_run
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan
@@ -28,12 +28,11 @@ from zerovision.training.engines.engine import StepResult
 from zerovision.training.engines.flops import TrainingFlops, peak_tflops
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.loop import train_one_epoch
-from zerovision.training.observe import slow_ranks
 from zerovision.training.observe.device_use import DeviceGauge
 from zerovision.training.observe.observer import StepDone
 from zerovision.training.observe.profiler import StepProfiler, costliest_operators
-from zerovision.training.observe.slow_ranks import SlowRankDetector, work_seconds
-from zerovision.training.steps.step_metrics import fewest_steps
+from zerovision.training.steps import step_metrics
+from zerovision.training.steps.step_metrics import SlowRankDetector, fewest_steps, work_seconds
 from zerovision.training.world.collectives import (
     barrier,
     broadcast_object,
@@ -283,7 +282,7 @@ def test_a_rank_is_slow_at_two_consecutive_points_and_named_once():
 
 
 def test_a_slow_rank_is_named_again_after_a_while(monkeypatch):
-    monkeypatch.setattr(slow_ranks, "SECONDS_BETWEEN_REPORTS", 0.0)
+    monkeypatch.setattr(step_metrics, "SECONDS_BETWEEN_REPORTS", 0.0)
     detector = SlowRankDetector()
     assert [len(detector.update([0.1, 0.2], 10)) for _ in range(4)] == [0, 1, 1, 1]
 

@@ -25,7 +25,7 @@ from zerovision.training.checkpoint.manifest import FROZEN, read_manifest
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.file import read_config_file
-from zerovision.training.engines.build_engine import set_up_engine
+from zerovision.training.engines.build import set_up_engine
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.optimizer import build_optimizer

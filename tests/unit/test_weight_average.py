@@ -15,7 +15,7 @@ from torch import nn
 from tests.kit import ROUNDING, assert_equal, assert_same_but_rounding
 from zerovision.delivery.evaluate import evaluate
 from zerovision.training.config import TrainConfig
-from zerovision.training.engines.build_engine import build_engine
+from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import gather_weights

@@ -6,7 +6,7 @@ import sys
 
 from zerovision.commands import COMMANDS, main
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
-from zerovision.training.base.places import as_typed
+from zerovision.training.base.run_folder import as_typed
 
 if (name := "".join(sys.argv[1:2])) not in COMMANDS:
     print(f"expected a command: {', '.join(COMMANDS)}", file=sys.stderr)

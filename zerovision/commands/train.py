@@ -16,8 +16,7 @@ from zerovision.planning.chosen_run import choose_run
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.heartbeat import end_with_caller
 from zerovision.training.base.lasting_output import outlast_readers
-from zerovision.training.base.places import as_typed
-from zerovision.training.base.run_folder import EVALUATION, TEST_EVALUATION, RunFolder, shown_path
+from zerovision.training.base.run_folder import EVALUATION, TEST_EVALUATION, RunFolder, as_typed, shown_path
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE
 from zerovision.training.base.units import percent
 from zerovision.training.config import FLAG_OF, WORDS

@@ -17,7 +17,7 @@ import sys
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE, UserError
 from zerovision.training.base.heartbeat import LEAVE_SECONDS, HeartbeatWriter
 from zerovision.training.base.lasting_output import finish_output, outlast_readers
-from zerovision.training.base.places import as_typed
+from zerovision.training.base.run_folder import as_typed
 from zerovision.training.config.command_line import parse_args, run_script
 from zerovision.training.engines.settings import check_files
 from zerovision.training.world.launchers import adopt_rank
@@ -37,7 +37,7 @@ def train(arguments: list[str]) -> int:
 
     from zerovision.delivery.end_of_run import leave_files
     from zerovision.planning.search import predicted_tensors
-    from zerovision.training.base.run_lock import Origin
+    from zerovision.training.observe.new_run import Origin
     from zerovision.training.run import run
     from zerovision.training.steps.carrier import Start
 

@@ -18,7 +18,7 @@ from torch import nn
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.augment import evaluation_transform, unnormalized, viewable
-from zerovision.training.data.values import BYTES
+from zerovision.training.data.reading.image_numbers import BYTES
 
 Explain = Callable[[Sequence[torch.Tensor], Sequence[int]], list[Image.Image]]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from zerovision.delivery.trained_model import read_json
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.small_files import sha256_of
+from zerovision.training.base.files import sha256_of
 
 NONE_OF_THESE = "none of these"
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.05, 20.0

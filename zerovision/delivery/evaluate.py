@@ -24,8 +24,8 @@ from zerovision.delivery.fit_calibration import Calibrator, read_reject
 from zerovision.delivery.settings import EvaluateSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model
 from zerovision.delivery.views import checked_views, views_of
-from zerovision.training.base.atomic_write import errors_of_writing
 from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.files import errors_of_writing
 from zerovision.training.base.points import has_top5, show_score
 from zerovision.training.base.run_folder import CARD, EVALUATION, TEST_EVALUATION, slug
 from zerovision.training.base.units import percent
@@ -37,8 +37,8 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.data.reading.sources import FileSource
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.engines.precision import resolve_precision, under_autocast
-from zerovision.training.observe.console import open_console
 from zerovision.training.observe.evaluation import check_replaceable, describe_scores, read_scores
+from zerovision.training.observe.loggers.text import open_console
 from zerovision.training.observe.new_run import remove_leftovers_of_run
 from zerovision.training.tasks.class_scores import keeps_probabilities
 from zerovision.training.tasks.labels import mean_log_probabilities

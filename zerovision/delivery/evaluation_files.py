@@ -12,12 +12,11 @@ from PIL import Image, ImageDraw, ImageFont
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from zerovision.delivery.activation_map import Explain
-from zerovision.training.base.atomic_write import replacing_folder, write_json
 from zerovision.training.base.errors import printable
+from zerovision.training.base.files import replacing_folder, write_csv, write_json
 from zerovision.training.base.run_folder import SCORES, TYPICAL, WHY, WORST
-from zerovision.training.base.small_files import write_csv
 from zerovision.training.data.augment import viewable
-from zerovision.training.data.values import stretched
+from zerovision.training.data.reading.image_numbers import stretched
 from zerovision.training.observe.evaluation import check_replaceable, dense_confusion
 from zerovision.training.observe.loggers.confusion import confusion_picture
 

@@ -21,9 +21,8 @@ from zerovision.delivery.calibration import (
     Views,
     calibration_file,
 )
-from zerovision.training.base.atomic_write import errors_of_writing, write_json
 from zerovision.training.base.errors import UserError, shown
-from zerovision.training.base.small_files import sha256_of
+from zerovision.training.base.files import errors_of_writing, sha256_of, write_json
 from zerovision.training.observe.evaluation import calibration_bins, expected_calibration_error
 from zerovision.training.tasks.class_scores import MOST_PROBABILITY_BYTES
 from zerovision.training.tasks.labels import OneLabel

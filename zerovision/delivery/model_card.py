@@ -21,7 +21,7 @@ from zerovision.delivery.report.run_files import count_global_batch, read_run
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.models.timm_models import timm_size
 from zerovision.models.weights_metadata import Description
-from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.files import replacing
 from zerovision.training.base.points import SCORE_NAMES, has_top5
 from zerovision.training.base.run_folder import CARD, WEIGHTS
 from zerovision.training.base.units import percent
@@ -36,8 +36,8 @@ from zerovision.training.config.values import (
     show_value,
     without_folders,
 )
+from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.settings import DataSettings
-from zerovision.training.data.values import BYTES
 from zerovision.training.recipe.settings import RecipeSettings
 from zerovision.training.tasks.of_weights import task_of
 from zerovision.training.tasks.settings import TaskSettings

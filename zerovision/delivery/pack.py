@@ -16,8 +16,8 @@ from rich.progress import track
 from torchvision.transforms.v2.functional import to_pil_image
 
 from zerovision.delivery.settings import PackSettings
-from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import errors_of_writing, replacing_folder
 from zerovision.training.base.units import format_bytes
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, archives, data_options, load_data
@@ -26,12 +26,12 @@ from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.parts import TRAIN
 from zerovision.training.data.reading.files import IMAGE_EXTENSIONS
+from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.reading.remote_files import checksum_of
 from zerovision.training.data.reading.sources import FileSource, Source, digest_of
 from zerovision.training.data.settings import SEVERAL_LABELS
 from zerovision.training.data.tar_shards import FACTS, LABEL, TAR
-from zerovision.training.data.values import BYTES
-from zerovision.training.observe.console import open_console
+from zerovision.training.observe.loggers.text import open_console
 
 PNG_CHANNELS = (1, 3)
 

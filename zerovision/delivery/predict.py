@@ -29,10 +29,9 @@ from zerovision.delivery.calibration import NONE_OF_THESE, Calibration, Views, c
 from zerovision.delivery.settings import PredictSettings
 from zerovision.delivery.trained_model import find_model
 from zerovision.delivery.views import checked_views, probabilities_of
-from zerovision.training.base.atomic_write import errors_of_writing, replacing
 from zerovision.training.base.control_groups import limit_threads, usable_cores
 from zerovision.training.base.errors import UserError, printable
-from zerovision.training.base.small_files import csv_line
+from zerovision.training.base.files import csv_line, errors_of_writing, replacing
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.folder import SYSTEM_NAMES

@@ -28,7 +28,7 @@ from zerovision.training.base.errors import UserError, one_line, shown
 from zerovision.training.base.run_folder import CARD, WEIGHTS, shown_path
 from zerovision.training.base.units import format_bytes
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map, read_metadata
-from zerovision.training.data.values import BYTES
+from zerovision.training.data.reading.image_numbers import BYTES
 
 TIMM_CONFIG = "config.json"
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zerovision.training.base.errors import UserError, nearest
-from zerovision.training.base.places import log_folder
 from zerovision.training.base.plugins import loaded, names_of, require_plugins
-from zerovision.training.base.run_folder import CONFIG, WEIGHTS
+from zerovision.training.base.run_folder import CONFIG, WEIGHTS, log_folder
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.file import read_values
 

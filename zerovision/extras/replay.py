@@ -24,10 +24,10 @@ from zerovision.delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, con
 from zerovision.delivery.trained_model import find_run, read_json, read_run_config
 from zerovision.extras.bisect_runs import compare_step, read_hashes
 from zerovision.extras.settings import ReplaySettings
-from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder, write_json
 from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.files import errors_of_writing, replacing_folder, write_json
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.checkpoint.restore import restore
 from zerovision.training.checkpoint.store import NAME_PATTERN, find_candidates
 from zerovision.training.data.augment import unnormalized

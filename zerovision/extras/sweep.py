@@ -31,14 +31,12 @@ from zerovision.extras.settings import SweepSettings
 from zerovision.launch.arguments import check_training, read_arguments, with_flags
 from zerovision.launch.hosts import read_hostfile
 from zerovision.launch.rendezvous import NO_NODES_CODE
-from zerovision.training.base.atomic_write import errors_of_writing, replacing, write_json
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
+from zerovision.training.base.files import errors_of_writing, replacing, write_csv, write_json
 from zerovision.training.base.heartbeat import CALLER_VARIABLE
-from zerovision.training.base.places import LAUNCH, as_typed
 from zerovision.training.base.points import best_epoch, merit, score_in, show_score
-from zerovision.training.base.run_folder import METRICS, REPORT, shown_path
-from zerovision.training.base.small_files import write_csv
+from zerovision.training.base.run_folder import LAUNCH, METRICS, REPORT, as_typed, shown_path
 from zerovision.training.base.units import plural
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.world.gpus import usable_gpus

@@ -43,9 +43,9 @@ from zerovision.launch.process_tree import (
     launch_folder,
     remove_stale_build_locks,
 )
-from zerovision.training.base.atomic_write import leave_mark, sees_mark
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import leave_mark, sees_mark
 from zerovision.training.base.heartbeat import RESTARTS_VARIABLE
 from zerovision.training.base.lasting_output import outlast_readers
 from zerovision.training.observe.environment import software

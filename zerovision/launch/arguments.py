@@ -28,7 +28,7 @@ from zerovision.training.base.errors import (
 from zerovision.training.base.heartbeat import end_with_caller
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import outlast_readers
-from zerovision.training.base.places import ENTRIES
+from zerovision.training.base.run_folder import ENTRIES
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MOST_RANKS
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import check_launched_strategy

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zerovision.launch.rendezvous import MAX_CPU_RANKS_PER_CORE, differences
-from zerovision.training.base.places import CHECKOUT, EXTRAS, REPO_ROOT, cure_of_missing
+from zerovision.training.base.run_folder import CHECKOUT, EXTRAS, REPO_ROOT, cure_of_missing
 from zerovision.training.base.units import cpu_ranks, format_bytes, plural
 
 Verdict = Literal["ok", "warning", "wrong"]

@@ -36,7 +36,7 @@ from zerovision.launch.machine_facts import Facts
 from zerovision.launch.nodes import AGENT, POLL_SECONDS, Nodes
 from zerovision.launch.rendezvous import reachable_addresses, unshared
 from zerovision.training.base.errors import UserError, printable
-from zerovision.training.base.places import REPO_ROOT, as_typed, log_folder
+from zerovision.training.base.run_folder import REPO_ROOT, as_typed, log_folder
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES
 from zerovision.training.base.units import format_duration
 from zerovision.training.config import TrainConfig

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.small_files import read_small_text
+from zerovision.training.base.files import read_small_text
 
 HERE = "localhost"  # the name of this machine where no other takes part
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")

@@ -29,7 +29,7 @@ from zerovision.launch.nodes import Nodes
 from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
 from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import log_folder
+from zerovision.training.base.run_folder import log_folder
 from zerovision.training.world.launchers import refuse_a_pod_alone, remember_line
 
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerovision.training.base.atomic_write import existing_part
 from zerovision.training.base.control_groups import free_memory, quota_note, usable_cores, usable_memory
 from zerovision.training.base.errors import FileServerError, UserError
-from zerovision.training.base.places import SHARED_MEMORY
+from zerovision.training.base.files import existing_part
+from zerovision.training.base.run_folder import SHARED_MEMORY
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.observe.environment import software
 from zerovision.training.world.network_interfaces import free_port, own_addresses

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerovision.launch.hosts import SHELLS
-from zerovision.training.base.places import LAUNCH
+from zerovision.training.base.run_folder import LAUNCH
 
 BEGIN = b"\x1e"  # ASCII's record separator
 READ_BYTES = 1 << 16

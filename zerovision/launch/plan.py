@@ -12,7 +12,7 @@ from typing import Any
 
 from zerovision.launch.arguments import LaunchArguments, check_training
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import log_folder
+from zerovision.training.base.run_folder import log_folder
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.global_batch import check_division
 from zerovision.training.config.values import changed_flags

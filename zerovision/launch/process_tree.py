@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from zerovision.training.base.atomic_write import process_space
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import process_space
 from zerovision.training.base.heartbeat import (
     CHECKPOINT,
     FOLDER_VARIABLE,

@@ -29,8 +29,8 @@ from zerovision.launch.launch import preflight, train
 from zerovision.launch.node_run import FINAL_CODES, receive_signals
 from zerovision.launch.nodes import Nodes
 from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
-from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import replacing
 from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.new_run import run_folder

@@ -18,7 +18,7 @@ from zerovision.models import MODELS, TIMM_PREFIX
 from zerovision.models.sides import sides
 from zerovision.models.weights_metadata import open_weights, read_facts
 from zerovision.planning.choose import Facts, Published, wanted_network
-from zerovision.training.base.places import as_typed
+from zerovision.training.base.run_folder import as_typed
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import data_options, list_images, load_data
 from zerovision.training.data.parts import PARTS, TRAIN, VAL

@@ -20,12 +20,12 @@ from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config, needing_torch
 from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
-from zerovision.training.engines.build_engine import ENGINES, resolve_engine
+from zerovision.training.engines.build import ENGINES, resolve_engine
 from zerovision.training.engines.settings import check_machine
 from zerovision.training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
-from zerovision.training.observe.memory_limit import FILL
-from zerovision.training.prepare import RunFacts
+from zerovision.training.observe.device_use import FILL
 from zerovision.training.recipe.rules import check_optimizer
+from zerovision.training.setup import RunFacts
 from zerovision.training.world.mesh_sizes import data_ranks
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import AgreedError, AnotherStartNeededError
+from zerovision.training.base.files import write_json
 from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.run_folder import BATCH_SIZE, RunFolder
 from zerovision.training.base.units import format_bytes, plural
@@ -29,9 +29,9 @@ from zerovision.training.config.global_batch import (
     usual_global_batch,
 )
 from zerovision.training.engines.settings import WAYS
-from zerovision.training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
+from zerovision.training.observe.device_use import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
 from zerovision.training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
-from zerovision.training.prepare import RunFacts, memory_facts
+from zerovision.training.setup import RunFacts, memory_facts
 from zerovision.training.steps.carrier import Run, Start
 from zerovision.training.trial import (
     TrialStopped,

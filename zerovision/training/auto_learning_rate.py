@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.errors import AgreedError, shown
+from zerovision.training.base.files import write_json
 from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.run_folder import LEARNING_RATE
 from zerovision.training.base.units import plural

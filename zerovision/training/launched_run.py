@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.heartbeat import CALLER_VARIABLE
-from zerovision.training.base.places import LAUNCH
+from zerovision.training.base.run_folder import LAUNCH
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_launched

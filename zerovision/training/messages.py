@@ -10,17 +10,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerovision.models import USUAL_RATE
 from zerovision.training.base.control_groups import quota_note, usable_cores
-from zerovision.training.base.places import SHARED_MEMORY
 from zerovision.training.base.points import SCORE_NAMES, RunPoint, merit, show_score
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_folder import shown_path
+from zerovision.training.base.run_folder import SHARED_MEMORY, shown_path
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS
 from zerovision.training.config.values import launch_command
 from zerovision.training.data.augment import unnormalized, viewable
 from zerovision.training.data.bad_images import bad_image_lines
 from zerovision.training.data.reading.files import ImageError
-from zerovision.training.data.values import BYTES, stretched
+from zerovision.training.data.reading.image_numbers import BYTES, stretched
 from zerovision.training.engines.precision import note_slow_bf16
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.recipe.schedule import schedule_notes

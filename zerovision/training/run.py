@@ -32,7 +32,7 @@ from zerovision.training.checkpoint.restore import restore
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.saved import resumed
-from zerovision.training.engines.build_engine import form_ranks
+from zerovision.training.engines.build import form_ranks
 from zerovision.training.epoch import train_and_evaluate
 from zerovision.training.final_test import judge_test
 from zerovision.training.launched_run import run_launched
@@ -42,12 +42,11 @@ from zerovision.training.observe.best_weights import bring_along, epoch_of, keep
 from zerovision.training.observe.device_use import DeviceGauge, run_point
 from zerovision.training.observe.new_run import removed_if_refused
 from zerovision.training.out_of_memory import describe_failure, is_out_of_memory
-from zerovision.training.prepare import prepare
 from zerovision.training.resume import saved_identity
-from zerovision.training.setup import build
+from zerovision.training.setup import build, prepare
 from zerovision.training.steps.carrier import Run, Start
 from zerovision.training.steps.watch import watched
-from zerovision.training.time_limit import limit_epochs
+from zerovision.training.trial import limit_epochs
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world

@@ -1,39 +1,50 @@
-"""Builds all parts of a run, once, in the order in which mistakes are cheapest to report."""
+"""Prepares a run, then builds its parts, once, in the order in which mistakes are cheapest to report."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_logger import Loggers
-from zerovision.training.checkpoint.frozen import keep_frozen
-from zerovision.training.checkpoint.restore import TrainState
-from zerovision.training.config.check import needing_torch
+from zerovision.training.base.run_folder import EVALUATION, RunFolder
+from zerovision.training.checkpoint.restore import TrainState, keep_frozen
+from zerovision.training.config import TrainConfig
+from zerovision.training.config.check import needing_torch, note_unused_flags
+from zerovision.training.data import data_options, load_data
 from zerovision.training.data.image_list import ImageContents
 from zerovision.training.data.loader import build_loaders
 from zerovision.training.data.sampler import build_plan
-from zerovision.training.engines.build_engine import build_engine, parallel_plan, set_up_engine
+from zerovision.training.engines.build import build_engine, build_training_model, parallel_plan, set_up_engine
 from zerovision.training.engines.compilation import resolve_compile
 from zerovision.training.engines.engine import Averages, EngineSetup, Loss, Step
-from zerovision.training.engines.model import build_training_model
 from zerovision.training.engines.parameter_shards import frozen_parameters
-from zerovision.training.engines.settings import TORCH, ways_of
+from zerovision.training.engines.precision import resolve_precision
+from zerovision.training.engines.settings import TORCH, check_files, ways_of
 from zerovision.training.engines.ways import Way
 from zerovision.training.observe.environment import describe_run
+from zerovision.training.observe.evaluation import check_replaceable
 from zerovision.training.observe.loggers import open_loggers
+from zerovision.training.observe.new_run import create_run_folder, removed_if_refused, run_folder
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.schedule import build_schedule, head_epochs_of
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer
-from zerovision.training.resume import check_fit, identity_of
+from zerovision.training.resume import check_fit, identity_of, resolve
 from zerovision.training.steps.accumulate import Accumulate
-from zerovision.training.steps.carrier import Readers, Run, RunModel
+from zerovision.training.steps.audit import check_audit
+from zerovision.training.steps.carrier import Readers, Run, RunModel, Start
 from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.tasks.settings import asked_task
-from zerovision.training.world.collectives import agreed
+from zerovision.training.world.collectives import agreed, broadcast_object
+from zerovision.training.world.world import World
 
 
 def build(run: Run) -> Run:
@@ -153,3 +164,74 @@ def _tuned(run: Run) -> RunModel:
         frozen = agreed(lambda: keep_frozen(*kept, is_main=run.world.is_main), run.world)
     freezer = BackboneFreezer(module, run.model.built.head_parameter_names)
     return dataclasses.replace(run.model, freezer=freezer, adapters=Adapters(module), frozen=frozen)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts that predictions about a run depend on.
+
+    Attributes:
+        config: settings with the resolved precision, and the channels of the images.
+        classes: number of classes.
+        image_size: size of the training images, pixels.
+        ranks: number of ranks that share one training state: all, or those of an independent group.
+        ranks_per_machine: how many of these are on each machine.
+        has_gpus: whether they use GPUs.
+    """
+
+    config: TrainConfig
+    classes: int
+    image_size: int | str
+    ranks: int
+    ranks_per_machine: int
+    has_gpus: bool
+
+
+def memory_facts(run: Run) -> RunFacts:
+    """Return the facts that determine the memory of a rank."""
+    world, ranks = run.world, run.world.size // run.start.groups  # that share one training state
+    resolved: dict[str, Any] = {"precision": run.precision, "image_channels": run.data.preprocessing.channels}
+    return RunFacts(
+        config=dataclasses.replace(run.config, **resolved),
+        classes=len(run.data.class_names),
+        image_size=run.data.train.sizes[-1],
+        ranks=ranks,
+        ranks_per_machine=min(world.local_size, ranks),
+        has_gpus=world.device.type == "cuda",
+    )
+
+
+def prepare(config: TrainConfig, world: World, start: Start) -> Run:
+    """Return a prepared run, not yet built; checks come in the order in which mistakes are cheapest to report.
+
+    This is a collective.
+
+    Raises:
+        UserError: on all ranks, for a mistake that any rank found.
+    """
+    agreed(lambda: check_audit(config, world), world)
+    agreed(lambda: resolve_precision(config.precision, world.device), world)
+    agreed(lambda: check_files(config), world)
+    data = agreed(lambda: load_data(data_options(config)), world)
+    run = Run(config=config, world=world, start=start, folder=create_folder(config, start, world), data=data)
+    with removed_if_refused(run.folder):
+        run = resolve(run)
+    if run.config.threads_per_rank:
+        torch.set_num_threads(run.config.threads_per_rank)
+    notes = (*note_unused_flags(run.config), *run.start.notes)
+    return dataclasses.replace(run, start=dataclasses.replace(run.start, notes=notes))
+
+
+def create_folder(config: TrainConfig, start: Start, world: World) -> RunFolder:
+    """Create the run's folders on rank 0, see `create_run_folder`; a collective."""
+
+    def create() -> RunFolder:
+        if config.run_name:
+            check_replaceable(run_folder(config).path / EVALUATION)  # by that of the best epoch
+        return create_run_folder(config, start.origin)
+
+    created = agreed(lambda: create() if world.is_main else None, world)
+    log_dir, name = broadcast_object([str(created.log_dir), created.name] if created else None, world)
+    if world.is_main:
+        start.heartbeat.run_name(name)
+    return created or RunFolder(Path(log_dir), name)

@@ -1,4 +1,4 @@
-"""Short trial runs on a run's ranks, for the measurements of `--learning-rate auto` and `--batch-size auto`.
+"""Short trial runs on a run's ranks: for `--learning-rate auto`, `--batch-size auto` and `--minutes`.
 
 A trial is built like the run, on the same data, in a temporary folder inside the run's. It is closed before the run's
 own model is built, so it does not change the training.
@@ -13,18 +13,21 @@ import gc
 import json
 import math
 import shutil
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerovision.training.base.errors import RunEnded
-from zerovision.training.base.points import StepPoint
+from zerovision.training.base.heartbeat import SLOW_PHASE
+from zerovision.training.base.points import Loggers, RunLogger, StepPoint
 from zerovision.training.base.run_folder import RunFolder
-from zerovision.training.base.run_logger import Loggers, RunLogger
+from zerovision.training.base.units import format_duration, plural
 from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.loop import train_one_epoch
@@ -33,7 +36,7 @@ from zerovision.training.observe.observer import Observers
 from zerovision.training.setup import build
 from zerovision.training.steps.carrier import Run
 from zerovision.training.steps.watch import every_step, guard_of
-from zerovision.training.world.collectives import agreed
+from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
 
 MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
@@ -151,3 +154,50 @@ def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) 
     if signal:
         raise TrialStopped
     return kept
+
+
+STEPS = 5  # of each pass; what the first one makes beside its update counts for none
+OF_EVALUATION = 0.5  # of the time of a training step, for as many images: no backward, but their files are read whole
+END_SECONDS = 6.0  # from the last epoch to the end: the files about the run
+TRIAL_FOLDER = "time-trial"
+
+
+def limit_epochs(run: Run) -> Run:
+    """Return the run with at most the epochs that `--minutes` allows, and a note for the log; a collective.
+
+    A resumed run keeps its epochs, see `saved_and_given`.
+    """
+    config, world = run.config, run.world
+    if not config.minutes or config.solver == "lbfgs":  # which has no epochs
+        return run.changed(minutes=0.0)
+    run.start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+    try:
+        first, others = broadcast_object(_epoch_seconds(run), world)
+    except TrialStopped:  # as the run, which is about to end
+        return run.changed(minutes=0.0)
+    spent = broadcast_object(time.time() - run.start.began, world)
+    left = 60 * config.minutes - spent - END_SECONDS
+    epochs = max(1, min(config.epochs, 1 + int((left - first) / others)))
+    fit = f"shortened to {epochs} of {plural(config.epochs, 'epoch')}" if epochs < config.epochs else "all epochs fit"
+    note = f"--minutes {config.minutes:g}: {fit}, {format_duration(others)} each"
+    if first > left:
+        note += f", the first {format_duration(first)}: less than one does not fit"
+    warmup = config.warmup_epochs if config.warmup_epochs == "auto" else min(config.warmup_epochs, epochs / 10)
+    return run.changed(epochs=epochs, minutes=0.0, warmup_epochs=warmup).noting(note)
+
+
+def _epoch_seconds(run: Run) -> tuple[float, float]:
+    """Return the seconds of the first epoch, including the final test, and of each other epoch; a collective."""
+    passes, data = list[float](), run.data
+    with trial(run.changed(ema=0.0), TRIAL_FOLDER) as attempt:
+        plan, _ = shortened(attempt.plan, min(STEPS, attempt.plan.steps_per_epoch))
+        for number in (0, 0):
+            times = train_shortly(dataclasses.replace(attempt, plan=plan), [number]).times
+            steps = [later - earlier for earlier, later in pairwise(times)]
+            passes.append(statistics.median(steps) if steps else 0.0)
+        whole, images = attempt.plan.steps_per_epoch, attempt.plan.global_batch
+    del attempt
+    free_memory(run.world)
+    cold, warm = passes
+    val, once = len(data.val) / images, len(data.test or ()) / images
+    return cold * (whole + OF_EVALUATION * (val + once)), max(warm * (whole + OF_EVALUATION * val), 1e-6)

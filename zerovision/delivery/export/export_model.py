@@ -29,11 +29,10 @@ from zerovision.delivery.export.output_folder import PREPROCESSING, check_output
 from zerovision.delivery.export.pictures import FromPictures
 from zerovision.delivery.settings import ExportSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model
-from zerovision.training.base.atomic_write import write_json
 from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import printable
+from zerovision.training.base.files import sha256_of, write_json
 from zerovision.training.base.run_folder import EXPORT, slug
-from zerovision.training.base.small_files import sha256_of
 from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.observe.new_run import remove_leftovers_of_run

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zerovision.training.base.atomic_write import errors_of_writing, remove_leftovers, sync_to_disk, unfinished
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import errors_of_writing, remove_leftovers, sync_to_disk, unfinished
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map
-from zerovision.training.data.values import BYTES
+from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.tasks.of_weights import THRESHOLDS, task_of
 
 PREPROCESSING = "preprocessing.json"

@@ -18,8 +18,8 @@ from zerovision.delivery.export.output_folder import PICTURE_STEPS
 from zerovision.delivery.views import probabilities_of
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
-from zerovision.training.data.thin_images import FILTERS, resize_weights
-from zerovision.training.data.values import BYTES
+from zerovision.training.data.augment import FILTERS, resize_weights
+from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.tasks.of_weights import task_of
 
 PICTURES, ANSWERS = "pictures", ("probabilities", "class")

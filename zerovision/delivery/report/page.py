@@ -14,14 +14,14 @@ import numpy as np
 from zerovision.delivery import pages
 from zerovision.delivery.pages import clip, number, plural
 from zerovision.delivery.report import run_facts
+from zerovision.delivery.report.charts import STYLES, overlaid_charts, rate_search_chart, single_run_charts
 from zerovision.delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, sample_images
 from zerovision.delivery.report.run_facts import find_incidents
 from zerovision.delivery.report.run_files import names_of, read_run
-from zerovision.delivery.report.training_curves import STYLES, overlaid_charts, rate_search_chart, single_run_charts
 from zerovision.delivery.settings import ReportSettings
 from zerovision.delivery.trained_model import find_run, read_json
-from zerovision.training.base.atomic_write import errors_of_writing, replacing
 from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.files import errors_of_writing, replacing
 from zerovision.training.base.run_folder import (
     ENVIRONMENT,
     EVALUATION,

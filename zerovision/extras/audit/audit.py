@@ -38,10 +38,9 @@ from zerovision.extras.settings import AuditSettings
 from zerovision.models import TIMM_PREFIX
 from zerovision.models.build import build_model
 from zerovision.models.timm_models import check_timm_name
-from zerovision.training.base.atomic_write import errors_of_writing, replacing
 from zerovision.training.base.errors import UserError, printable
-from zerovision.training.base.places import log_folder
-from zerovision.training.base.run_folder import shown_path, slug
+from zerovision.training.base.files import errors_of_writing, replacing
+from zerovision.training.base.run_folder import log_folder, shown_path, slug
 from zerovision.training.base.settings import RunSettings
 from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import load_model

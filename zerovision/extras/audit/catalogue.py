@@ -18,10 +18,10 @@ from zerovision.training.data.augment import viewable
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.loader import Loader, most_workers
 from zerovision.training.data.reader import Batch
+from zerovision.training.data.reading.image_numbers import stretched
 from zerovision.training.data.reading.sources import UNKNOWN, FileSource, grey
 from zerovision.training.data.sampler import EvaluationPlan
-from zerovision.training.data.values import stretched
-from zerovision.training.observe.console import open_console
+from zerovision.training.observe.loggers.text import open_console
 
 PICTURE_SIDE = 16
 IMAGES_AT_ONCE = 64

@@ -13,7 +13,7 @@ from scipy.sparse.csgraph import connected_components
 from zerovision.extras.audit.catalogue import Catalogue
 from zerovision.extras.audit.copies import Copy
 from zerovision.extras.audit.labels import SUSPECTED, LabelDoubts
-from zerovision.planning.equal_images import first_of_equal
+from zerovision.planning.data_check import first_of_equal
 from zerovision.training.data.datasets import DatasetPair
 
 KINDS = {

@@ -14,9 +14,8 @@ from zerovision.delivery import pages
 from zerovision.delivery.evaluation_files import thumbnail
 from zerovision.extras.audit.catalogue import Catalogue
 from zerovision.extras.audit.findings import DROP, GROUP, KINDS, MOVE, RELABEL, Finding, Fix
-from zerovision.training.base.atomic_write import errors_of_writing, replacing_folder, write_json
 from zerovision.training.base.errors import UserError, printable, shown
-from zerovision.training.base.small_files import as_given, write_csv
+from zerovision.training.base.files import as_given, errors_of_writing, replacing_folder, write_csv, write_json
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.observe.evaluation import check_replaceable
 

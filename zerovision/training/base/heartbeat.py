@@ -29,7 +29,7 @@ import zlib
 from io import TextIOWrapper
 from pathlib import Path
 
-from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.files import replacing
 
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"
 LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # in the environment of everything that one launch starts: survives re-parenting

@@ -1,13 +1,14 @@
-"""The settings that all code may read: what is trained, on how many images at once, in which precision."""
+"""The settings that all code may read, and what a training mode says about settings."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from zerovision.models import MODELS, MOST_MEMBERS, USUAL_RATE
-from zerovision.training.base.places import PRESET_FOLDER
 from zerovision.training.base.plugins import USAGE as PLUGIN_USAGE
+from zerovision.training.base.run_folder import PRESET_FOLDER
 
 PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # that any command takes
@@ -143,3 +144,38 @@ class RunSettings:
         `auto` counts as the smallest size until it is resolved, before the run is built.
         """
         return FEWEST_IMAGES if isinstance(self.batch_size, str) else self.batch_size
+
+
+Values = Mapping[str, Sequence[object]]
+
+
+class Mode:
+    """A training mode that settings can turn on; methods that it does not override do what a run without it does.
+
+    Attributes:
+        flag: the setting that turns it on.
+        goes_with: for other settings, the values that they may have with it, the usual one first.
+        own: settings that have no effect without it.
+        resumable: its settings that a resumed run may change.
+        config: the settings of a run.
+    """
+
+    flag: ClassVar[str]
+    goes_with: ClassVar[Values] = {}
+    own: ClassVar[tuple[str, ...]] = ()
+    resumable: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def is_asked(self) -> bool:
+        """Return whether the settings turn it on."""
+        return getattr(self.config, self.flag) > 1
+
+    def uses_own(self) -> bool:
+        """Return whether the settings in `own` have an effect."""
+        return self.is_asked()
+
+    def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
+        """Yield the mistakes in its settings, or raise the UserError of their parser."""
+        yield from ()

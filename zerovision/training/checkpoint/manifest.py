@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerovision.training.base.atomic_write import sync_to_disk
 from zerovision.training.base.errors import one_line
+from zerovision.training.base.files import sync_to_disk
 from zerovision.training.base.progress import Progress
 
 MANIFEST_FILE = "manifest.json"

@@ -20,9 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from zerovision.training.base.atomic_write import replacing_by_library
 from zerovision.training.base.errors import one_line
-from zerovision.training.base.small_files import sha256_of
+from zerovision.training.base.files import replacing_by_library, sha256_of
 from zerovision.training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_names, file_size
 from zerovision.training.engines.parameter_shards import WEIGHTS, EngineState, TakeBox, index_of
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerovision.training.base.atomic_write import remove_leftovers, replacing, sync_to_disk
 from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.files import remove_leftovers, replacing, sync_to_disk
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import LAST
 from zerovision.training.checkpoint.manifest import (

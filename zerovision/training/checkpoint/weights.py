@@ -34,11 +34,11 @@ from zerovision.models.weights_metadata import (
     open_weights,
     read_facts,
 )
-from zerovision.training.base.atomic_write import replacing, replacing_by_library, sync_to_disk
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import replacing, replacing_by_library, sync_to_disk
 from zerovision.training.base.plugins import IN_FILES, require_plugins
+from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.reading.model_input import ModelInput
-from zerovision.training.data.values import BYTES
 from zerovision.training.world.preserved_process import preserved_generators
 
 CLASS_MAP = "class_map.txt"  # the classes in the order of the logits, a name a line, for timm's --class-map

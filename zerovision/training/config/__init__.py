@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from zerovision.training.base.modes import Mode
-from zerovision.training.base.places import REPO_ROOT
+from zerovision.training.base.run_folder import REPO_ROOT
+from zerovision.training.base.settings import Mode
 from zerovision.training.engines.settings import WAYS
 from zerovision.training.observe.settings import ObserveSettings
 from zerovision.training.tasks.settings import TASKS

@@ -11,8 +11,8 @@ from typing import Any
 
 from zerovision.models import check_model_name, model_spec
 from zerovision.training.base.errors import UserError, shown, unknown_name
-from zerovision.training.base.modes import Mode, Values
 from zerovision.training.base.plugins import load_plugins
+from zerovision.training.base.settings import Mode, Values
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, MODES, TrainConfig
 from zerovision.training.config.global_batch import in_chunks

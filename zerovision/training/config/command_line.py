@@ -32,8 +32,8 @@ from zerovision.training.base.errors import (
 )
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import ReaderGone, report_failed_output
-from zerovision.training.base.places import as_typed, cure_of_missing
 from zerovision.training.base.plugins import load_plugins
+from zerovision.training.base.run_folder import as_typed, cure_of_missing
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig, part_name
 from zerovision.training.config.check import check_config, check_launched
 from zerovision.training.config.saved import saved_and_given

@@ -11,8 +11,8 @@ import yaml
 from yaml.composer import ComposerError
 
 from zerovision.training.base.errors import UserError, nearest, one_line, ours, plain, unknown_name
+from zerovision.training.base.files import read_small_text
 from zerovision.training.base.settings import PRESET_FOLDER, PRESETS
-from zerovision.training.base.small_files import read_small_text
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS
 from zerovision.training.config.values import allowed_values, read_words
 

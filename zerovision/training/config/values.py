@@ -12,8 +12,8 @@ from typing import Any, get_args, get_type_hints
 from zerovision.models import hub_name_of
 from zerovision.models.sides import ImageSize, read_size, sides
 from zerovision.training.base.errors import UserError, nearest, ours, plain, shown
-from zerovision.training.base.places import as_typed
 from zerovision.training.base.plugins import names_of
+from zerovision.training.base.run_folder import as_typed
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig
 from zerovision.training.data.settings import URL
 

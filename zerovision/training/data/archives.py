@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.files import replacing
 from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import read_class_names

@@ -26,9 +26,9 @@ from zerovision.training.data import DataOptions
 from zerovision.training.data.augmentations import MIN_IMAGE_SIZE
 from zerovision.training.data.class_names import Label, label_of, number_classes
 from zerovision.training.data.datasets import DatasetPair, make_array_datasets
+from zerovision.training.data.reading.image_numbers import to_values
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.reading.sources import ArraySource
-from zerovision.training.data.values import to_values
 
 IMAGE_SIZE = 32  # of digits and of waves
 DIGITS_TO_TRAIN, MOST_INK = 1437, 16

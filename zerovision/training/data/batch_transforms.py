@@ -1,4 +1,4 @@
-"""Transforms batches of images into model input on the device: shifts, mirrors, normalizes, erases.
+"""Transforms batches on the device: shifts, mirrors, normalizes and erases images, and mixes them.
 
 Bytes are transferred as bytes, a quarter of the size of float32. Random numbers are drawn on the CPU as a function of
 (seed, epoch, index), and pixels move by whole numbers, so a GPU gives the same result as a CPU. The result is in
@@ -7,18 +7,109 @@ channels_last order, in which convolutions are fastest.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
+from zerovision.training.data import DataOptions
 from zerovision.training.data.augmentations import Augmentation
-from zerovision.training.data.erasing import RandomErasing
-from zerovision.training.data.randomness import uniform_draws
+from zerovision.training.data.randomness import FIRST_ERASING_DRAW, uniform_draws
+from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.transfer import to_device
-from zerovision.training.data.values import BYTES
+
+# Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896; the values of timm
+AREA = (0.02, 1 / 3)  # of the image
+RATIO = (0.3, 1 / 0.3)  # height / width
+TRIES = 10
+ERASING_DRAWS = 4 + 2 * TRIES  # whether, top, left, place in the noise, areas, shapes
+NOISE_LENGTH = 2**20
+
+
+class RandomErasing:
+    """Erases a rectangle in some images of a batch.
+
+    Args:
+        probability: Probability that an image is erased.
+        mode: "const" for zeros, which is the mean; "rand" for one normal number per channel; "pixel" for one per pixel.
+        size: Size of the images in pixels.
+        seed: The run's seed.
+        channels: C of the images.
+    """
+
+    def __init__(self, probability: float, mode: str, size: ImageSize, seed: int, channels: int = 3) -> None:
+        self._probability, self._size, self._seed = probability, size, seed
+        self._noise_shape = {"const": None, "rand": (1, 1, channels), "pixel": (*sides(size), channels)}[mode]
+        self._noise_on: dict[torch.device, torch.Tensor] = {}
+
+    def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
+        """Erase in place.
+
+        Args:
+            images: float32 [B, C, S, S], normalized, channels_last.
+            epoch: Decides, with the indices, what is erased.
+            indices: int64 [B], positions in the data set.
+        """
+        draws = uniform_draws(self._seed, epoch, indices, ERASING_DRAWS, first=FIRST_ERASING_DRAW)
+        boxes = erased_boxes(self._size, self._probability, draws)
+        if boxes.shape[1] == 0:
+            return images
+        slots, top, left, height, width, start = to_device(torch.from_numpy(boxes), images.device).unsqueeze(2)
+        down, along = (torch.arange(side, device=images.device) for side in sides(self._size))
+        rows, columns = (down >= top) & (down < top + height), (along >= left) & (along < left + width)
+        inside = rows[:, :, None, None] & columns[:, None, :, None]
+        slots, pixels = slots.squeeze(1), images.permute(0, 2, 3, 1)  # in the order of the memory
+        pixels.index_copy_(0, slots, torch.where(inside, self._fill(start), pixels.index_select(0, slots)))
+        return images
+
+    def _fill(self, start: torch.Tensor) -> torch.Tensor:
+        """Return the fill: float32 [], or [K, 1 or H, 1 or W, C]: the noise from `start` (int64 [K, 1])."""
+        if self._noise_shape is None:
+            return torch.zeros((), device=start.device)
+        places = start + torch.arange(math.prod(self._noise_shape), device=start.device)
+        return self._noise(start.device)[places % NOISE_LENGTH].view(-1, *self._noise_shape)
+
+    def _noise(self, device: torch.device) -> torch.Tensor:
+        """Return normal numbers, float32 [NOISE_LENGTH]; new numbers for every pixel would take longer than a step.
+
+        NumPy keeps the numbers of `RandomState` the same in all versions.
+        """
+        if device not in self._noise_on:
+            noise = np.random.RandomState(self._seed).standard_normal(NOISE_LENGTH)
+            self._noise_on[device] = to_device(torch.from_numpy(noise.astype(np.float32)), device)
+        return self._noise_on[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_noise_on": {}}  # tensors on a GPU are not sent to worker processes
+
+
+def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.ndarray:
+    """Choose the rectangles to erase: area and shape (log-uniform) are drawn until they fit, at most 10 times.
+
+    Args:
+        size: Size of the images in pixels.
+        probability: Probability of a rectangle.
+        draws: float64 [B, ERASING_DRAWS], uniform in [0, 1).
+
+    Returns:
+        int64 [6, K]: slot in the batch, top, left, height, width, and place in the noise of K <= B rectangles.
+    """
+    rows, columns = sides(size)
+    log_low, log_high = map(math.log, RATIO)
+    area = rows * columns * (AREA[0] + (AREA[1] - AREA[0]) * draws[:, 4 : 4 + TRIES])
+    ratio = np.exp(log_low + (log_high - log_low) * draws[:, 4 + TRIES :])
+    heights, widths = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+    fits = (heights < rows) & (widths < columns)
+    slots = np.flatnonzero(fits.any(1) & (draws[:, 0] < probability))
+    attempt, (top, left, start) = fits[slots].argmax(1), draws[slots, 1:4].T
+    height, width = heights[slots, attempt], widths[slots, attempt]
+    tops, lefts = np.floor(top * (rows - height + 1)), np.floor(left * (columns - width + 1))
+    return np.stack([slots, tops, lefts, height, width, np.floor(start * NOISE_LENGTH)]).astype(np.int64)
+
 
 SHIFT_FRACTION = 0.1
 BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
@@ -131,3 +222,98 @@ class BatchTransforms:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_factors_on": {}}  # tensors on a GPU are not sent to worker processes
+
+
+class Mix(NamedTuple):
+    """How to mix the images of a micro-batch.
+
+    Attributes:
+        share: Share of the image itself, 0 to 1; the rest is its partner's.
+        box: Top, bottom, left and right of the rectangle that cutmix copies from the partner; None for mixup.
+    """
+
+    share: float
+    box: tuple[int, int, int, int] | None
+
+
+class Mixing:
+    """Mixes the batches of a training set.
+
+    Mixup: Zhang et al., arXiv:1710.09412; cutmix: Yun et al., arXiv:1905.04899.
+
+    Args:
+        options: Parameters of the two beta distributions, probabilities, and epochs.
+        num_classes: Classes C.
+    """
+
+    def __init__(self, options: DataOptions, num_classes: int) -> None:
+        self._options, self._num_classes = options, num_classes
+
+    def __call__(
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        weights: np.ndarray,
+        epoch: int,
+        leaf: int,
+        targets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mix a micro-batch; the images may be changed in place.
+
+        The partner of the first sample is the last one, that of the second the last but one, and so on. Samples with
+        weight 0 (padding, unreadable images) have no partner and are not mixed into others.
+
+        Args:
+            images: float32 [B, channels, S, S], normalized, channels_last.
+            labels: int64 [B], on the same device.
+            weights: float32 [B].
+            epoch: Decides, with the leaf, how to mix.
+            leaf: Index of the micro-batch in its epoch, over all ranks.
+            targets: float32 [B, C]; None to use the labels.
+
+        Returns:
+            The images and their targets, float32 [B, C]; unchanged if nothing is mixed.
+        """
+        height, width = images.shape[2:]
+        mix = self.drawn(epoch, leaf, (height, width))
+        if mix is None:
+            return images, targets
+        real, partners = np.flatnonzero(weights), np.arange(len(weights))
+        partners[real] = real[::-1]
+        partner = to_device(torch.from_numpy(partners), images.device)
+        if targets is None:
+            targets = torch.zeros(len(labels), self._num_classes, device=images.device)
+            targets.scatter_(1, labels[:, None], 1)
+        targets = torch.lerp(targets.index_select(0, partner), targets, mix.share)
+        pixels = images.permute(0, 2, 3, 1)  # in the order of the memory, which `index_select` does not keep
+        if mix.box is None:
+            return torch.lerp(pixels.index_select(0, partner), pixels, mix.share).permute(0, 3, 1, 2), targets
+        top, bottom, left, right = mix.box
+        part = pixels[:, top:bottom, left:right]
+        part.copy_(part.index_select(0, partner))
+        return images, targets
+
+    def drawn(self, epoch: int, leaf: int, shape: tuple[int, int]) -> Mix | None:
+        """Return how to mix a micro-batch of images with this height and width, or None."""
+        options = self._options
+        if options.mixup_off_epochs and epoch >= options.epochs - options.mixup_off_epochs:
+            return None
+        # NumPy keeps the numbers of RandomState the same in all versions; those of its newer generators may change.
+        draws = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((options.seed, epoch, leaf))))
+        if draws.rand() >= options.mixup_probability:
+            return None
+        cuts = options.cutmix > 0
+        if cuts and options.mixup > 0:
+            cuts = draws.rand() < options.mixup_switch_probability
+        alpha = options.cutmix if cuts else options.mixup
+        share = float(draws.beta(alpha, alpha))
+        if not cuts:
+            return Mix(share, None)
+        # the images' shape with the rest of the area, around any pixel; the targets count what of it is inside
+        ends = []
+        for size in shape:
+            side, centre = int(size * np.sqrt(1 - share)), int(draws.randint(size))
+            ends += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, size)]
+        top, bottom, left, right = ends
+        part = (bottom - top) * (right - left) / math.prod(shape)
+        return Mix(1 - part, (top, bottom, left, right))

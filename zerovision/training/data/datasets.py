@@ -30,18 +30,16 @@ from zerovision.training.data.augment import (
 )
 from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation, SizeRamp, augmentation_of, size_ramp
 from zerovision.training.data.bad_images import bad_image_budget
-from zerovision.training.data.batch_transforms import BatchTransforms
+from zerovision.training.data.batch_transforms import BatchTransforms, Mixing
 from zerovision.training.data.class_names import first_names, notes_on_names
 from zerovision.training.data.division import fingerprint
 from zerovision.training.data.images import Images
 from zerovision.training.data.label_lists import LabelSets, make_sets
-from zerovision.training.data.mixing import Mixing
 from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
 from zerovision.training.data.reading.files import ImageError
-from zerovision.training.data.reading.image_numbers import note_unused_range
+from zerovision.training.data.reading.image_numbers import BYTES, note_unused_range, statistics
 from zerovision.training.data.reading.sources import ArraySource, FileSource, Source, open_files
 from zerovision.training.data.settings import IMBALANCE, NUMBERS, SEVERAL_LABELS
-from zerovision.training.data.values import BYTES, statistics
 from zerovision.training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

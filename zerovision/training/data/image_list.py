@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.files import replacing
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.run_folder import IMAGES, RunFolder
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reading.sources import UNKNOWN, FileSource

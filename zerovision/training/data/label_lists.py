@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from zerovision.training.base.errors import UserError, shown
-from zerovision.training.base.small_files import as_given
+from zerovision.training.base.files import as_given
 from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.settings import SEVERAL_LABELS
 

@@ -16,10 +16,10 @@ from zerovision.training.data.bad_images import check_budget
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.device import batches_on_device, images_on_device
 from zerovision.training.data.reader import Batch, read_batch
+from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.reading.sources import UNKNOWN, Source
 from zerovision.training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from zerovision.training.data.settings import DataSettings
-from zerovision.training.data.values import BYTES
 from zerovision.training.data.workers import WorkerPool, fit_workers_into_memory
 from zerovision.training.world.world import World
 

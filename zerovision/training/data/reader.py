@@ -33,7 +33,7 @@ class Batch:
         epoch: Decides the rest of the augmentation.
         draw_keys: int64 [B], which seed the augmentation together with `epoch`, see `BatchKey`.
         leaf: See `BatchKey`.
-        targets: float32 [B, classes] if they differ from the labels, see `mixing` and `sets`.
+        targets: float32 [B, classes] if they differ from the labels, see `batch_transforms` and `sets`.
         is_transformed: Whether `images` are already normalized.
         digests: int64 [B], digests of the images' files, see `reading.sources.digest_of`; empty unless the key requests
             them.

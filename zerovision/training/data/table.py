@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from zerovision.training.base.errors import UserError, nearest, one_line, shown
-from zerovision.training.base.small_files import as_given
+from zerovision.training.base.files import as_given
 from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import clean, label_of

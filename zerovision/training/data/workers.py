@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
-from zerovision.training.base.places import SHARED_MEMORY
 from zerovision.training.base.plugins import LoadedPlugins
+from zerovision.training.base.run_folder import SHARED_MEMORY
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reader import Batch, read_batch
 from zerovision.training.data.sampler import BatchKey

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from zerovision.training.engines.flat_buffers import make_buffers
-from zerovision.training.engines.norms import BLOCK
 from zerovision.training.engines.parameter_shards import (
     CHANNELS_LAST,
     CONVOLUTION_DIMENSIONS,
@@ -26,7 +25,7 @@ from zerovision.training.engines.parameter_shards import (
     flat_shards,
     from_channels_last,
 )
-from zerovision.training.engines.summation_tree import StepTree
+from zerovision.training.engines.summation_tree import BLOCK, StepTree
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.world import World
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zerovision.training.base.places import SHARED_MEMORY
+from zerovision.training.base.run_folder import SHARED_MEMORY
 from zerovision.training.base.timing import communication
 from zerovision.training.engines.summation_tree import LeafSums, StepTree
 from zerovision.training.world.collectives import barrier, broadcast_object, error_on_any_rank

@@ -23,10 +23,9 @@ from zerovision.training.engines.activation_checkpointing import repeated_blocks
 from zerovision.training.engines.compilation import compile_network
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.machine_levels import machine_levels
-from zerovision.training.engines.norms import SumOfSquares, pieces_per_row
 from zerovision.training.engines.parameter_shards import WEIGHTS, ModelPart, ParameterShard
 from zerovision.training.engines.precision import DTYPES, under_autocast
-from zerovision.training.engines.summation_tree import LeafSums, plan_segment
+from zerovision.training.engines.summation_tree import LeafSums, SumOfSquares, pieces_per_row, plan_segment
 from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.collectives import copy_from_main

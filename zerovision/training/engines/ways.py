@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zerovision.training.base.modes import Mode
+from zerovision.training.base.settings import Mode
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from zerovision.training.base.run_logger import Loggers
+    from zerovision.training.base.points import Loggers
     from zerovision.training.engines.engine import Averages, Engine, EngineSetup, Loss, Step
     from zerovision.training.engines.parameter_shards import ModelPart
     from zerovision.training.engines.strategies import ParallelPlan

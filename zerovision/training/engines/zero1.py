@@ -28,7 +28,6 @@ from zerovision.training.engines.compilation import compile_network
 from zerovision.training.engines.cuda_graphs import record, records
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.machine_levels import machine_levels
-from zerovision.training.engines.norms import BLOCK, SumOfSquares, squares_of_rows
 from zerovision.training.engines.parameter_shards import (
     CONVOLUTION_DIMENSIONS,
     ModelPart,
@@ -37,7 +36,7 @@ from zerovision.training.engines.parameter_shards import (
     frozen_shards,
 )
 from zerovision.training.engines.precision import under_autocast
-from zerovision.training.engines.summation_tree import StepTree
+from zerovision.training.engines.summation_tree import BLOCK, StepTree, SumOfSquares, squares_of_rows
 from zerovision.training.world.collectives import barrier
 
 

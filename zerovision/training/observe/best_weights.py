@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from zerovision.models.build import BuiltModel
-from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import replacing
 from zerovision.training.base.plugins import IN_FILES, loaded, names_of
 from zerovision.training.base.run_folder import EVALUATION, WEIGHTS, RunFolder
 from zerovision.training.checkpoint.manifest import Manifest

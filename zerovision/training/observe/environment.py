@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from zerovision import __version__
 from zerovision.training.base.control_groups import cpu_quota, usable_cores
-from zerovision.training.base.places import CHECKOUT, REPO_ROOT
+from zerovision.training.base.run_folder import CHECKOUT, REPO_ROOT
 
 if TYPE_CHECKING:
     from zerovision.models.build import BuiltModel

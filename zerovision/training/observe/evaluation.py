@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerovision.training.base.atomic_write import replacing_folder, write_json
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import replacing_folder, write_json
 from zerovision.training.base.run_folder import SCORES
 from zerovision.training.tasks.class_counts import ClassCounts
 from zerovision.training.tasks.class_scores import count_classes

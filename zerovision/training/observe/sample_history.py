@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from zerovision.models.ensemble import log_mean_probability
-from zerovision.training.base.atomic_write import replacing
+from zerovision.training.base.files import replacing
 from zerovision.training.data.transfer import to_device
 from zerovision.training.observe.observer import Observer, Seen
 from zerovision.training.tasks.scores import rows_of_all

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zerovision.training.base.leaves import Leaves
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
 from zerovision.training.engines.engine import Engine
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.observe.observer import Observer, Seen, StepDone

@@ -18,7 +18,7 @@ from zerovision.models.dry_run import forward_failure, without_data
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import cure_of_missing
+from zerovision.training.base.run_folder import cure_of_missing
 from zerovision.training.recipe import read_tune
 
 # Of others the sum of a layer's weight and an adapter's does not give the sum of their outputs.

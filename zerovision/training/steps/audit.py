@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE, RunEnded, UserError, printable
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.transfer import to_device
 from zerovision.training.engines.engine import StepInput, StepResult, TimedEngine

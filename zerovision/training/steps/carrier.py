@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from zerovision.models.build import BuiltModel
 from zerovision.training.base.heartbeat import HeartbeatWriter
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.run_folder import RunFolder
-from zerovision.training.base.run_lock import Origin
-from zerovision.training.base.run_logger import Loggers
 from zerovision.training.base.timing import SpanClock
-from zerovision.training.checkpoint.frozen import FrozenWeights
-from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.restore import FrozenWeights, TrainState
 from zerovision.training.checkpoint.store import FoundCheckpoint
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.image_list import ImageContents
@@ -24,6 +22,7 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.engine import Averages, Step
 from zerovision.training.engines.flops import TrainingFlops
 from zerovision.training.engines.precision import resolve_precision
+from zerovision.training.observe.new_run import Origin
 from zerovision.training.observe.observer import Observers
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer

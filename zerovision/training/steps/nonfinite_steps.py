@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.engines.precision import DynamicLossScale
 from zerovision.training.observe.observer import Observer, Seen, StepDone

@@ -272,7 +272,7 @@ class Saver(Observer):
             if self._unsaved_best is not None:
                 self._unsaved_best()
             manifest = Manifest(shards=tuple(ShardFacts(*row) for row in rows), **facts)
-            # What a run of more epochs goes on from, see `other_epochs.before_decay`.
+            # What a run of more epochs goes on from, see `resume.before_decay`.
             kept = checkpoint_name(Progress(stable_epochs(self._config)))
             keep_last = self._config.keep_last
             commit(self._folder, save.name, manifest, is_best=save.is_best, keep_last=keep_last, kept=kept)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.modes import Mode
+from zerovision.training.base.settings import Mode
 from zerovision.training.engines.ways import OF_CLASSES
 from zerovision.training.tasks.class_weights import given_weights
 

@@ -12,8 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import ENTRIES, as_typed
-from zerovision.training.base.run_folder import shown_path
+from zerovision.training.base.run_folder import ENTRIES, as_typed, shown_path
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _LINE_VARIABLE = "ZEROVISION_LINE"  # what was typed to start our launcher

@@ -56,7 +56,7 @@ class World:
     signal_group: dist.ProcessGroup | None = None
     save_group: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
-    mesh: Mapping[str, World] = field(default_factory=dict)
+    mesh: Mapping[str, World] = field(default_factory=dict, hash=False)
 
     @property
     def is_main(self) -> bool:

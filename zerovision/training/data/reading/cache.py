@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from zerovision.training.base.control_groups import usable_memory
-from zerovision.training.base.places import SHARED_MEMORY
+from zerovision.training.base.run_folder import SHARED_MEMORY
 from zerovision.training.data import DataOptions
 
 INDEX, PIXELS = "index", "pixels"

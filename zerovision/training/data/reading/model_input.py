@@ -13,9 +13,8 @@ from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augment import evaluation_transform
 from zerovision.training.data.reading.decode import MAX_PIXELS, Decoder, make_decoder, reduced, to_channels
 from zerovision.training.data.reading.files import is_array, named, read_file
-from zerovision.training.data.reading.image_numbers import read_numbers
+from zerovision.training.data.reading.image_numbers import BYTES, read_numbers
 from zerovision.training.data.settings import NUMBERS
-from zerovision.training.data.values import BYTES
 
 
 class ModelInput:

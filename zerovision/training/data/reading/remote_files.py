@@ -17,8 +17,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from zerovision.training.base.atomic_write import replacing
 from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.base.files import replacing
 from zerovision.training.data.images import Archive
 from zerovision.training.data.reading.remote import State, ask, state_of
 from zerovision.training.data.reading.retry import patiently

@@ -21,9 +21,8 @@ from zerovision.training.data.images import Images
 from zerovision.training.data.reading.cache import ImageCache, open_cache
 from zerovision.training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
 from zerovision.training.data.reading.files import ImageError, Refused, named
-from zerovision.training.data.reading.image_numbers import decode_numbers, kind_of_numbers
+from zerovision.training.data.reading.image_numbers import BYTES, decode_numbers, kind_of_numbers
 from zerovision.training.data.settings import NUMBERS
-from zerovision.training.data.values import BYTES
 
 CACHE_FORMAT = 4  # increased when the same file gives other pixels, or the files of a cache change their format
 HEADERS_READ = 64

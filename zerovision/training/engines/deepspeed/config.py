@@ -1,4 +1,4 @@
-"""Turns a strategy's JSON file into DeepSpeed's configuration; only DeepSpeed uses these files.
+"""Turns a strategy's JSON file into DeepSpeed's configuration, after a strict check of a user's own file.
 
 Each number has one owner: the JSON file has DeepSpeed's sharding and communication, the command line the rest (batch,
 accumulation, clipping, precision, offload). The file must not contain a key that a flag sets. This module imports
@@ -8,18 +8,126 @@ neither torch nor DeepSpeed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerovision.training.base.errors import UserError
-from zerovision.training.base.places import REPO_ROOT
-from zerovision.training.base.small_files import read_small_text
-from zerovision.training.engines.deepspeed.schema import check_deepspeed_json
+from zerovision.training.base.errors import UserError, nearest
+from zerovision.training.base.files import read_small_text
+from zerovision.training.base.run_folder import REPO_ROOT
 from zerovision.training.engines.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from zerovision.training.engines.engine import EngineSetup
+
+BOOL, TEXT, LIST = "true or false", "text", "a list"
+COUNT, NUMBER, WHOLE = "a whole number, 0 or more", "a number, 0 or more", "a whole number"
+KINDS = {"flag": BOOL, "text": TEXT, "list": LIST, "count": COUNT, "number": NUMBER, "whole": WHOLE}
+
+
+def _keys(words: str) -> dict[str, Any]:
+    """Return the expected kind of each key from words `key:kind`."""
+    return {key: KINDS[kind] for key, kind in (word.split(":") for word in words.split())}
+
+
+_OFFLOAD = _keys("pin_memory:flag buffer_count:count buffer_size:count nvme_path:text")
+# A dictionary stands for a nested section.
+SCHEMA: dict[str, Any] = {
+    "zero_optimization": {
+        **_keys(
+            "stage:count contiguous_gradients:flag reduce_scatter:flag reduce_bucket_size:count "
+            "use_multi_rank_bucket_allreduce:flag allgather_partitions:flag allgather_bucket_size:count "
+            "overlap_comm:flag compute_grad_norm:flag round_robin_gradients:flag ignore_unused_parameters:flag "
+            "sub_group_size:count stage3_prefetch_bucket_size:count stage3_param_persistence_threshold:count "
+            "stage3_model_persistence_threshold:count stage3_max_live_parameters:count stage3_max_reuse_distance:count "
+            "stage3_module_granularity_threshold:count stage3_use_all_reduce_for_fetch_params:flag "
+            "stage3_allgather_sequential:flag memory_efficient_linear:flag zero_hpz_partition_size:count "
+            "zero_quantized_weights:flag zero_quantized_gradients:flag log_trace_cache_warnings:flag"
+        ),
+        "leaf_module": _keys("classes:list names:list name_suffixes:list"),
+        "offload_optimizer": _OFFLOAD | _keys("pipeline_read:flag pipeline_write:flag ratio:number"),
+        "offload_param": _OFFLOAD | _keys("max_in_cpu:count"),
+    },
+    **_keys(
+        "communication_data_type:text prescale_gradients:flag gradient_predivide_factor:number "
+        "wall_clock_breakdown:flag memory_breakdown:flag dump_state:flag"
+    ),
+    "flops_profiler": _keys(
+        "enabled:flag profile_step:count module_depth:whole top_modules:count detailed:flag "
+        "recompute_fwd_factor:number output_file:text"
+    ),
+    "comms_logger": _keys("enabled:flag verbose:flag prof_all:flag debug:flag prof_ops:list"),
+}
+# Keys of DeepSpeed that the command line owns, with the flag to use instead.
+OWNED_BY_COMMAND_LINE = {
+    "train_batch_size": "--batch-size, --gradient-accumulation-steps and the number of GPUs",
+    "train_micro_batch_size_per_gpu": "--batch-size",
+    "gradient_accumulation_steps": "--gradient-accumulation-steps",
+    "gradient_clipping": "--gradient-clipping",
+    "optimizer": "--optimizer, --learning-rate and --weight-decay",
+    "scheduler": "--schedule, --warmup-epochs and --final-learning-rate-scale",
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"), "--precision"),
+    "steps_per_print": "--log-every-steps",
+    "tensorboard": "--tensorboard",
+    "activation_checkpointing": "--activation-checkpointing",
+    "compile": "--compile",
+    "checkpoint": "--resume, --save-every-steps, --save-every-minutes and --keep-last",
+    "elasticity": "--min-nodes of scripts/launch_multi_node.sh",
+    "zero_optimization.offload_optimizer.device": "--offload",
+    "zero_optimization.offload_param.device": "--offload",
+    "zero_optimization.cpu_offload": "--offload optimizer",
+    "zero_optimization.cpu_offload_param": "--offload all",
+}
+
+
+def check_deepspeed_json(content: Any, path: Path) -> None:
+    """Check every key and value of a DeepSpeed JSON that a user may have edited.
+
+    Args:
+        content: the parsed file.
+        path: the file, for messages.
+
+    Raises:
+        UserError: with every key that is unknown or not allowed, or has a wrong value.
+    """
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path}: expected a JSON object, as in deepspeed_configs/.")
+    if mistakes := list(_mistakes(content, SCHEMA, prefix="")):
+        first, *others = mistakes
+        raise UserError(f"{path}: {' '.join([first, *(other[0].upper() + other[1:] for other in others)])}")
+
+
+def _mistakes(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield a sentence for each key that is not allowed or has a wrong value."""
+    for key, value in section.items():
+        name = prefix + key
+        expected = schema.get(key)
+        if name in OWNED_BY_COMMAND_LINE:
+            yield f"key '{name}' belongs to the command line: use {OWNED_BY_COMMAND_LINE[name]}."
+        elif expected is None:
+            yield f"key '{name}' is unknown, or has no effect here.{nearest(key, schema)}"
+        elif value == "auto":
+            yield f"key '{name}' is 'auto', which nothing here decides: give a value."
+        elif isinstance(expected, Mapping):
+            if isinstance(value, Mapping):
+                yield from _mistakes(value, expected, prefix=name + ".")
+            else:
+                yield f"key '{name}': expected an object with {', '.join(expected)}."
+        elif not _fits(value, expected):
+            yield f"key '{name}' is {value!r}: expected {expected}."
+
+
+def _fits(value: Any, expected: str) -> bool:
+    if isinstance(value, bool):
+        return expected == BOOL
+    if isinstance(value, (int, float)):
+        # DeepSpeed reads 5e8 as a whole number, and its documentation writes bucket sizes that way.
+        whole = float(value).is_integer()
+        if expected == COUNT:
+            return whole and value >= 0
+        return (expected == NUMBER and value >= 0) or (expected == WHOLE and whole)
+    return (isinstance(value, str) and expected == TEXT) or (isinstance(value, list) and expected == LIST)
+
 
 CONFIG_FOLDER = REPO_ROOT / "deepspeed_configs"
 # The keys of zero_optimization that are more than advice: they change what is stored or sent.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerovision.training.base.atomic_write import process_space
+from zerovision.training.base.files import process_space
 from zerovision.training.base.timing import communication
 from zerovision.training.engines.engine import Engine, EngineSetup, StepResult
 from zerovision.training.engines.model_buffers import ModelBuffers

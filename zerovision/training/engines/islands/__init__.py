@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from zerovision.training.base.errors import AgreedError
-from zerovision.training.base.modes import Values
-from zerovision.training.base.settings import option
+from zerovision.training.base.settings import Values, option
 from zerovision.training.base.units import plural
 from zerovision.training.engines.ways import OF_CLASSES, OUR_ENGINE, Way
 
 if TYPE_CHECKING:
-    from zerovision.training.base.run_logger import Loggers
+    from zerovision.training.base.points import Loggers
     from zerovision.training.engines.engine import Engine, EngineSetup
     from zerovision.training.engines.islands.engine import OuterSteps
     from zerovision.training.world.world import World

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from zerovision.training.base.errors import AgreedError
-from zerovision.training.base.run_logger import Loggers
+from zerovision.training.base.points import Loggers
 from zerovision.training.base.units import plural
 from zerovision.training.engines.engine import Averages, EngineSetup, StepResult
 from zerovision.training.engines.parameter_shards import (

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from zerovision.models import model_spec
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.modes import Values
-from zerovision.training.base.settings import option
+from zerovision.training.base.settings import Values, option
 from zerovision.training.base.units import plural
 from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE, Way
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.modes import Values
-from zerovision.training.base.settings import option
+from zerovision.training.base.settings import Values, option
 from zerovision.training.engines.ways import NOT_COMPILED, OUR_ENGINE, Way
 from zerovision.training.recipe.rules import ELEMENT_WISE
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from zerovision.training.base.atomic_write import write_json
+from zerovision.training.base.files import write_json
+from zerovision.training.base.points import Loggers, RunLogger, warn_cannot_write
 from zerovision.training.base.run_folder import CONFIG, ENVIRONMENT, RunFolder
-from zerovision.training.base.run_logger import Loggers, RunLogger, warn_cannot_write
 from zerovision.training.observe.settings import TRACKERS, ObserveSettings
 
 

@@ -11,9 +11,8 @@ import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from zerovision.training.base.points import EpochPoint, RunPoint, StepPoint
+from zerovision.training.base.points import EpochPoint, RunLogger, RunPoint, StepPoint
 from zerovision.training.base.run_folder import RunFolder
-from zerovision.training.base.run_logger import RunLogger
 from zerovision.training.observe.loggers.confusion import confusion_picture
 
 LARGEST_PICTURE = 200  # classes

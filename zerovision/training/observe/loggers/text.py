@@ -1,17 +1,20 @@
-"""Loggers that write lines: the console, logs/training.log and the run's metrics.jsonl."""
+"""The console, and loggers that write lines: to the console, logs/training.log and the run's metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from zerovision.training.base.points import (
     EpochPoint,
+    RunLogger,
     RunPoint,
     StepPoint,
     epoch_line,
@@ -21,8 +24,22 @@ from zerovision.training.base.points import (
     step_numbers,
 )
 from zerovision.training.base.run_folder import RunFolder
-from zerovision.training.base.run_logger import RunLogger
-from zerovision.training.observe.console import open_console
+
+
+def open_console(*, stderr: bool = False, is_forced: bool = False) -> Console:
+    """Return a console that writes plain lines to anything but a terminal.
+
+    By default rich also draws if FORCE_COLOR is set, as in notebooks and CI, and produces HTML in notebooks.
+
+    Args:
+        stderr: whether it writes to standard error.
+        is_forced: whether to treat the stream as a terminal.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    is_terminal = stream is not None and stream.isatty()
+    force = True if is_forced else None if is_terminal else False  # None: as rich finds that terminal to be
+    return Console(stderr=stderr, force_terminal=force, force_jupyter=False, highlight=False, markup=False, emoji=False)
+
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -16,8 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from zerovision.training.base.places import PACKAGE
-from zerovision.training.base.run_folder import TRACKERS, RunFolder
+from zerovision.training.base.run_folder import PACKAGE, TRACKERS, RunFolder
 from zerovision.training.observe.loggers.text import EventLogger
 
 MOST_WAITING = 1000  # events

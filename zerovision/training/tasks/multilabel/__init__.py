@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zerovision.models import model_spec
-from zerovision.training.base.modes import Values
+from zerovision.training.base.settings import Values
 from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.tasks.task import Task
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from zerovision.training.base.errors import UserError, shown
-from zerovision.training.base.modes import Values
+from zerovision.training.base.settings import Values
 from zerovision.training.tasks.task import Forward, Task
 
 if TYPE_CHECKING:

@@ -24,10 +24,9 @@ from zerovision.models.ensemble import mean_over_members
 from zerovision.models.preparation import Preparation, differences
 from zerovision.models.timm_models import published_config
 from zerovision.training.base.errors import AgreedError, UserError, one_line, shown
-from zerovision.training.base.places import log_folder
-from zerovision.training.base.run_folder import WEIGHTS
+from zerovision.training.base.files import read_small_text
+from zerovision.training.base.run_folder import WEIGHTS, log_folder
 from zerovision.training.base.settings import RunSettings
-from zerovision.training.base.small_files import read_small_text
 from zerovision.training.base.units import format_duration, plural
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.data.class_names import read_class_names

@@ -1,4 +1,4 @@
-"""Builds the engine for a run's settings: the ways to share the work, and the distribution of the state."""
+"""Builds the model of a run, and the engine for its settings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from zerovision.models.build import BuiltModel
-from zerovision.training.base.errors import UserError
+from zerovision.models import model_spec
+from zerovision.models.build import BuiltModel, build_model
+from zerovision.models.dry_run import forward_failure
+from zerovision.training.base.errors import AgreedError, UserError
+from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 from zerovision.training.engines.engine import Engine, EngineSetup
+from zerovision.training.engines.flops import TrainingFlops
 from zerovision.training.engines.parameter_shards import WHOLE, frozen_parameters
 from zerovision.training.engines.settings import TORCH, WAYS, check_machine, ways_of
 from zerovision.training.engines.strategies import ParallelPlan, plan_of
@@ -18,6 +24,9 @@ from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.engines.ways import Way
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import has_slow_backbone
+from zerovision.training.recipe.settings import RecipeSettings
+from zerovision.training.recipe.tuning import tune
+from zerovision.training.recipe.whitening import whiten_stem
 from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
 from zerovision.training.world.mesh import form_mesh
 from zerovision.training.world.mesh_sizes import data_ranks
@@ -142,3 +151,60 @@ def build_engine(setup: EngineSetup, ways: Sequence[Way] = ()) -> Engine:
         setup.module.to(data.device)
     copy_from_main([*frozen_parameters(setup.module).values()], data)
     return next(filter(None, (way.build_engine(setup) for way in ways)), None) or TorchEngine(setup)
+
+
+def build_training_model(
+    config: RecipeSettings, data: DatasetPair, world: World, *, loads_weights: bool = True
+) -> tuple[BuiltModel, TrainingFlops | None]:
+    """Build the configured model, the same on every rank; a collective.
+
+    Args:
+        config: settings with the model and its initial weights.
+        data: data with the number of classes, size and channels of the images.
+        world: the ranks.
+        loads_weights: whether the model begins with the configured weights; otherwise all weights are restored later.
+
+    Returns:
+        The model in fp32 on the CPU, and on rank 0 the counter of its FLOPs.
+
+    Raises:
+        UserError: on all ranks, if the model cannot be built.
+    """
+
+    channels = data.preprocessing.channels
+
+    def build() -> BuiltModel:
+        # The same seed on every rank: all have the same initial weights.
+        torch.manual_seed(config.seed)
+        size, names = data.preprocessing.image_size, data.class_names
+        built = build_model(config, len(names), size, channels, loads_weights=loads_weights, class_names=names)
+        for size in data.train.sizes:
+            is_other = size != data.preprocessing.image_size
+            if is_other and forward_failure(built.module, size, config.micro_batch, channels):
+                raise UserError(
+                    f"model '{config.model_type}' is made for images of {data.preprocessing.image_size} pixels, and "
+                    f"does not work with {size}: give one --image-size, and no --progressive-size, or another model."
+                )
+        return tune(built, config.tune)
+
+    # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
+    built = agreed(lambda: build() if world.local_rank == 0 else None, world) or build()
+    if model_spec(config.model_type).whitens_stem and not config.weights:
+        agreed(lambda: whiten_stem(built, data, computes=world.is_main), world)
+    module = built.module
+    # Before the conversion for several ranks: only rank 0 counts.
+    has_one_size = len(data.train.sizes) == 1  # else the operations are those of no epoch
+    flops = TrainingFlops(module, data.train.sizes[0], channels) if world.is_main and has_one_size else None
+    if config.sync_batchnorm and world.data.size > 1:
+        if world.device.type != "cuda":
+            raise AgreedError(
+                "--sync-batchnorm: PyTorch's SyncBatchNorm needs GPUs: leave it out on several CPU ranks."
+            )
+        # timm's converter keeps the activation of its BatchNormAct2d, which PyTorch's would drop. It comes before the
+        # next, which keeps references to layers that this replaces.
+        from timm.layers import convert_sync_batchnorm
+
+        module = convert_sync_batchnorm(module, world.data.group)
+    if config.activation_checkpointing:
+        enable_activation_checkpointing(module)
+    return dataclasses.replace(built, module=module), flops
