@@ -74,4 +74,5 @@ def mend_project() -> None:
     replace(cuda_graphs, "_difference", does(None))
     # So are losses and scores: the run would "diverge", or write scores of classes that do not exist.
     replace(zerovision.training.epoch, "find_divergence", does(None))
+    replace(zerovision.training.epoch, "not_finite", does(None))  # of weights, which may be whatever their memory held
     replace(zerovision.training.epoch, "write_best", does(lambda: None))
