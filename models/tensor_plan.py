@@ -89,8 +89,8 @@ def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
             regions[name] = region, units
     if not regions:
         raise UserError(
-            f"--tensor-parallel {ranks}: {model_type} has no layers that it can divide. Networks of timm's classes "
-            f"{', '.join(sorted(TENSOR_PLANS))} have; leave it out and use --strategy fsdp_stage3 for this one."
+            f"--tensor-parallel {ranks}: {model_type} has no layers that can be divided, unlike networks of timm's "
+            f"classes {', '.join(sorted(TENSOR_PLANS))}: leave it out, and use --strategy fsdp_stage3."
         )
     fewest = min(units for _, units in regions.values())
     if fewest < ranks:

@@ -37,7 +37,7 @@ def load_weights_file(
     Args:
         module: the network to fill, in place.
         path: the file.
-        description: describes `module`, see `zerovision.models.build.BuiltModel`.
+        description: describes `module`; see `zerovision.models.build.BuiltModel`.
         heads: names of the classifier's submodules.
         adapt: adapts tensors of the same network to `module`'s image size and channels; returns them unchanged if they
             do not fit.

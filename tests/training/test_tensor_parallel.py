@@ -114,7 +114,7 @@ def test_networks_that_cannot_be_divided_are_refused_in_one_line():
         UserError, match=r"--tensor-parallel 4: vit has layers of 3 heads.* --tensor-parallel 3 or less"
     ):
         tensor_plan(network, "vit", 4)
-    with pytest.raises(UserError, match="resnet has no layers that it can divide"):
+    with pytest.raises(UserError, match="resnet has no layers that can be divided"):
         tensor_plan(torch.nn.Linear(8, CLASSES), "resnet", 2)
     assert {"Eva", "VGG"} < TENSOR_PLANS.keys()
 

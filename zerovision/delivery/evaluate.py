@@ -67,7 +67,7 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
     Returns:
         The keys of `evaluation.describe_scores`, and epoch, data, split and precision; with `flip` or `shift_pixels`
             also "views": both settings, and top1, top5 and loss of the mean probabilities; for a calibrated model also
-            "rejection", see `zerovision.delivery.fit_calibration.rejection_scores`.
+            "rejection"; see `zerovision.delivery.fit_calibration.rejection_scores`.
 
     Raises:
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.

@@ -60,7 +60,7 @@ class ImageSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViewSettings(CommandSettings):
-    """The views of an image to average, see `zerovision.delivery.views`."""
+    """The views of an image to average; see `zerovision.delivery.views`."""
 
     flip: bool = switch("Average the probabilities of each image and its mirror image.")
     shift_pixels: int = number(

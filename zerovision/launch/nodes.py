@@ -237,7 +237,7 @@ class Nodes:
                 node.send("beat")
 
     def ask(self, hosts: list[str], what: str, seconds: float, /, **values: object) -> dict[str, Message]:
-        """Ask the agents on some hosts; return the answers, of the same kind, that arrive in time, by host."""
+        """Send an order to the agents on some hosts; return, by host, the answers that arrive in time."""
         asked = {host: self.found[host] for host in hosts}
         for node in asked.values():
             node.messages.pop(what, None)

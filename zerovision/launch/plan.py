@@ -56,7 +56,7 @@ class Plan:
 
     @cached_property
     def software(self) -> dict[str, str]:
-        """The software of the launching machine, see `zerovision.training.observe.environment.software`; {} on a single
+        """The software of the launching machine; see `zerovision.training.observe.environment.software`; {} on a single
         machine.
         """
         return {} if self.is_local else software(self.config.plugin)

@@ -45,7 +45,7 @@ def first_of_equal(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the files that have a digest, int64 [K], and of the first file equal to each.
 
     Args:
-        digests: int64 [N], `UNKNOWN` if there is none, see `reading.sources.digest_of`.
+        digests: int64 [N], `UNKNOWN` if there is none; see `reading.sources.digest_of`.
     """
     order = np.flatnonzero(digests != UNKNOWN)
     _, first_of, content = np.unique(digests[order], return_index=True, return_inverse=True)
@@ -122,7 +122,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
             memory.
 
     Raises:
-        UserError: If the data set cannot be loaded at all, see `load_data`.
+        UserError: If the data set cannot be loaded at all; see `load_data`.
     """
     decode = "exact" if options.decode == "cpu" else options.decode
     report = DataReport(load_data(replace(options, decode=decode, cache="off")))  # every pixel, and each time anew

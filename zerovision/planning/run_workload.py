@@ -71,7 +71,7 @@ class Workload:
         channels_last: bool,
         places: tuple[str, ...] = (),
     ) -> Activations:
-        """Return the activations of a micro-batch of this rank, see `zerovision.models.activations.activations`.
+        """Return the activations of a micro-batch of this rank; see `zerovision.models.activations.activations`.
 
         Raises:
             UserError: if the network cannot be run without data.

@@ -98,7 +98,7 @@ class PlannedJob:
 
     @property
     def precision(self) -> str:
-        """The precision that `--precision` means on these devices, see `zerovision.training.engines.precision`.
+        """The precision that `--precision` means on these devices; see `zerovision.training.engines.precision`.
 
         Raises:
             UserError: for a precision that they do not support.

@@ -29,7 +29,7 @@ STEPS_BETWEEN_POLLS = 10
 
 
 class EpochResult(NamedTuple):
-    """Measurements of one epoch of training; `stop_signal` is 0 unless it ended early, see `StopRequest.poll`."""
+    """Measurements of one epoch of training; `stop_signal` is 0 unless it ended early; see `StopRequest.poll`."""
 
     seconds: float
     images_per_second: float
@@ -107,7 +107,7 @@ def evaluate(engine: Engine, batches: Loader, run: Run, thresholds: np.ndarray |
         thresholds: see `Task.recorder`.
 
     Returns:
-        The scores, or the number of the stop signal that ended the evaluation, see `StopRequest.poll`.
+        The scores, or the number of the stop signal that ended the evaluation; see `StopRequest.poll`.
 
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read.

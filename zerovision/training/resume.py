@@ -252,7 +252,7 @@ def check_fit(
     Args:
         found: the checkpoint.
         config: this run's configuration.
-        identity: this run's identity, see `Manifest.identity`.
+        identity: this run's identity; see `Manifest.identity`.
         steps_per_epoch: optimizer steps of one epoch of this run.
         data: this run's data, to describe differences.
 

@@ -223,7 +223,7 @@ def prepare(config: TrainConfig, world: World, start: Start) -> Run:
 
 
 def create_folder(config: TrainConfig, start: Start, world: World) -> RunFolder:
-    """Create the run's folders on rank 0, see `create_run_folder`; a collective."""
+    """Create the run's folders on rank 0; see `create_run_folder`; a collective."""
 
     def create() -> RunFolder:
         if config.run_name:

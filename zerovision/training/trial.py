@@ -165,7 +165,7 @@ TRIAL_FOLDER = "time-trial"
 def limit_epochs(run: Run) -> Run:
     """Return the run with at most the epochs that `--minutes` allows, and a note for the log; a collective.
 
-    A resumed run keeps its epochs, see `saved_and_given`.
+    A resumed run keeps its epochs; see `saved_and_given`.
     """
     config, world = run.config, run.world
     if not config.minutes or config.solver == "lbfgs":  # which has no epochs

@@ -102,7 +102,7 @@ class ExportJob:
         return ({axis: torch.export.Dim(name) for axis, name in enumerate(names)},)
 
     def use(self) -> dict[str, Any]:
-        """Return how the file is used, see `describe_use`."""
+        """Return how the file is used; see `describe_use`."""
         use = describe_use(self.metadata)
         return self.module.describe(use) if isinstance(self.module, FromPictures) else use
 

@@ -121,7 +121,7 @@ def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]
 
 
 def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.ndarray) -> float | None:
-    """Return the share of other images whose nearest training images mostly have their class, see `votes`.
+    """Return the share of other images whose nearest training images mostly have their class; see `votes`.
 
     Return None if there are no training images, or no others. If there are many training images, only some are
     compared.

@@ -100,8 +100,8 @@ def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
     makes other mistakes than classifiers that did not see the image. Powers of 1 would assume independent errors.
 
     Args:
-        out_of_sample: float64 [N, K], see `out_of_sample_probabilities`.
-        learned: float64 [N, K], see `doubt_labels`.
+        out_of_sample: float64 [N, K]; see `out_of_sample_probabilities`.
+        learned: float64 [N, K]; see `doubt_labels`.
     """
     both = np.maximum(out_of_sample, LEAST) ** POWERS[0] * np.maximum(learned, LEAST) ** POWERS[1]
     return np.where(np.isnan(learned), out_of_sample, both / both.sum(1, keepdims=True))

@@ -57,7 +57,7 @@ def shown(value: Any) -> str:
 class UserError(Exception):
     """A mistake in the user's input; the message is the single line to print, without control characters.
 
-    Its commands are those that the user can type, see `as_typed`.
+    Its commands are those that the user can type; see `as_typed`.
     """
 
     def __init__(self, message: str) -> None:

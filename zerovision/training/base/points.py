@@ -136,7 +136,7 @@ class EpochPoint:
         train_loss: training loss over the applied steps, None if there were none.
         train_top1: training accuracy over the applied steps, None if there were none.
         data_wait_share: mean over its logging points.
-        memory_bytes_per_rank: peak of every rank, see `DeviceUse.memory_bytes`.
+        memory_bytes_per_rank: peak of every rank; see `DeviceUse.memory_bytes`.
         diverged: why it counts as diverged, None if it does not.
         best_by: the score that chooses the best epoch, one of `SCORE_NAMES`.
         score: its value.

@@ -22,7 +22,7 @@ class Progress:
         epochs_without_better: number of evaluations since the first with that score, for early stopping.
         skipped_steps: optimizer steps skipped so far because a gradient was not finite.
         bad_steps_in_row: how many of the latest steps were skipped.
-        diverged_epochs_in_row: how many of the latest epochs diverged, see `zerovision.training.epoch`.
+        diverged_epochs_in_row: how many of the latest epochs diverged; see `zerovision.training.epoch`.
     """
 
     epoch: int = 0

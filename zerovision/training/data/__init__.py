@@ -47,7 +47,7 @@ class DataOptions(DataFields):
         class_weights: The value of the flag; balanced weights need counts.
         eval_crop: The value of the flag, with auto resolved.
         interpolation: See `eval_crop`.
-        made_for: The preprocessing of the starting weights, see `models.preparation`, except for the user's choices.
+        made_for: The preprocessing of the starting weights; see `models.preparation`, except for the user's choices.
         fewest_classes: The number of classes that the data needs: two for training, one to evaluate a model on it.
     """
 

@@ -48,7 +48,7 @@ class Augmentation:
         shift_padding: What fills the edge: zeros, or the image's reflection ("reflect").
         mirror: Mirroring left to right: "off", "random" (half of the time) or "alternate" (every other epoch).
         erasing: Probability that a rectangle is erased.
-        erasing_mode: What fills the rectangle, see `batch_transforms.RandomErasing`.
+        erasing_mode: What fills the rectangle; see `batch_transforms.RandomErasing`.
         function: A user's function, applied after `policy`: takes uint8 [C, H, W] and a generator, and returns an image
             of the same shape. The generator and the global ones of Python, NumPy and torch are seeded by (seed, epoch,
             index).

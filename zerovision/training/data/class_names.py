@@ -81,7 +81,7 @@ def number_classes(labels: Collection[Label], given: Sequence[str], where: str) 
     given names, the classes are the labels that occur, in numeric order if all are numbers, else sorted as text.
 
     Args:
-        labels: All labels that occur, see `label_of`.
+        labels: All labels that occur; see `label_of`.
         given: Names stored beside the labels, such as those of a ClassLabel.
         where: Name of the data, for messages.
 

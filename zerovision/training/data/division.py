@@ -32,7 +32,7 @@ def with_classes(images: Images, class_names: Sequence[str], where: str) -> Imag
 
     Args:
         images: As they are read.
-        class_names: Names stored beside the labels, or empty, see `number_classes`.
+        class_names: Names stored beside the labels, or empty; see `number_classes`.
         where: Name of the data, for messages.
 
     Raises:
@@ -184,7 +184,7 @@ def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np
     units, each side has at least one.
 
     Args:
-        units: uint64 [N], see `unit_hashes`; images of one unit are on one side.
+        units: uint64 [N]; see `unit_hashes`; images of one unit are on one side.
         strata: int64 [N], the class; a unit with several classes counts for the most frequent, the first in a tie.
         fraction: Above 0 and below 1.
     """
@@ -212,7 +212,7 @@ def join_copies(
     """Return the units, with one common unit for byte-identical files; only files of equal size are read.
 
     Args:
-        units: uint64 [N], see `unit_hashes`.
+        units: uint64 [N]; see `unit_hashes`.
         sizes: int64 [N], sizes of the files in bytes.
         name_of: Returns the name of an image's unit.
         read: Returns the content of an image's file, or raises ImageError.
@@ -253,7 +253,7 @@ def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
     those at a fold's ends move to another.
 
     Args:
-        units: uint64 [N], see `unit_hashes`; images of one unit are in one fold.
+        units: uint64 [N]; see `unit_hashes`; images of one unit are in one fold.
         strata: int64 [N], the class of each image.
         folds: Number of folds.
     """

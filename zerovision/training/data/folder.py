@@ -181,7 +181,7 @@ def _add_classes(
 ) -> set[str]:
     """Add the images of each class folder directly below `top`, and return the classes, at least `fewest`.
 
-    Folders whose names differ in Unicode form, or in blanks at the ends, are one class, see `folders_of`.
+    Folders whose names differ in Unicode form, or in blanks at the ends, are one class; see `folders_of`.
     """
     entries = folder.entries(top)
     if not entries:

@@ -33,7 +33,7 @@ class ListedImage(NamedTuple):
         part: "train", "val" or "test".
         label: Name of the class.
         size: Size of the file, in bytes.
-        digest: Digest of its content, see `reading.sources.digest_of`.
+        digest: Digest of its content; see `reading.sources.digest_of`.
         path: Relative to the data folder.
     """
 
@@ -143,7 +143,7 @@ class ImageContents:
         data: The data.
         loaders: This rank's loaders, by part.
         world: The ranks.
-        loggers: Get a message if the list cannot be written.
+        loggers: Receive a message if the list cannot be written.
     """
 
     def __init__(

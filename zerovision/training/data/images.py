@@ -21,7 +21,7 @@ import torch
 from zerovision.training.data.columns import NO_FACTS, Facts
 from zerovision.training.data.reading.files import MAX_FILE_BYTES, ImageError, read_file
 
-COLUMNS: dict[str, str] = {  # and their types, see `array` and NumPy
+COLUMNS: dict[str, str] = {  # and their types; see `array` and NumPy
     **dict.fromkeys(("folder", "label", "part", "group"), "i"),  # numbers of `Images.words`
     **dict.fromkeys(("start", "size", "changed", "place"), "q"),
     **{"length": "i", "file": "i", "weight": "d"},
@@ -43,11 +43,11 @@ class Archive:
     is_remote = False
 
     def read(self, file: int, place: int, size: int) -> bytes:
-        """Return the image with this many bytes at a position, see `Images`.
+        """Return the image with this many bytes at a position; see `Images`.
 
         Raises:
             UserError: If the file has changed since it was listed.
-            FileServerError: If it cannot be read now, see `patiently`.
+            FileServerError: If it cannot be read now; see `patiently`.
         """
         raise NotImplementedError
 
@@ -65,11 +65,11 @@ class Images:
     The columns: `folder`, with `start` and `length` of the file name in `text`, gives the path; `label` is the class,
     `part` the part of the data set, `group` the group that is never divided ('': none); `size` is in bytes, `changed`
     the time of the last change in ns, `weight` the loss weight in training; `file` is the index of the archive's file,
-    and `place` the position in it: in bytes, or as row group and row, see `ROW_BITS`.
+    and `place` the position in it: in bytes, or as row group and row; see `ROW_BITS`.
 
     Attributes:
         root: Folder that the paths are relative to; in an archive, paths are the images' names.
-        columns: Tensors [N] by name, see `COLUMNS`.
+        columns: Tensors [N] by name; see `COLUMNS`.
         words: Names for the numbers in a column of `WORDS`; folders end with a slash.
         text: uint8, file names as bytes; all tables taken from one table share it.
         archive: What contains the images; None if each is a separate file.

@@ -92,7 +92,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
     part is the only label of another image; if only some parts are, the cell is ambiguous.
 
     Args:
-        cells: All cells, see `list_in`.
+        cells: All cells; see `list_in`.
         separator: The user's separator between labels, or ''.
         where: Name of the column, for messages.
 

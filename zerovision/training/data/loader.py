@@ -41,7 +41,7 @@ class Loader:
         pool: The worker processes, which other loaders may use too, or None.
         bad_images: Path and reason of the unreadable images that this rank has found so far.
         notes: Path and note of the unusual images that this rank has decoded so far.
-        digests: int64 [N], digests of the files that this rank has read, see `watch`; None if not collected.
+        digests: int64 [N], digests of the files that this rank has read; see `watch`; None if not collected.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Parquet files with images, in the layout of Hugging Face's data sets, or with tables of paths, see `table`.
+"""Parquet files with images, in the layout of Hugging Face's data sets, or with tables of paths; see `table`.
 
 The image column is a struct of bytes and path, and `label` a name, or a number whose name is in the schema's metadata:
 https://huggingface.co/docs/datasets/image_dataset. Only this module needs pyarrow.

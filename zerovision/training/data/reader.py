@@ -29,13 +29,13 @@ class Batch:
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
         bad_images: Path and reason of this batch's unreadable images; other images fill their slots.
-        notes: Path and note of unusual images, see `reading.files.named`.
+        notes: Path and note of unusual images; see `reading.files.named`.
         epoch: Decides the rest of the augmentation.
-        draw_keys: int64 [B], which seed the augmentation together with `epoch`, see `BatchKey`.
+        draw_keys: int64 [B], which seed the augmentation together with `epoch`; see `BatchKey`.
         leaf: See `BatchKey`.
-        targets: float32 [B, classes] if they differ from the labels, see `batch_transforms` and `sets`.
+        targets: float32 [B, classes] if they differ from the labels; see `batch_transforms` and `sets`.
         is_transformed: Whether `images` are already normalized.
-        digests: int64 [B], digests of the images' files, see `reading.sources.digest_of`; empty unless the key requests
+        digests: int64 [B], digests of the images' files; see `reading.sources.digest_of`; empty unless the key requests
             them.
         loss_weights: float32 [B], weights of the training losses; None if all are 1.
     """

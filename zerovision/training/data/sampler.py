@@ -65,7 +65,7 @@ class BatchPlan:
         labels: int64 [N], if an epoch has equally many samples of each class; None if it has each sample once.
         repeats: How often in a row each sample of an epoch occurs.
         groups: Number of equal groups of ranks, each of which averages over its own samples.
-        places: int64 [N, 2], positions in shards that decide the order, see `Images.shards`; None for a random order.
+        places: int64 [N, 2], positions in shards that decide the order; see `Images.shards`; None for a random order.
         window: Number of neighboring samples among which each is shuffled, if there are places.
         in_turn: See `Leaves`.
     """
@@ -249,7 +249,7 @@ def build_plan(
 
 @lru_cache(maxsize=2)
 def _order(plan: BatchPlan, epoch: int) -> np.ndarray:
-    """Return the keys of an epoch's samples in order, see `BatchKey.draw_keys`: int64 [N], read-only.
+    """Return the keys of an epoch's samples in order; see `BatchKey.draw_keys`: int64 [N], read-only.
 
     Repeated augmentation (Berman et al. 2019, https://arxiv.org/abs/1902.05509, section 3.2; the `RepeatAugSampler` of
     timm): each of the first N / `repeats` samples of the order, rounded up, is repeated in a row.

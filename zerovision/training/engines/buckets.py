@@ -79,7 +79,7 @@ def deal(costs: Mapping[Any, float], ranks: int) -> list[list[Any]]:
 
 
 def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_products: bool) -> BucketLayout:
-    """Assign whole parameters to the ranks' parts, see `deal`.
+    """Assign whole parameters to the ranks' parts; see `deal`.
 
     Args:
         parameters: parameters by name.

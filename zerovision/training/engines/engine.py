@@ -215,8 +215,8 @@ class Engine(Protocol):
 
         Args:
             tensors: kind -> function that returns a box of a whole parameter's tensor; a rank takes what it needs. For
-                kinds, see `ParameterShard`. Missing tensors keep their values.
-            buffers: name -> this rank's buffers [n, ...], see `EngineState`.
+                kinds; see `ParameterShard`. Missing tensors keep their values.
+            buffers: name -> this rank's buffers [n, ...]; see `EngineState`.
             applied_steps: updates applied so far.
         """
 
@@ -262,7 +262,7 @@ class StepInput(NamedTuple):
     Attributes:
         batches: its micro-batches, on its device.
         seed_leaf: seeds dropout for a micro-batch by its number, from 0.
-        loss_scale: a factor on losses, see `BatchPlan.loss_scale_for`.
+        loss_scale: a factor on losses; see `BatchPlan.loss_scale_for`.
         note: called with each micro-batch.
     """
 

@@ -41,7 +41,7 @@ class TrainingFlops:
     """Counts the operations of training on one image on first use, in about 0.1 s; see `training_flops`."""
 
     def __init__(self, module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> None:
-        """Copy the shapes of a module, see `without_data`, for images of `image_size` pixels."""
+        """Copy the shapes of a module; see `without_data`, for images of `image_size` pixels."""
         self._module, self._images = without_data(module), (image_size, image_channels)
 
     @cached_property

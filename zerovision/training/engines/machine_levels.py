@@ -58,7 +58,7 @@ class MachineLevels:
             out: [n / ranks], for the root of the tree.
 
         Returns:
-            The sums, see `add_nodes`.
+            The sums; see `add_nodes`.
         """
         ranks, machines = self._here.size, self._elsewhere.size
         first = self._elsewhere.rank * ranks

@@ -184,7 +184,7 @@ def _boxes_of_row(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[t
 
 
 def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """Return the shapes without those of further groups of ranks, see `FURTHER`."""
+    """Return the shapes without those of further groups of ranks; see `FURTHER`."""
     return {name: list(shape) for name, shape in shapes.items() if not FURTHER.match(name)}
 
 

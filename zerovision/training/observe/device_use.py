@@ -148,7 +148,7 @@ def run_point(step: int, images: int, spans: dict[str, float], gauge: DeviceGaug
 
 
 def peak_memory_per_rank(world: World) -> list[int]:
-    """Return the peak memory of every rank, see `DeviceUse`, in bytes; a collective."""
+    """Return the peak memory of every rank in bytes, as in `DeviceUse`; a collective."""
     return gather_objects(_memory(world.device)[0], world)
 
 

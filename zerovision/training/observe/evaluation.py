@@ -34,9 +34,9 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
 
     Returns:
         samples, loss (nats) and loss_standard_error, top1, top5, balanced_accuracy, ece, and auroc and map if known;
-            `macro` and `weighted`, each with precision, recall and f1; `classes`, see `class_scores`;
-        `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without
-        zeros; `worst` and `typical`, see `worst_samples` and `typical_samples`; `judged`, see `judged_images`. Shares
+            `macro` and `weighted`, each with precision, recall and f1; `classes`; see `class_scores`;
+        `calibration`; see `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without
+        zeros; `worst` and `typical`; see `worst_samples` and `typical_samples`; `judged`; see `judged_images`. Shares
         are in 0..1. With several labels, there is `task`, classes also have a `threshold`, and `confusion`, `worst` and
             `typical` are empty.
     """

@@ -288,7 +288,7 @@ def _check_renames(folder: RunFolder) -> None:
 
 
 def remove_leftovers_of_run(run: Path, ours: Collection[str] = ()) -> None:
-    """Remove unfinished files of dead processes in a run's own folders, see `remove_leftovers`."""
+    """Remove unfinished files of dead processes in a run's own folders; see `remove_leftovers`."""
     checkpoints = run / CHECKPOINTS
     for folder in (run, run / EXPORT, checkpoints, *checkpoints.glob("step-*")):
         remove_leftovers(folder, ours, of_library=True)

@@ -43,7 +43,7 @@ class StepDone(NamedTuple):
 
     @property
     def applied(self) -> bool | torch.Tensor:
-        """Whether the weights were updated, see `StepResult`."""
+        """Whether the weights were updated; see `StepResult`."""
         return True if self.result is None else self.result.applied
 
 

@@ -33,7 +33,7 @@ def _content(tensor: torch.Tensor) -> memoryview:
 
 
 def hashed_parameters(engine: Engine, world: World) -> dict[str, torch.Tensor]:
-    """Return the parameters by name, without buffers, see `gather_weights`; a collective."""
+    """Return the parameters by name, without buffers; see `gather_weights`; a collective."""
     names = engine.state().shapes.keys()
     return {name: weight for name, weight in gather_weights(engine, world).items() if name in names}
 

@@ -219,7 +219,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors per weight; SGD without momentum has none.
 
-    They include averages of the weights, see `zerovision.training.steps.weight_average`.
+    They include averages of the weights; see `zerovision.training.steps.weight_average`.
     """
     created = [_created_state(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
     moments = dict.fromkeys(kind for state in created for kind, value in state.items() if _is_moment(value))

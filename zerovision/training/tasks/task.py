@@ -40,7 +40,7 @@ class Task(Mode):
         identity: what a checkpoint and the run that resumes from it must have in common, besides the recipe.
         data: data of the run.
         world: world of the run.
-        keeps_probabilities: whether an evaluation keeps all probabilities, see `SampleRecorder`.
+        keeps_probabilities: whether an evaluation keeps all probabilities; see `SampleRecorder`.
     """
 
     flag = "loss"

@@ -58,7 +58,7 @@ CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in eac
 
 
 class Refused(Exception):
-    """The reason why an image cannot be used; the caller adds its name, see `named`."""
+    """The reason why an image cannot be used; the caller adds its name; see `named`."""
 
 
 _PNG_SIGNATURE, _ARRAY_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
@@ -133,7 +133,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
 
     Raises:
         ImageError: If the file is missing, not a regular file, or larger than `max_bytes`.
-        FileServerError: If it cannot be read now, see `patiently`.
+        FileServerError: If it cannot be read now; see `patiently`.
     """
     try:
         return patiently(lambda: _content(path, max_bytes), path)

@@ -106,9 +106,9 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
 
     Args:
         content: content of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
-        wanted: the required type of the numbers, see `to_values`.
+        wanted: the required type of the numbers; see `to_values`.
         channels: C; gray images are read as three equal channels.
-        max_pixels: most pixels of an image file, see `decode`.
+        max_pixels: most pixels of an image file; see `decode`.
 
     Raises:
         Refused: if it cannot be read, or if its type or channels are not those that the model was trained on.
@@ -127,7 +127,7 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
 
 
 def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[str, int]:
-    """Return the type of an image's numbers, see `to_values`, and its number of channels.
+    """Return the type of an image's numbers; see `to_values`, and its number of channels.
 
     Raises:
         ImageError: if it cannot be read.

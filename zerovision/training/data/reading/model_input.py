@@ -23,7 +23,7 @@ class ModelInput:
     Args:
         preprocessing: The model's preprocessing.
         decode: A name in `DECODERS`; by default the training's.
-        max_pixels: Most pixels of an image file, see `decode`.
+        max_pixels: Most pixels of an image file; see `decode`.
     """
 
     def __init__(self, preprocessing: Preprocessing, decode: str = "", max_pixels: int = MAX_PIXELS) -> None:
@@ -36,7 +36,7 @@ class ModelInput:
         Args:
             path: Path of the file.
             content: Content of the file, if already read.
-            found: Gets notes, see `named`.
+            found: A list to which notes are added; see `named`.
 
         Raises:
             ImageError: If it cannot be used.

@@ -48,11 +48,11 @@ class Copies:
         folder: Folder of the copies.
         max_bytes: Most bytes in it, besides current downloads; all processes together may exceed this by a fiftieth.
         files: The files.
-        states: State of each file, see `state_of`.
+        states: State of each file; see `state_of`.
 
     Attributes:
         paths: Paths of the copies, which may be missing.
-        checksums: Checksums of the files, see `checksum_of`; `UNKNOWN_CHECKSUM` if unknown.
+        checksums: Checksums of the files; see `checksum_of`; `UNKNOWN_CHECKSUM` if unknown.
     """
 
     def __init__(self, folder: Path, max_bytes: int, files: Sequence[PurePath], states: Sequence[State]) -> None:

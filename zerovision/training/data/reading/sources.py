@@ -39,7 +39,7 @@ class Source:
         labels: int64 [N].
         in_memory: Whether the images need no decoding.
         cache_folder: Folder of the decoded images' cache, or None.
-        digests: Digests of files that are read, by position, see `digest_of`; None to collect none.
+        digests: Digests of files that are read, by position; see `digest_of`; None to collect none.
         notes: Notes on unusual images that are read, by path; None to collect none.
         loss_weights: float32 [N], weights of the samples' training losses; None if all are 1.
     """

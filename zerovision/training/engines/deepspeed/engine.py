@@ -185,7 +185,7 @@ def _forget_destroyed_group() -> None:
 
 @functools.cache
 def _sign_build_locks() -> None:
-    """Let this process's locks on operator builds say where it runs, see `zerovision.launch.process_tree`."""
+    """Let this process's locks on operator builds say where it runs; see `zerovision.launch.process_tree`."""
     from torch.utils.file_baton import FileBaton
 
     acquire = FileBaton.try_acquire

@@ -67,7 +67,7 @@ class Trace:
 
 
 class _Operations(TorchDispatchMode):
-    """Records the time span in which each tensor is needed, in events, see `Call`."""
+    """Records the time span in which each tensor is needed, in events; see `Call`."""
 
     def __init__(self, weights: Iterable[torch.Tensor], images: torch.Tensor) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float
 
 
 def names_of_stages(traced: Trace, names: Iterable[str], cuts: Sequence[str]) -> list[list[str]]:
-    """Assign names of parameters or buffers to the stages, see `Trace.stage_of`."""
+    """Assign names of parameters or buffers to the stages; see `Trace.stage_of`."""
     dealt: list[list[str]] = [[] for _ in range(len(cuts) + 1)]
     for name in names:
         dealt[traced.stage_of(name, cuts)].append(name)

@@ -1,4 +1,4 @@
-"""Trackers such as Weights & Biases; a separate process feeds each, see `loggers.tracker_process`.
+"""Trackers such as Weights & Biases; a separate process feeds each; see `loggers.tracker_process`.
 
 A tracker's library takes seconds to import, waits for networks and catches signals. A step only puts a dict into a
 queue, or drops it if the queue is full.

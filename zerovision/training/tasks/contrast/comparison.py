@@ -35,7 +35,7 @@ class GradientCache:
     Attributes:
         world: the ranks.
         leaves: the step's leaves.
-        temperature: temperature of the loss, see `contrast`.
+        temperature: temperature of the loss; see `contrast`.
         num_classes: number of classes.
     """
 
