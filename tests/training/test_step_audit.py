@@ -14,7 +14,9 @@ from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE
 RANKS = "tests.training.step_audit_ranks"
 
 
-@pytest.mark.parametrize(("flips", "accumulation", "over_collectives"), [(40, 1, False), (25, 1, True), (25, 2, False)])
+@pytest.mark.parametrize(
+    ("flips", "accumulation", "over_collectives"), [(100, 1, False), (25, 1, True), (25, 2, False)]
+)
 def test_each_flipped_bit_is_found_and_leaves_no_trace(flips, accumulation, over_collectives, run_on_ranks):
     case = {"steps": flips, "accumulation": accumulation, "over_collectives": over_collectives}
     cases = [case | {"wrong": wrong} for wrong in ("owner", "checker")] + [case | {"wrong": "", "audit": False}]
