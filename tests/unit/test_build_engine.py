@@ -74,7 +74,8 @@ def test_auto_says_why_it_takes_deepspeed(tmp_path):
         return setup.notes
 
     assert notes("auto") == [
-        "--engine auto is deepspeed, which alone supports flops_profiler, --offload, how to shard the single number 1"
+        "--engine auto chose deepspeed, the only engine that supports flops_profiler, --offload, "
+        "how to shard the single number 1"
     ]
     assert notes("deepspeed") == []
 
@@ -98,7 +99,7 @@ def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named, tmp_path)
     else:
         with pytest.raises(UserError, match=f"--engine torch does not support {named}: use --engine deepspeed or auto"):
             resolve_engine(asked("torch", tmp_path, keys=keys), plan, model(SMALL))
-    said = f"--audit 5 needs --engine torch; other settings need deepspeed, which alone supports {named}: leave one out"
+    said = f"--audit 5 needs --engine torch; other settings need deepspeed, the only engine with {named}: leave one out"
     with pytest.raises(UserError, match=said):
         resolve_engine(asked("auto", tmp_path, keys=keys), plan, model(SMALL), "--audit 5")
 

@@ -407,7 +407,7 @@ def test_files_of_other_names_are_read_or_named_with_a_cure(tmp_path, suffix, fo
         return
     with pytest.raises(ImageError, match=f"a file of {format}: pip install"):
         open_file(path)
-    assert f"2 .{suffix} could be read: {CURES[f'.{suffix}']}" in pair.notes
+    assert f"2 .{suffix} files could be read: {CURES[f'.{suffix}']}" in pair.notes
 
 
 def test_a_bomb_is_refused_before_it_is_decoded(tmp_path):

@@ -117,7 +117,7 @@ def test_what_would_lose_bits_or_is_other_is_refused(tmp_path):
         ("x.npy", npy(deep[..., 0].astype(np.uint8)), "it has uint8 values, but the model takes uint16"),
         ("x.npy", npy(deep[..., :2]), r"its shape is \[4, 4, 2\], but the model takes"),
         ("x.npy", b"\x93NUMPY", "not a readable .npy file"),
-        ("x.png", png(deep), "colors with 16 bits, which Pillow reads as 8: save it as .npy"),
+        ("x.png", png(deep), "16-bit colors, which Pillow reads as 8-bit: save it as .npy"),
     ]:
         path = tmp_path / name
         path.write_bytes(content)

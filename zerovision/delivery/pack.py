@@ -79,7 +79,7 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
                 done = Packed(done.images + count, done.shards + 1, done.bytes + file.stat().st_size)
         repeated = archives.read(TAR, DataOptions(data=str(folder)))
         if len(repeated) != done.images:
-            raise UserError(f"{len(repeated)} of {done.images} images are in the tar files: pack them again.")
+            raise UserError(f"only {len(repeated)} of {done.images} images are in the tar files: pack them again.")
     return done
 
 

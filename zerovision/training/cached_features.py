@@ -71,7 +71,7 @@ def cache_features(run: Run) -> int:
     width, seconds = sets[0].values.shape[1], time.perf_counter() - begin
     run.loggers.message(
         f"features     {images} images went through the network once, in "
-        f"{format_duration(seconds)}: the head trains on {width} numbers of each"
+        f"{format_duration(seconds)}: the head trains on {width} features per image"
     )
     if difference:
         run.loggers.message(

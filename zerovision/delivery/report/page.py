@@ -113,7 +113,7 @@ def watch(
     if not is_running:
         return
     writing_seconds = time.perf_counter() - start
-    log(f"watching (Ctrl-C stops it): open {output}")
+    log(f"watching (Ctrl-C to stop): open {output}")
     try:
         while is_running or unchanged < POLLS_AFTER_THE_END:
             sleep(max(POLL_SECONDS, writing_seconds / LARGEST_SHARE_OF_TIME))

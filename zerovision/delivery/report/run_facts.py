@@ -200,8 +200,8 @@ def time_breakdown(history: History) -> Breakdown | None:
     remarks = []
     if history.repeated_steps:
         remarks.append(
-            f"{plural(history.repeated_steps, 'step')} of these, {format_duration(history.repeated_seconds)}, were "
-            "logged before and trained again after restarts."
+            f"This includes {plural(history.repeated_steps, 'step')} ({format_duration(history.repeated_seconds)}) of "
+            "logged work that was repeated after restarts."
         )
     if any(process.end is None for process in history.processes):
         remarks.append("A start without an end line counts with its logged intervals, evaluations and saves.")

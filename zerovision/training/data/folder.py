@@ -103,7 +103,7 @@ class FolderListing:
             yield f"skipped {plural(self._other_files.total(), 'file')} without an image's type or extension: {kinds}"
             for kind, cure in CURES.items():
                 if kind in self._other_files:
-                    yield f"{self._other_files[kind]} {kind} could be read: {cure}"
+                    yield f"{plural(self._other_files[kind], f'{kind} file')} could be read: {cure}"
         if self._system:
             names = ", ".join(sorted(set(self._system.values()))[:NAMES_IN_NOTE])
             yield f"skipped {len(self._system)} hidden files and folders of the system: {names}"

@@ -56,7 +56,7 @@ def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by
         if config.engine == "auto" and plan.replicas == 1 and (reasons := way.reasons(plan, module)):
             if needed_by:
                 raise UserError(
-                    f"{needed_by} needs --engine torch; other settings need {way.engine}, which alone supports "
+                    f"{needed_by} needs --engine torch; other settings need {way.engine}, the only engine with "
                     f"{', '.join(reasons)}: leave one out."
                 )
             return way.engine

@@ -56,7 +56,7 @@ class RecipeSettings(RunSettings):
     schedule: str = option(
         "cosine",
         f"How the learning rate falls after the warm-up: {'; '.join(form.usage for form in SCHEDULES.values())}. "
-        "wsd: warm-up, stable, decay. Without EPOCHS, or auto: for step a third of the run, for wsd a fifth.",
+        "wsd: warm-up, stable, decay. EPOCHS may be auto or left out: a third of the run for step, a fifth for wsd.",
     )
     final_learning_rate_scale: float = option(
         0.01,

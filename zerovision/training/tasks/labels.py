@@ -150,7 +150,7 @@ def _check_threshold(config: TaskSettings, classes: int) -> None:
     if not low < threshold < high:
         raise UserError(
             f"--loss bce:{threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
-            f"{classes} classes they are {low:.4g} and {high:.4g}; give a value between."
+            f"{classes} classes they are {low:.4g} and {high:.4g}; give a value between them."
         )
 
 

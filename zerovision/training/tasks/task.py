@@ -60,7 +60,7 @@ class Task(Mode):
         given_weights(config.class_weights)
         if config.learning_rate == "auto" and config.loss not in OF_CLASSES:
             loss = f"{of['loss']} {config.loss}"
-            yield f"{loss} cannot be combined with {of['learning_rate']} auto, which needs another loss: give one."
+            yield f"{loss} cannot be combined with {of['learning_rate']} auto: give a rate, or another loss."
         if config.class_weights != "none" and config.sampling == "balanced":
             both = f"{of['class_weights']} and {of['sampling']} balanced"
             yield f"{both} both compensate for rare classes: give one of them."

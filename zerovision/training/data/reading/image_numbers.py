@@ -78,7 +78,7 @@ def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation per channel of uint8 or float32 [N, C, H, W], as values in 0..1.
 
     They are the same with any number of threads: 4 decimals for bytes, 6 digits for floats. The deviation is at least
-    the rounding of the mean, even for a constant channel.
+    the rounding step of the mean, even for a constant channel.
     """
     is_bytes = images.dtype == torch.uint8
     means, stds = [], []
@@ -183,7 +183,7 @@ def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
     """
     is_grey, bits = is_deep_grey(image), _bits_of(image, content)
     if bits > 8 and not is_grey:
-        raise ValueError(f"colors with {bits} bits, which Pillow reads as 8: save it as {ARRAY_EXTENSION}")
+        raise ValueError(f"{bits}-bit colors, which Pillow reads as 8-bit: save it as {ARRAY_EXTENSION}")
     return np.array(image if is_grey or image.mode in CHANNEL_MODES.values() else image.convert("RGB"))
 
 

@@ -60,7 +60,7 @@ class DeepSpeed(Way):
 
         if not self.is_asked():
             reasons = ", ".join(self.reasons(setup.plan, setup.module))
-            setup.notes.append(f"--engine auto is deepspeed, which alone supports {reasons}")
+            setup.notes.append(f"--engine auto chose deepspeed, the only engine that supports {reasons}")
         return DeepSpeedEngine(setup, self._configuration(setup))
 
     def _configuration(self, setup: EngineSetup) -> dict[str, Any]:

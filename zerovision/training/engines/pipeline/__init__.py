@@ -25,8 +25,8 @@ class PipelineSettings:
 
     pipeline_parallel: int = option(
         1,
-        "Number of stages of consecutive layers to cut the model into, each on its own rank. For an ensemble: ranks to "
-        "distribute the members over (ddp, engine torch).",
+        "Number of stages (of consecutive layers) to cut the model into, each on its own rank. For an ensemble: ranks "
+        "to distribute the members over (ddp, engine torch).",
         low=1,
         high=1024,
     )

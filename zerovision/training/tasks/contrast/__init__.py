@@ -37,7 +37,7 @@ class Contrastive(Task):
         config, of = self.config, label_of
         cache, loss = (f"{of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
         if config.gradient_cache and config.batch_size == "auto":
-            yield f"{cache} sets how many images go through the network at a time: give {of['batch_size']} a number."
+            yield f"{cache} already sets how many images the network takes at once: give {of['batch_size']} a number."
         if self.is_asked() and model_spec(config.model_type).takes_members:
             yield f"{loss}: the members of an ensemble have no features in common: train each by itself."
 
