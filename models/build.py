@@ -109,7 +109,7 @@ def build_model(
 
 
 def rebuild_model(description: Description) -> nn.Module:
-    """Rebuild the network of a `BuiltModel.description` with random weights, without a network connection.
+    """Rebuild the network of a `BuiltModel.description` with random weights; needs no internet access.
 
     Raises:
         UserError: for a description that `build_model` did not write.

@@ -182,7 +182,7 @@ class Result(NamedTuple):
     Attributes:
         plain: scores of the images that the model was not trained on; of all of them, if it was trained on all.
         views: scores of the mean probabilities of several views of these images; None if there are no other views.
-        trained_on: scores of the images that the model was trained on; None if there are none, or it is not known.
+        trained_on: scores of the images that the model was trained on; None if there are none or they are unknown.
     """
 
     plain: Scores

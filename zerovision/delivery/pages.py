@@ -41,7 +41,7 @@ def plain(value: float) -> str:
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
-    """Format a share of 0..1 in percent; '–' for None."""
+    """Format a share of 0..1 as a percentage; '–' for None."""
     return "–" if share is None or not math.isfinite(share) else f"{100 * share:.{decimals}f}{THIN}%"
 
 

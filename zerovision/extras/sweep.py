@@ -429,7 +429,7 @@ class Combination:
 
     Attributes:
         values: values by flag, without `REPEATS`.
-        compared: the trials with a score that reached the most rungs, best first.
+        compared: of the trials with a score, those that reached the most rungs, best first.
         rank: the rungs, and the mean with its sign such that higher is better.
     """
 

@@ -132,7 +132,7 @@ def start_until_done(
 
 
 def signal_within(seconds: float, received: list[int]) -> int:
-    """Wait; return the signal for the ranks received before or meanwhile, or 0."""
+    """Wait for a signal; return the one to pass on to the ranks, or 0 if none came in time."""
     deadline = time.monotonic() + seconds
     while not received and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -122,7 +122,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
 
     Args:
         facts: of data and machine.
-        given: the user's settings, which other choices follow.
+        given: the user's settings, to which the choices adapt.
         effort: one of `EFFORTS`.
     """
     made: Choices = {}

@@ -117,7 +117,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
     """Count a run's network, or one rank's part of it.
 
     Args:
-        config: settings with model, channels of the images, optimizer, averages.
+        config: settings of the model, the image channels, the optimizer and the averages.
         classes: number of classes.
         image_size: size of the training images in pixels.
 

@@ -139,7 +139,7 @@ def _compiles(run: Run) -> bool:
 
 
 def _computes_alike(run: Run) -> bool:
-    """Return whether a network's forward and backward use the same kernels in every step, on this rank alone."""
+    """Return whether forward and backward use the same kernels in every step, and involve this rank alone."""
     config = run.config
     is_whole = config.ranks_per_replica == 1 and not config.sync_batchnorm
     is_all_trained = read_tune(config.tune)[0] == "full" and not run.model.head_epochs

@@ -94,7 +94,7 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
 
 
 def sample_images(run: RunFiles, kind: str, most: int = MOST_IMAGES) -> list[dict[str, str]]:
-    """Return images of an evaluation: the misclassified ones of kind `WORST`, or all of kind `TYPICAL`.
+    """Return sample images of an evaluation: of `WORST` only the misclassified ones, of `TYPICAL` all.
 
     `data_uri` is empty if the file cannot be read; `why`, the explanation, is empty if there is none.
     """

@@ -170,8 +170,8 @@ def check_renames(folder: Path) -> None:
 def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bool = False) -> None:
     """Remove the unfinished files and folders of dead processes from a folder.
 
-    Whether a process lives is visible only from its own machine and container. A folder that was renamed to be
-    replaced, and was not replaced, gets its name back.
+    Whether a process lives is visible only from its own machine and container. A folder that was moved aside
+    to be replaced, but never was, gets its name back.
 
     Args:
         folder: the folder.

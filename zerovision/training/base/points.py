@@ -33,7 +33,7 @@ LONGEST_CLASS_NAME = 40
 
 
 def show_score(name: str, value: float) -> str:
-    """Format a score of `SCORE_NAMES`: the loss as a number, any other in percent."""
+    """Format a score of `SCORE_NAMES`: the loss as a number, any other as a percentage."""
     return f"{value:.4f}" if name == "loss" else percent(value)
 
 

@@ -36,7 +36,7 @@ class TrainState:
 
     Attributes:
         engine: parameters, buffers, optimizer state, number of applied updates and fp16's loss scale.
-        sums: score sums of the running epoch.
+        sums: score sums of the current epoch.
         progress: position of the run, best epoch and counts.
     """
 

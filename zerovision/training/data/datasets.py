@@ -58,7 +58,7 @@ class ImageDataset(Dataset):
         most_bad: Number of images that may be unreadable and get weight 0; with 0, the first is an error.
         ramp: Size of the images by epoch; None if it is always that of `preprocessing`.
         batch_transforms: Applied to whole batches on the device, after `read`.
-        mixing: Applied to whole batches after that; None without mixing.
+        mixing: Applied to whole batches after `batch_transforms`; None for no mixing.
         sets: Which classes each label stands for; None if each label is one class.
     """
 

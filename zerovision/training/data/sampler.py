@@ -127,10 +127,10 @@ class BatchPlan:
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
         """Return the samples of one forward pass of one rank.
 
-        Leaf l of step k contains position k*G + l*B and the next B-1. The leaves of a step are the same for all ranks
-        and accumulation steps with the same product R x A; `base.leaves` assigns them to ranks. Repeated samples are
-        distributed to the leaves in turn, as timm's sampler does with ranks: leaf l contains every position k*G + l +
-        i*R*A.
+        Leaf l of step k contains position k*G + l*B and the next B-1. A step has the same
+        leaves for all numbers R of ranks and A of accumulation steps with the same product; `base.leaves` assigns them
+        to ranks. Repeated samples are distributed to the leaves in turn, as timm's sampler does with ranks: leaf l
+        contains every position k*G + l + i*R*A.
         """
         leaves, leaf = self.world_size * self.accumulation_steps, self.leaves.number(rank, micro_step)
         positions = self._positions(step, leaf)

@@ -327,8 +327,8 @@ def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
 
 
 def _products(parameter: torch.Tensor) -> int:
-    """Return the number of multiplications of a matrix [n, m] by its transpose; for other tensors, the number of
-    elements.
+    """Return how many multiplications the product of a matrix [n, m] and its transpose takes; for other tensors, the
+    number of elements.
     """
     rows = len(parameter) if parameter.ndim > 1 else 1
     return parameter.numel() * min(rows, parameter.numel() // rows)

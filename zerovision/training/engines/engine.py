@@ -29,7 +29,7 @@ class StepResult:
 
     Attributes:
         applied: whether the weights were updated; they are not if the gradient is not finite. A bool, or a bool
-            tensor [] on the device that has not been synchronized.
+            tensor [] on the device, which reading would synchronize.
         gradient_norm: global L2 norm before clipping, None if it was not computed.
     """
 

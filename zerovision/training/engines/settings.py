@@ -75,7 +75,7 @@ class EngineSettings(DeepSpeedSettings, PipelineSettings, IslandSettings, Tensor
 
 
 def ways_of(config: Any, engine: str) -> list[Way]:
-    """Return a run's ways to share work: its engine's, and those of PyTorch's engine that its settings turn on."""
+    """Return how a run shares work: its engine's ways, and those ways of PyTorch's engine that are turned on."""
     ways = (way(config) for way in WAYS)
     return [way for way in ways if (way.engine == engine if way.engine else way.is_asked())]
 

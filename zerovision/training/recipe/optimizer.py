@@ -309,7 +309,7 @@ def _is_moment(value: Any) -> bool:
 def _first_value(
     rule: torch.optim.Optimizer, kind: str, created: Any, weight: torch.Tensor, place: torch.device
 ) -> Any:
-    """Return a weight's initial state of a kind, given the rule's state for 2 x 2 zeros."""
+    """Return the initial value of one kind of a weight's state; `created` is the rule's own for 2 x 2 zeros."""
     if _is_moment(created):
         return STARTS.get((type(rule).__name__, kind), torch.zeros_like)(weight.detach())
     return created.to(place, copy=True) if isinstance(created, torch.Tensor) else created

@@ -209,8 +209,8 @@ class Saver(Observer):
             is_stop: whether the run was asked to stop, and should not wait long.
 
         Raises:
-            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`, or `GIVE_UP_SECONDS_OF_STOP`, or in the
-                last attempt after a signal.
+            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS` (`GIVE_UP_SECONDS_OF_STOP` in a stop), or
+                if the last attempt after a signal fails.
         """
         self.wait()
         if is_stop:

@@ -43,7 +43,7 @@ class World:
         device: device of this rank.
         signal_group: gloo group for small values and for stopping, None for a single rank.
         save_group: gloo group for the thread that writes checkpoints, None for a single rank and in groups of a mesh.
-        group: group of collectives of tensors; None for all ranks.
+        group: process group for collectives of tensors; None for all ranks.
         mesh: this rank's groups, if the ranks form a mesh; see `zerovision.training.world.mesh`: `data`, `replica`,
             and each dimension by its setting.
     """

@@ -176,7 +176,7 @@ def digest_of(content: bytes) -> int:
 def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -> tuple[list[FileSource], list[str]]:
     """Return the source of each part, with the decoder and the cache that the options name, and notes.
 
-    A third part, the test part, is read once and not cached.
+    If there is a third part, it is the test part, which is read once and not cached.
     """
     channels, max_pixels, cached = options.image_channels or 3, options.max_megapixels * 10**6, parts[:2]
     values, cache, note = BYTES, None, ""

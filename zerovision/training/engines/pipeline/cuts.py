@@ -1,7 +1,7 @@
 """Finds where a network can be cut into stages, and chooses the cuts.
 
-A cut is the entry of a module after which only that module's input is used of all earlier results. It is found from the
-network's operations on tensors without data, so no model needs a table of its blocks.
+A cut is the entry of a module; of all earlier results, only the module's input is used after it. Cuts are found from
+the network's operations on tensors without data, so no model needs a table of its blocks.
 """
 
 from __future__ import annotations
