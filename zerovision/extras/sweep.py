@@ -430,7 +430,7 @@ class Combination:
     Attributes:
         values: values by flag, without `REPEATS`.
         compared: of the trials with a score, those that reached the most rungs, best first.
-        rank: the rungs, and the mean with its sign such that higher is better.
+        rank: the rungs, and the mean, with its sign changed if lower is better.
     """
 
     values: dict[str, str]

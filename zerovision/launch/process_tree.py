@@ -101,8 +101,8 @@ def shell_exit_code(code: int) -> int:
 def remove_stale_build_locks(folder: Path) -> None:
     """Remove the locks of compile jobs that no longer run; print a note about jobs that may run on another machine.
 
-    A rank that compiles signs its locks, and torch keeps the lock file open meanwhile, which identifies live locks of
-    this machine. A lock without our signature is stale after `LONGEST_BUILD_SECONDS`.
+    A rank that compiles signs its locks, and torch keeps their files open while it does; that identifies live locks
+    of this machine. A lock without our signature is stale after `LONGEST_BUILD_SECONDS`.
     """
     locks = {str(path) for path in folder.glob("**/lock")}
     for process in psutil.process_iter() if locks else ():

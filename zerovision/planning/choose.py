@@ -190,7 +190,7 @@ def _is_photographs(facts: Facts) -> bool:
 
 
 def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) -> int:
-    """Choose the images per update such that an epoch has several updates; return them."""
+    """Choose and return the images per update, so that an epoch has several updates."""
     ranks = facts.gpus or 1
     unit = FEWEST_IMAGES * ranks
     least = min(FEWEST_OF_AN_UPDATE, images // FEWEST_UPDATES) // unit * unit

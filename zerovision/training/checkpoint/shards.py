@@ -244,7 +244,7 @@ class CheckpointReader:
         self.frozen = self.shapes.keys() - trained
 
     def _check_boxes(self, kind: str) -> None:
-        """Raise ValueError unless the boxes of a kind contain each element of the parameters once, in fp32."""
+        """Raise ValueError unless the boxes of this kind contain each element of the parameters once, in fp32."""
         found = self._boxes[kind]
         if unknown := found.keys() - self.shapes.keys():
             raise ValueError(f"there is no parameter {one_line(unknown.pop())}")

@@ -1,9 +1,9 @@
 """Runs a network's forward and backward as two CUDA graphs, instead of hundreds of kernel launches.
 
-A graph has the same kernels as without it, PyTorch's own or those of `torch.compile`, with the same numbers in the same
-order, so no bit should differ; `record` checks this. Graphs save the host's time, which is most of a small network's
-step on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). They cost memory, because a graph
-keeps all memory that its kernels use.
+A graph runs the kernels that would run without it, PyTorch's own or those of `torch.compile`, with the same numbers in
+the same order, so no bit should differ; `record` checks this. Graphs save the host's time, which is most of a small
+network's step on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). They cost memory,
+because a graph keeps all memory that its kernels use.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ def restart(optimizer: torch.optim.Optimizer) -> None:
 
 
 def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind: str) -> None:
-    """Swap weights with the optimizer's state of a kind."""
+    """Swap the weights with one kind of the optimizer's state."""
     kept = weights.clone()
     weights.copy_(state[kind])
     state[kind].copy_(kept)
