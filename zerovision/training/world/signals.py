@@ -85,8 +85,8 @@ class StopRequest:
     def wait(self, world: World, seconds: float, step: int, *, is_stopping: bool) -> bool:
         """Wait, by rank 0's clock, and return on all ranks whether a signal ended the wait; a collective.
 
-        After this call, one more signal ends the run at once. With several ranks, a rank that receives it ends its own
-        process, because it cannot ask the others.
+        From this call on, one more signal ends the run at once. With several ranks, a rank that receives it ends its
+        own process, because it cannot ask the others.
 
         Args:
             world: the ranks.
