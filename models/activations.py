@@ -144,7 +144,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, copies: Callable[[Any, Any], int] | None = None) -> None:
-        """Also count the bytes that `copies` returns for an operation and its arguments, while it runs."""
+        """While an operation runs, also count the bytes that `copies` returns for it and its arguments."""
         super().__init__()
         self.now = self._complete = self._most_now = 0
         self._copies, self._sizes = copies, dict[int, int]()

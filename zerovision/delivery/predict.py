@@ -264,7 +264,7 @@ def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
 
 
 def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the paths of the files in a folder, before those of its subfolders.
+    """Yield the paths of the files in a folder, then those in its subfolders.
 
     Hidden and system files are left out; links are followed, but not into the folders `above` (real paths).
     """

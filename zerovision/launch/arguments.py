@@ -263,7 +263,7 @@ def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
 
 
 def with_flags(script: str, words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return a launcher's command line with more flags, FLAG=VALUE each.
+    """Return a launcher's command line with flags added, each in the form FLAG=VALUE.
 
     A flag for a positional argument changes that argument.
     """

@@ -36,7 +36,7 @@ class Row:
         verdict: "wrong" prevents a training or falsifies it; "warning" slows it down or may end it.
         found: what was found, in one line.
         cure: what to do about it, in one line; '' if there is nothing to do.
-        host: the machine; '' for all machines, or none in particular.
+        host: the machine; '' if the line is about all machines or none in particular.
     """
 
     check: str

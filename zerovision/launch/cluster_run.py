@@ -225,7 +225,7 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
 
 
 def _node_ending(ended: Message) -> Ending:
-    """Return how a node's ranks ended, from its message."""
+    """Return how a node's ranks ended, according to its message."""
     hang_order = tuple(ended["hang_order"]) if ended["hang_order"] else None
     return Ending(ended["code"], ended["reason"], ended["is_final"], hang_order)
 

@@ -114,7 +114,7 @@ def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Workload:
-    """Count a run's network, or one rank's part of it.
+    """Return the workload of a run's network, or of one rank's part of it.
 
     Args:
         config: settings of the model, the image channels, the optimizer and the averages.

@@ -97,7 +97,7 @@ def _under_way(config: TrainConfig, rank: int) -> int:
 
 
 def _held(stages: list[list[Piece]], under_way: int) -> Activations:
-    """Return the activations of a rank; a stage's input is kept as received and in its new layout."""
+    """Return the activations of a rank; the input of a stage counts twice: as received, and in its new layout."""
     kept = sum(sum(piece.saved for piece in stage) + 2 * stage[0].entered for stage in stages)
     workspace = 0
     for stage in stages:

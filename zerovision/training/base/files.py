@@ -124,7 +124,7 @@ def replacing_by_library(path: Path) -> Iterator[Path]:
     """Yield a name for a library to write to; the file replaces `path`, durably, if the block ends without error.
 
     The name is in a separate folder: if the library is killed, its leftovers are removed with the folder, see
-    `remove_leftovers`. The file gets the permissions of any other new file (umask, ACLs), whatever the library sets.
+    `remove_leftovers`. The file gets the permissions of any new file (umask, ACLs), whatever the library sets.
     """
     folder = unfinished(path, "tmp")
     folder.mkdir(exist_ok=True)

@@ -97,7 +97,7 @@ def in_chunks(config: TrainConfig) -> TrainConfig:
     """Return the configuration with the chunks of its task as micro-batches, if there are any.
 
     Raises:
-        UserError: if they do not divide the images of a rank.
+        UserError: if a chunk does not divide the images of a rank.
     """
     images = config.micro_batch * config.gradient_accumulation_steps
     for name, chunk in asked_task(config).chunks().items():

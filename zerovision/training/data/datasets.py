@@ -195,7 +195,7 @@ class DatasetPair:
         return self.class_names if self.sets is None else self.sets.names
 
     def label_targets(self, device: torch.device) -> torch.Tensor | None:
-        """Return the targets of each label of `sets`, float32 [S, K]."""
+        """Return the targets of `sets` on a device, float32 [S, K]; None if `sets` is None."""
         return None if self.sets is None else self.sets.targets.to(device)
 
     def noted(self, notes: Sequence[str]) -> DatasetPair:

@@ -1,6 +1,6 @@
 """The interface of a way to share a training's work among ranks; each way has its own folder here.
 
-`settings.WAYS` is the table of ways; a new one is a folder and a line there.
+`settings.WAYS` is the table of ways; a new way needs a folder here and a line in that table.
 """
 
 from __future__ import annotations

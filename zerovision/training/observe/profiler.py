@@ -26,7 +26,7 @@ class StepProfiler(Observer):
 
         Args:
             steps: optimizer steps to trace; 0 for none.
-            steps_per_epoch: optimizer steps of an epoch.
+            steps_per_epoch: optimizer steps per epoch.
             folder: folder for `trace.json.gz` and `summary.txt`.
             clock: its spans appear in the trace.
             loggers: get one line when the trace is written or fails.

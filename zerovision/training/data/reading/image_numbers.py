@@ -127,7 +127,7 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
 
 
 def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[str, int]:
-    """Return the type of an image's numbers; see `to_values`, and its number of channels.
+    """Return the type of an image's numbers (see `to_values`) and its number of channels.
 
     Raises:
         ImageError: if it cannot be read.

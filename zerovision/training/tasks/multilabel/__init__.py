@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Multilabel(Task):
-    """Learns any number of classes per image."""
+    """Learns to predict any number of classes per image."""
 
     flag = "task"
     goes_with: ClassVar[Values] = {
