@@ -19,11 +19,10 @@ from benchmarks.report import machine_name
 from tests.training.commands import launch, read_metrics
 
 FOLDER = Path(__file__).parent
-MODELS = ("basic_cnn", "mobilenet", "ensemble")
+MODELS = {"basic_cnn": "basic_cnn", "mobilenet": "mobilenet", "ensemble": "ensemble:mobilenet,efficientnet"}
 ENGINES = {"torch": "ddp", "deepspeed": "fsdp_stage2"}  # and its strategy
 RANKS, BATCH_SIZE_PER_RANK, EPOCHS = 2, 16, 1
-FLAGS = ["--ensemble-members", "mobilenet,efficientnet", "--val-fraction", "0.5", "--log-every-steps", "15"]
-FLAGS += ["--learning-rate", "0.001"]
+FLAGS = ["--val-fraction", "0.5", "--log-every-steps", "15", "--learning-rate", "0.001"]
 # What leaves a processor with fewer instructions (`make test-processors`), beside what PyTorch counts as capability.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
 SILENT = ["--tensorboard", "false", "--report", "false", "--progress", "off"]
@@ -32,7 +31,8 @@ SILENT = ["--tensorboard", "false", "--report", "false", "--progress", "off"]
 def train(model: str, engine: str, **variables: str) -> dict[str, Any]:
     """Train a reference run of digits, and return its losses and what they depend on."""
     limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
-    words = [model, ENGINES[engine], *map(str, (RANKS, BATCH_SIZE_PER_RANK, EPOCHS)), "--engine", engine, *FLAGS]
+    sizes = map(str, (RANKS, BATCH_SIZE_PER_RANK, EPOCHS))
+    words = [MODELS[model], ENGINES[engine], *sizes, "--engine", engine, *FLAGS]
     with tempfile.TemporaryDirectory() as logs:
         place = ["--log-dir", logs, "--run-name", "reference"]
         result = launch(*words, *SILENT, *place, OMP_NUM_THREADS="1", **variables)
