@@ -2,6 +2,9 @@
 
 A trial is built like the run, on the same data, in a temporary folder inside the run's. It is closed before the run's
 own model is built, so it does not change the training.
+
+The trial of `--minutes` trains its steps twice, because the first epoch reads images from files, and others may find
+them in a cache.
 """
 
 from __future__ import annotations

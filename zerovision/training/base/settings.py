@@ -1,4 +1,9 @@
-"""The settings that all code may read, and what a training mode says about settings."""
+"""The settings that all code may read, and what a training mode says about settings.
+
+Modes are what a run learns, `tasks.settings.TASKS`, and how ranks share the work, `engines.settings.WAYS`. Only these
+tables name a mode outside its folder. The module that defines a mode does not import torch, because launchers check the
+flags too.
+"""
 
 from __future__ import annotations
 

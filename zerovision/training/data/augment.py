@@ -5,6 +5,9 @@ time (`batch_transforms`). `evaluation_transform` does everything for one image,
 
 Pillow applies the policies to single images: RandAugment, TrivialAugment, AutoAugment, 3-Augment, color jitter. They
 draw from the global generators of Python, NumPy and torch: see `randomness.seed_generators`.
+
+Only the center of a thin image is enlarged. An image of 3 x 9000 pixels whose shorter side becomes 256 would have
+768,000 on the longer one, 590 MB, for a center of 224.
 """
 
 from __future__ import annotations

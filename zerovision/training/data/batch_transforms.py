@@ -3,6 +3,10 @@
 Bytes are transferred as bytes, a quarter of the size of float32. Random numbers are drawn on the CPU as a function of
 (seed, epoch, index), and pixels move by whole numbers, so a GPU gives the same result as a CPU. The result is in
 channels_last order, in which convolutions are fastest.
+
+Mixup and cutmix make one choice per micro-batch, with the distribution of timm's `Mixup` in mode "batch". It is a
+function of (seed, epoch, leaf), so it is the same on any number of ranks and after a resume; for leaves see
+`base.leaves`. Erasing follows timm's `RandomErasing`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A leaf is a micro-batch; a step has L of them, numbered from 0, and each rank computes a contiguous segment. The tree
 pairs neighbors from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node passes up
 unchanged. Floating-point addition is commutative but not associative, so all sums along this tree have the same bits.
+
+For a norm, gradients are cut into pieces that belong to one rank each: blocks of a parameter, or its rows. Every rank
+gets the sums of all pieces, and adds them in an order that does not depend on the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Measures the utilization of a run's devices, and its memory: used, at the peak, and still available."""
+"""Measures the utilization of a run's devices, and its memory: used, at the peak, and still available.
+
+On a GPU, a rank may take what PyTorch's allocator has free and can still get. On a CPU, it may take its share of what
+the machine and control group have left, or less under the process's limits (RLIMIT_DATA, RLIMIT_AS).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The folder of a run: found by its name, or created and locked."""
+"""The folder of a run: found by its name, or created and locked.
+
+Only one training at a time uses it: rank 0 holds a lock that the kernel releases when the process dies. It is a
+byte-range lock (`fcntl.lockf`), which an NFS server keeps, so it works across machines; `flock` does not work
+everywhere. A process loses such a lock as soon as it closes *any* descriptor of the file, so nothing else in a training
+may open it.
+"""
 
 from __future__ import annotations
 

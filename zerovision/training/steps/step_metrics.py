@@ -1,4 +1,8 @@
-"""The numbers of a logging point: loss, speed, time shares, memory, and slow ranks."""
+"""The numbers of a logging point: loss, speed, time shares, memory, and slow ranks.
+
+All ranks finish a step together, because each waits for the slowest in the collectives. So the detector compares a
+rank's work: its time outside of collectives, without possible waiting.
+"""
 
 from __future__ import annotations
 

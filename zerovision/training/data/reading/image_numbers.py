@@ -1,4 +1,8 @@
-"""Images as numbers: arrays and images with more than 8 bits. Bytes stay bytes; all others become float32."""
+"""Images as numbers: arrays and images with more than 8 bits. Bytes stay bytes; all others become float32.
+
+Whole numbers are divided by the largest value of their type, as in torchvision's `ToDtype(scale=True)`: uint16 ranges
+from 0 to 1, int16 from -1 to 1. Floating-point numbers are not changed, and must be from 0 to 1.
+"""
 
 from __future__ import annotations
 

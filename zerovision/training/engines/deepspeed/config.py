@@ -3,6 +3,10 @@
 Each number has one owner: the JSON file has DeepSpeed's sharding and communication, the command line the rest (batch,
 accumulation, clipping, precision, offload). The file must not contain a key that a flag sets. This module imports
 neither torch nor DeepSpeed.
+
+DeepSpeed ignores misspelled top-level keys (`zero_optimisation` silently trains at stage 0) and reads some `auto`
+values as false; here each mistake gets one line with file and key. Key names and types follow DeepSpeed's configuration
+reference (https://www.deepspeed.ai/docs/config-json/).
 """
 
 from __future__ import annotations

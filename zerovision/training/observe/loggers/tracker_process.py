@@ -2,6 +2,10 @@
 
 It survives Ctrl-C and a killed trainer, whose run it marks as killed. The first error of the tracker's library becomes
 one line on standard output; its other output goes to a log.
+
+Each run writes where its library's variables say, or else into the folder of all logs. `picture` and `file` get the
+run's final files; `close` gets 'finished', 'failed' or 'killed'; `refused` names the settings that the tracker refused.
+Methods may raise any error of the tracker's library.
 """
 
 from __future__ import annotations
