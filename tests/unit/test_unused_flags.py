@@ -57,6 +57,7 @@ def test_a_flag_without_what_it_belongs_to_is_named(name):
             {"epochs": 3, "learning_rate": 0.1, "optimizer": "sgd", "solver": "lbfgs"},
         ),
         ("--val-fraction", {"folds": 5, "val_fraction": 0.3}),
+        ("MOMENTUM of --optimizer", {"optimizer": "sgd", "optimizer_options": "momentum=0.9", "momentum": 0.5}),
         ("--head-epochs", {"model_type": "mobilenet_finetuned", "tune": "head", "head_epochs": 1}),
         ("BACKBONE_LEARNING_RATE_SCALE of --head-epochs", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),
         (

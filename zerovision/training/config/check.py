@@ -75,8 +75,8 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
     "solver": (
         lambda config: config.solver == "lbfgs",
         {"loss": ("cross_entropy",), "class_weights": ("none",), "sampling": ("uniform",)}
-        | {"ema": (0,), "lookahead": (0,), "local_steps": (1,)}
-        | {"replicate_across": ("none",)},  # whose other replicas have no parts to fill
+        # Other replicas, as of --replicate-across nodes, have no parts to fill.
+        | {"ema": (0,), "lookahead": (0,), "local_steps": (1,), "replicate_across": ("none",)},
     ),
     "compile": (
         lambda config: config.compile == "on",
@@ -206,15 +206,20 @@ def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allo
             yield f"{setting} cannot be combined with {of[name]} {shown(value)}: {cure}."
 
 
+def _rules_of(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the update rules of a run: the setting that gives each, its name, and its options as text."""
+    yield "optimizer", config.optimizer, config.optimizer_options
+    if config.optimizer in MATRIX_RULES:
+        yield "fallback_optimizer", *read_fallback(config.fallback_optimizer)[::2]
+
+
 def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield values that the update rules do not support."""
-    fallback = read_fallback(config.fallback_optimizer)
+    read_fallback(config.fallback_optimizer)  # also if it is not used
     options = read_options(of["optimizer_options"], config.optimizer_options)
-    has_fallback = config.optimizer in MATRIX_RULES
-    if has_fallback and options.get("momentum", config.momentum) == 0:
+    if config.optimizer in MATRIX_RULES and options.get("momentum", config.momentum) == 0:
         yield f"{of['optimizer']} {config.optimizer} needs a momentum above 0, such as {config.optimizer}:0.95."
-    rules = {"optimizer": config.optimizer} | ({"fallback_optimizer": fallback.name} if has_fallback else {})
-    for name, rule in rules.items():
+    for name, rule, _ in _rules_of(config):
         if rule in SHIFTED_RATE and head_epochs_of(config):
             yield (
                 f"{of[name]} {rule} changes weights even at a learning rate of 0, and the backbone has that rate "
@@ -247,15 +252,15 @@ def _mixes(config: TrainConfig) -> bool:
 
 
 def _shifts(config: TrainConfig) -> bool:
-    if config.augmentation == "auto":
-        return config.shift_pixels != 0
-    return augmentation_of(config, config.augmentation).shift
+    policy = config.augmentation
+    return config.shift_pixels != 0 if policy == "auto" else augmentation_of(config, policy).shift
 
 
 def _has_momentum(config: TrainConfig) -> bool:
     from timm.optim import get_optimizer_info
 
-    return get_optimizer_info(config.optimizer).has_momentum
+    rules = [(get_optimizer_info(rule), options) for _, rule, options in _rules_of(config)]
+    return any(rule.has_momentum and "momentum" not in read_options("", options) for rule, options in rules)
 
 
 # When each flag has an effect.

@@ -39,8 +39,8 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
         require_plugins("this run", needed)
     if not saved:
         return {**preset, **given}
-    model = str(given.get("model_type", ""))
-    is_of_hub = model.startswith(HUB_PREFIX) and _name(hub_name_of(saved.get("weights", ""))) == _name(model)
+    model = str(given.get("model_type", "")).partition("@")[0]
+    is_of_hub = model.startswith(HUB_PREFIX) and hub_name_of(saved.get("weights", "")).partition("@")[0] == model
     left = {*OF_THE_BEGINNING, *(["model_type"] if is_of_hub else [])}
     left |= {"minutes", "epochs"} if given.get("minutes") else set()  # which the run has found
     left |= {name for name in saved.keys() - {"batch_size"} if is_left_open(name, given.get(name, "auto"))}
@@ -67,10 +67,6 @@ def resumed(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
 def is_left_open(name: str, value: Any) -> bool:
     """Return whether a value leaves the setting to the run."""
     return value in ("auto", LEFT_OPEN.get(name, "auto"))
-
-
-def _name(of_hub: str) -> str:
-    return of_hub.partition("@")[0]
 
 
 def saved_settings(given: Mapping[str, Any]) -> dict[str, Any]:
