@@ -15,9 +15,9 @@ import psutil
 
 from zerovision.launch.local_ranks import CHANNEL_VARIABLE, LONGEST_ORDER
 from zerovision.launch.process_tree import is_alive, send
+from zerovision.training.base.control_groups import OWN_LIMITS
 from zerovision.training.base.run_folder import LAUNCH
 from zerovision.training.engines.ways import OUR_ENGINE
-from zerovision.training.observe.device_use import OWN_LIMITS
 
 LOCAL_RANKS = str(LAUNCH / "local_ranks.py")
 PRELOADED = ("zerovision.training.run", "zerovision.delivery.end_of_run")

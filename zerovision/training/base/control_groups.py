@@ -6,11 +6,14 @@ import contextlib
 import math
 import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
 OLD_LIMIT = "memory.limit_in_bytes"  # of memory, under version 1
+# A process's own limits of memory, and the line of /proc/self/status that counts against each.
+OWN_LIMITS = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from zerovision.training.base.control_groups import ROOT, bytes_by_name, free_memory
+from zerovision.training.base.control_groups import OWN_LIMITS, ROOT, bytes_by_name, free_memory
 from zerovision.training.base.points import DeviceUse, RunPoint
 from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.base.timing import mean_shares
@@ -25,8 +25,6 @@ from zerovision.training.world.collectives import gather_objects
 from zerovision.training.world.world import World
 
 FILL = 0.9  # share of the room that is planned for: other steps may need more, and other processes too
-# A process's own limits, and the line of /proc/self/status that counts against each.
-OWN_LIMITS = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
 
 
 def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
@@ -38,8 +36,6 @@ def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
         root: folder that contains /proc and /sys.
     """
     if device.type == "cuda":
-        import torch
-
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     status, rooms = bytes_by_name((root / "proc/self/status").read_text()), [free_memory(root) // sharing]
@@ -53,8 +49,6 @@ def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
 def used_memory(device: torch.device) -> int:
     """Return the bytes that this rank uses: of tensors on a GPU, else resident, with pages that others share."""
     if device.type == "cuda":
-        import torch
-
         return torch.cuda.memory_allocated(device)
     return bytes_by_name((ROOT / "proc/self/status").read_text())["VmRSS"]
 
@@ -62,8 +56,6 @@ def used_memory(device: torch.device) -> int:
 def peak_memory(device: torch.device) -> int:
     """Return the peak of `used_memory` since `reset_peak_memory`."""
     if device.type == "cuda":
-        import torch
-
         return torch.cuda.max_memory_allocated(device)
     status = bytes_by_name((ROOT / "proc/self/status").read_text())
     return max(status["VmRSS"], status.get("VmHWM", 0))  # not every sandbox has the peak
@@ -72,8 +64,6 @@ def peak_memory(device: torch.device) -> int:
 def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak; if the kernel does not allow this, the old peak remains, which is never too low."""
     if device.type == "cuda":
-        import torch
-
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):
