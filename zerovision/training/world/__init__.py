@@ -1,1 +1,1 @@
-"""The ranks: how they find each other and communicate."""
+"""How the ranks find each other and communicate."""

@@ -1,4 +1,4 @@
-"""Collectives of tensors, of small values, and of errors."""
+"""Collectives for tensors, small values and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerovision.training.world.world import World
 
 Result = TypeVar("Result")
 
-BROADCAST_BYTES = 32 * 2**20  # of many tensors at a time
+BROADCAST_BYTES = 32 * 2**20  # size of a broadcast of several tensors
 
 
 def barrier(world: World) -> None:
@@ -45,7 +45,7 @@ def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpT
 
 
 def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
+    """Gather every rank's values [n] into a tensor [ranks, n] on every rank; a collective."""
     rows = values.new_empty(world.size, values.numel())
     if world.size == 1:
         return rows.copy_(values)
@@ -57,8 +57,8 @@ def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
 def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the elementwise mean of a tensor [n] over all ranks; a collective.
 
-    They are added as fp32 in rank order for any n, whereas an all-reduce would add some elements in another order.
-    16-bit values are returned as 16-bit values.
+    Values are added in fp32 and in rank order for any n, whereas an all-reduce would add some elements in a different
+    order. The mean has the dtype of `values`.
     """
     if world.size == 1:
         return values
@@ -76,10 +76,10 @@ def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -> None:
-    """Replace tensors of one dtype by rank 0's, or another rank's, in place; a collective.
+    """Overwrite tensors of one dtype with those of rank 0, or of the rank `source`; a collective.
 
-    The tensors may be on the CPU for any device of the ranks. Each broadcast has about 32 MB, or one tensor, so a whole
-    model is never copied at once.
+    The tensors may be on the CPU even if the ranks use GPUs. Each broadcast sends about 32 MB, or one larger tensor, so
+    a whole model is never copied into one buffer.
     """
     if world.size == 1:
         return
@@ -94,7 +94,7 @@ def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -
 
 
 def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> int:
-    """Return the number of ranks per machine, which a flag requires to be equal; a collective.
+    """Return the number of ranks per machine, which the given flag requires to be equal; a collective.
 
     Raises:
         UserError: on all ranks, if machines have different numbers of ranks.
@@ -108,7 +108,7 @@ def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> i
 
 
 def error_on_any_rank(error: str | None, world: World, group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the error message of the lowest rank that has one, on every rank; a collective."""
+    """Return, on every rank, the error message of the lowest rank that has one; a collective."""
     if world.size == 1:
         return error
     messages = gather_objects(error, world, group)
@@ -116,7 +116,7 @@ def error_on_any_rank(error: str | None, world: World, group: dist.ProcessGroup 
 
 
 def agreed(action: Callable[[], Result], world: World) -> Result:
-    """Run an action on every rank; if any raises a `UserError`, raise it on all; a collective."""
+    """Run an action on every rank; if it raises a `UserError` on any rank, raise it on all ranks; a collective."""
     message = None
     result: Any = None
     try:
@@ -130,10 +130,10 @@ def agreed(action: Callable[[], Result], world: World) -> Result:
 
 
 def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's small value, in rank order, on every rank; a collective of `world.signal_group` or `group`.
+    """Return the small values of all ranks, in rank order; a collective over `group`, or else `world.signal_group`.
 
-    Values are sent as JSON, so tuples arrive as lists, and floats keep their bits. Nothing received is unpickled, which
-    could run code. A value that JSON does not support raises TypeError.
+    Values are sent as JSON, so tuples arrive as lists, and floats keep every bit. Received data is never unpickled,
+    because that could run arbitrary code. A value that JSON does not support raises a TypeError.
     """
     message = _encode(value)
     if world.size == 1:
@@ -151,7 +151,7 @@ def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = N
 
 
 def broadcast_object(value: Any, world: World) -> Any:
-    """Return rank 0's small value on every rank; for allowed values, see `gather_objects`; a collective."""
+    """Return rank 0's small value on every rank; see `gather_objects` for allowed values; a collective."""
     message = _encode(value)
     if world.size > 1:
         length = torch.tensor([len(message)])

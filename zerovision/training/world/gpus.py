@@ -1,4 +1,4 @@
-"""The GPUs of this machine, from nvidia-smi or device files, and CUDA_VISIBLE_DEVICES; does not import torch."""
+"""Lists this machine's GPUs, from nvidia-smi or device files and CUDA_VISIBLE_DEVICES; does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DEVICE_FILES = Path("/dev")
 
 
 def machine_gpus() -> list[str]:
-    """Return the index of every GPU of this machine.
+    """Return the indices of all GPUs in this machine.
 
-    A container with GPUs only for compute has no nvidia-smi (nor NVML), and nvidia-smi fails if it does not match the
-    driver. Then CUDA's indices of the device files that this process may use are returned.
+    A container whose GPUs are only for compute has neither nvidia-smi nor NVML, and nvidia-smi fails if its version
+    does not match the driver. In these cases, return CUDA's indices of the device files that this process may use.
     """
     try:
         listing = subprocess.run(
@@ -29,20 +29,20 @@ def machine_gpus() -> list[str]:
 
 
 def usable_gpus() -> list[str]:
-    """Return the GPUs that ranks of this process may use, by number or UUID."""
+    """Return the numbers or UUIDs of the GPUs that are visible to this process."""
     return visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(present: Sequence[str], visible: str | None) -> list[str]:
-    """Return the GPUs that ranks may use, by number or UUID.
+    """Return the numbers or UUIDs of the GPUs that ranks may use.
 
     Args:
-        present: the GPUs of the machine.
-        visible: CUDA_VISIBLE_DEVICES, None if it is not set.
+        present: the GPUs in the machine.
+        visible: value of CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     if visible is None or not present:
         return list(present)
     chosen = "".join(visible.split()).split(",")
-    if "-1" in chosen:  # CUDA's own way to hide this one and all after it
+    if "-1" in chosen:  # CUDA ignores -1 and every GPU after it
         chosen = chosen[: chosen.index("-1")]
     return [gpu for gpu in chosen if gpu]

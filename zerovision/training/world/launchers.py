@@ -1,7 +1,7 @@
-"""Finds this process's rank from the variables of its launcher.
+"""Reads this process's rank from the environment variables that its launcher set.
 
-torchrun and its like (accelerate with `--multi_gpu`, on CPUs too) and our own launchers set RANK, LOCAL_RANK and
-WORLD_SIZE. srun uses other variables.
+torchrun, similar launchers (such as accelerate with `--multi_gpu`, even on CPUs) and our own set RANK, LOCAL_RANK and
+WORLD_SIZE. srun sets different variables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import ENTRIES, as_typed, shown_path
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-_LINE_VARIABLE = "ZEROVISION_LINE"  # what was typed to start our launcher
+_LINE_VARIABLE = "ZEROVISION_LINE"  # the command line that started our launcher
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _WAYS = (
@@ -31,7 +31,7 @@ def launched_world() -> tuple[int, int, int, int]:
         UserError: if the variables are incomplete or not numbers; see also `adopt_rank`.
     """
     adopt_rank()
-    # Launchers name it differently; torchrun sets the first.
+    # Launchers use different names; torchrun sets LOCAL_WORLD_SIZE.
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
     if not given:
@@ -45,19 +45,19 @@ def launched_world() -> tuple[int, int, int, int]:
 
 
 def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:
-    """Tell the ranks that this launcher will start which command line started it."""
+    """Pass the command line that started this launcher to its ranks, in an environment variable."""
     typed = as_typed(" ".join([*start, script])).split()
     words = [*start, shown_path(ENTRIES / script)] if typed[-1] == script else typed
     os.environ[_LINE_VARIABLE] = shlex.join([*words, *arguments])
 
 
 def remembered_line() -> dict[str, str]:
-    """Return the variable of `remember_line` for ranks on other machines, or an empty dict."""
+    """Return the variable that `remember_line` set, for ranks on other machines; {} if it is not set."""
     return {name: os.environ[name] for name in (_LINE_VARIABLE,) if name in os.environ}
 
 
 def line_to_go_on(run_name: str, otherwise: Sequence[str]) -> str:
-    """Return the command that continues a run: as typed for our launcher or another one, with two flags."""
+    """Return our launcher's command line, or `otherwise` without one, with the flags that make it resume a run."""
     words = shlex.split(os.environ.get(_LINE_VARIABLE, "")) or otherwise
     flags, pairs = ("--run-name", "--resume"), zip(["", *words], words, strict=False)
     kept = [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
@@ -68,13 +68,13 @@ def environment_for_ranks() -> dict[str, str]:
     """Return the environment for a launcher that this process starts.
 
     Raises:
-        UserError: if this process is itself a launcher's rank, or in one of several pods.
+        UserError: if this process is itself a rank, or runs in one of several pods.
     """
     environment = dict(os.environ)
-    if environment.get("MASTER_PORT") == PORT_OF_NONE:  # another thread trains, alone, in this process
+    if environment.get("MASTER_PORT") == PORT_OF_NONE:  # another thread of this process trains alone
         for name in (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
-    if "LOCAL_RANK" not in environment:  # a job of one pod
+    if "LOCAL_RANK" not in environment:  # a job with a single pod
         refuse_a_pod_alone(environment)
         environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
     if "RANK" in environment:
@@ -83,15 +83,15 @@ def environment_for_ranks() -> dict[str, str]:
 
 
 def adopt_rank() -> None:
-    """Set torchrun's variables in a process of srun; PyTorch, the engines and our code use them.
+    """Set torchrun's variables, which PyTorch, the engines and our code use, in a process that srun started.
 
-    It does nothing if they are set, or if the process is the only one.
+    This does nothing if the variables are already set, or if this is the only process.
 
     Raises:
-        UserError: if several processes were started or requested, and this one cannot know its rank or the others.
+        UserError: if several processes were started or requested, and this one cannot find its rank or the others.
     """
     refuse_a_pod_alone(os.environ)
-    if os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") == "1":  # a job of one pod
+    if os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") == "1":  # a job with a single pod
         os.environ.setdefault("LOCAL_RANK", "0")
     if any(name in os.environ for name in RANK_VARIABLES):
         return
@@ -107,16 +107,16 @@ def adopt_rank() -> None:
 
 
 def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
-    """Refuse to train alone if the variables show that this is one of several pods, each a node of one training.
+    """Refuse to train alone in one of several pods, each of which is a node of the same training job.
 
-    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, without LOCAL_RANK; its newer versions and TrainJob set
-    defaults for torchrun's flags, such as PET_NNODES.
+    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, but not LOCAL_RANK. Its newer versions, and TrainJob,
+    set defaults for torchrun's flags, such as PET_NNODES.
 
     Raises:
-        UserError: if it is one of several.
+        UserError: if the variables show that this process runs in one of several pods.
     """
     pods = environment.get("PET_NNODES") or (environment.get("WORLD_SIZE") if "RANK" in environment else "") or "1"
-    if "LOCAL_RANK" in environment or pods.rpartition(":")[2] in ("0", "1"):  # '1:4' are 1 to 4
+    if "LOCAL_RANK" in environment or pods.rpartition(":")[2] in ("0", "1"):  # '1:4' means 1 to 4
         return
     names = [name for name in ("RANK", "WORLD_SIZE", "PET_NNODES") if name in environment]
     said = ", ".join(f"{name}={environment[name]}" for name in names)
@@ -128,15 +128,15 @@ def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
 
 
 def job_port(job: int) -> int:
-    """Return a port specific to a Slurm job, because jobs of one user, and tasks of one array, may share a node."""
+    """Return a port specific to a Slurm job, because jobs of one user, or tasks of one array, may share a node."""
     return _FIRST_JOB_PORT + job % _JOB_PORTS
 
 
 def _numbers_of_srun() -> tuple[int, ...] | None:
     """Return rank, local rank, total ranks and ranks on this machine for an srun task; None for any other process."""
-    # Not SLURM_NTASKS, which is also set in the shell of a job; a pseudo-terminal is an interactive shell's.
+    # SLURM_NTASKS is not used, because it is also set in a job's shell. A pseudo-terminal means an interactive shell.
     size, node = _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_NODEID")
-    # '2(x3),1' are 2 tasks on each of 3 nodes, and 1 on the fourth.
+    # '2(x3),1' means 2 tasks on each of 3 nodes, and 1 task on the fourth.
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     tasks = [int(count) for count, times in groups for _ in range(int(times or 1))]
     if size < 2 or not 0 <= node < len(tasks) or "SLURM_PTY_PORT" in os.environ:
@@ -145,13 +145,13 @@ def _numbers_of_srun() -> tuple[int, ...] | None:
 
 
 def _first_host() -> str:
-    """Return the first node of an srun, which has rank 0: gpu03 of 'gpu[03-05,9],cpu1'."""
+    """Return the first node of an srun step, which runs rank 0: gpu03 for 'gpu[03-05,9],cpu1'."""
     nodes = os.environ.get("SLURM_STEP_NODELIST", "")
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]
 
 
 def _refuse_a_single_process() -> None:
-    """Raise a UserError if several ranks were requested, but this process would train on its own."""
+    """Raise a UserError if several ranks were requested, but this process would train alone."""
     if (size := _number("SLURM_STEP_NUM_TASKS")) > 1 and "SLURM_PTY_PORT" not in os.environ:
         raise UserError(f"srun started {size} processes, and each would train on its own. {_WAYS}")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
@@ -162,6 +162,6 @@ def _refuse_a_single_process() -> None:
 
 
 def _number(name: str) -> int:
-    """Return a variable's value, -1 if it is missing or not a number."""
+    """Return an environment variable as a number, or -1 if it is missing or not a number."""
     value = os.environ.get(name, "")
     return int(value) if value.isdecimal() else -1

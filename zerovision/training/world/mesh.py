@@ -20,8 +20,8 @@ def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
 
     Args:
         world: the ranks.
-        mesh: by setting, how many ranks share it in this way; the product divides the number of ranks. The world is
-            unchanged if none do.
+        mesh: number of ranks that share a model in each way, by the way's setting. The product of these numbers must
+            divide the number of ranks. If all are 1, the world is returned unchanged.
     """
     mesh = {name: size for name, size in mesh.items() if size > 1}
     if not mesh:
@@ -34,7 +34,7 @@ def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
 
 
 def along(dimension: int, numbers: torch.Tensor, world: World) -> World:
-    """Return this rank's group along a dimension of a tensor of all rank numbers; a collective."""
+    """Return this rank's group along one dimension of a tensor that contains all rank numbers; a collective."""
     rows = numbers.movedim(dimension, -1).reshape(-1, numbers.shape[dimension]).tolist()
     own = next(row for row in rows if world.rank in row)
     if len(own) == 1:
@@ -49,5 +49,5 @@ def along(dimension: int, numbers: torch.Tensor, world: World) -> World:
 
 
 def _own_group(rows: list[list[int]], backend: str) -> dist.ProcessGroup:
-    """Return this rank's group among several that together have all ranks; a collective."""
+    """Create groups that together contain all ranks, and return this rank's group; a collective."""
     return cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rows, COLLECTIVE_TIMEOUT, backend=backend)[0])

@@ -1,4 +1,4 @@
-"""The sizes of a mesh of ranks; does not import torch, because launchers check them too."""
+"""Checks the sizes of a mesh of ranks; does not import torch, because launchers also use this module."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zerovision.training.base.errors import UserError
 
 
 def data_ranks(ranks: int, mesh: Mapping[str, int]) -> int:
-    """Return the number of groups of ranks that read different images; for the arguments, see `mesh.form_mesh`.
+    """Return the number of groups of ranks that read different images; see `mesh.form_mesh` for the arguments.
 
     Raises:
-        UserError: if the ranks cannot be divided like this.
+        UserError: if the ranks cannot be divided into this mesh.
     """
     whole = math.prod(mesh.values())
     groups, rest = divmod(ranks, whole)

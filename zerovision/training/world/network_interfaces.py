@@ -1,4 +1,4 @@
-"""A machine's addresses and network interfaces, the interface over which others reach it, and free ports."""
+"""Finds a machine's addresses, its network interfaces, the one that other machines reach it through, and free ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IP = {socket.AF_INET, socket.AF_INET6}
 
 
 def own_addresses() -> list[tuple[str, str, str]]:
-    """Return (interface, IPv4 address, netmask) for every interface that is up, without loopback."""
+    """Return (interface, IPv4 address, netmask) for every interface that is up, except loopback."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return [
         (name, entry.address, entry.netmask or "255.255.255.255")
@@ -26,7 +26,7 @@ def own_addresses() -> list[tuple[str, str, str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether other machines cannot use this address: 127.0.0.1, Debian's 127.0.1.1, ::1, or an invalid one."""
+    """Return whether other machines cannot use an address: 127.0.0.1, Debian's 127.0.1.1, ::1 or an invalid address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -34,16 +34,16 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str, addresses: Sequence[Sequence[str]]) -> str:
-    """Return the interface that has the address, '' if none has."""
+    """Return the interface that has the address, or '' if no interface has it."""
     return next((name for name, own, _ in addresses if own == address), "")
 
 
 def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -> str:
-    """Return the address in the same network as any other machine's, else the first address, or ''.
+    """Return this machine's first address in a network of another machine, otherwise its first address, or ''.
 
     Args:
         others: addresses of other machines.
-        addresses: this machine's, from `own_addresses`.
+        addresses: this machine's addresses, from `own_addresses`.
     """
     for _, own, netmask in addresses:
         network = ipaddress.ip_network(f"{own}/{netmask}", strict=False)
@@ -53,7 +53,7 @@ def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -
 
 
 def route_towards(host: str) -> str:
-    """Return this machine's address on the route to a host, '' without a route; nothing is sent."""
+    """Return this machine's address on the route to a host, or '' if there is no route; nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]
@@ -61,11 +61,11 @@ def route_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Return the interface over which other machines reach this one, from the route to one of them; '' if unclear.
+    """Return the interface through which other machines reach this one, from the route to a host; '' if unclear.
 
     Args:
-        host: name or address of a machine known to all. If it is this one and resolves to a loopback address, the route
-            out of the local network is used (to an unassigned address of RFC 5737).
+        host: name or address of one machine, the same on all machines. If it is this machine and resolves to a loopback
+            address, the route out of the local network is used (to an unassigned address from RFC 5737).
     """
     address = route_towards(host)
     if is_loopback(address):
@@ -77,10 +77,10 @@ def interface_towards(host: str) -> str:
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return the requested port (0: any) if a process could listen on it now, on all addresses like torch's store.
+    """Return the requested port (0: any) if a process could now listen on it on all addresses, as torch's store does.
 
     Raises:
-        OSError: if it is in use.
+        OSError: if the port is in use.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,7 +90,7 @@ def free_port(wanted: int = 0) -> int:
 
 
 def port_if_free(wanted: int) -> int:
-    """Return the requested port if it is free, else 0."""
+    """Return the requested port if it is free, otherwise 0."""
     try:
         return free_port(wanted)
     except OSError:
@@ -98,17 +98,17 @@ def port_if_free(wanted: int) -> int:
 
 
 def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -> None:
-    """Raise an error if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME match none of this machine's interfaces.
+    """Raise an error if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME matches none of this machine's interfaces.
 
-    gloo takes exact names; NCCL takes prefixes ('=' in front: exact names, '^': all others), each optionally with a
-    port. Both take several, separated by commas.
+    gloo accepts exact names. NCCL accepts prefixes, each optionally with a port; after a leading '=', they are exact
+    names, and after a leading '^', they are excluded. Both accept several names, separated by commas.
 
     Args:
-        environment: the ranks' variables.
-        has_gpus: whether the ranks use NCCL besides gloo.
+        environment: the ranks' environment variables.
+        has_gpus: whether the ranks use NCCL in addition to gloo.
 
     Raises:
-        UserError: if nothing matches.
+        UserError: if one of these variables matches no interface.
     """
     present = [name for name, entries in psutil.net_if_addrs().items() if {one.family for one in entries} & IP]
     gloo, nccl = (environment.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))

@@ -24,18 +24,18 @@ FLAGS = (
     (torch.backends.cuda.matmul, "allow_tf32"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
 )
-# Process group, environment and settings are the process's: one training or evaluation after the other has them.
+# The process group, environment and settings belong to the process, so trainings and evaluations take turns.
 _IN_USE = threading.RLock()
-_GENERATORS = threading.RLock()  # one thread would restore what another has drawn
+_GENERATORS = threading.RLock()  # without a lock, one thread could undo the draws of another
 
 
 @contextmanager
 def preserved_process() -> Iterator[None]:
-    """Restore what a run changes in its process, unless a launcher started it; also a decorator.
+    """Restore what a run changes in its process, unless a launcher started the process; also works as a decorator.
 
-    It restores signal handlers, the exception hook, the environment, the CPU's random generators and PyTorch's global
-    settings, and destroys the process group. A launched rank's process belongs to the run: a signal after its end must
-    still find the run's handlers. If another thread trains or evaluates, this one waits for it to end.
+    This restores signal handlers, the exception hook, the environment, the CPU's random generators and PyTorch's global
+    settings, and destroys the process group. A process that a launcher started belongs to the run: a signal after the
+    end of the run must still reach the run's handlers. If another thread is training or evaluating, this thread waits.
 
     Raises:
         UserError: if the process already has a process group.
@@ -60,7 +60,7 @@ def _restored_process() -> Iterator[None]:
             yield
     finally:
         stop_world()
-        sys.excepthook = excepthook  # init_process_group's puts [rank0] before each line
+        sys.excepthook = excepthook  # init_process_group installs one that prefixes lines with [rank0]
         os.environ.clear()
         os.environ.update(environment)
 
@@ -83,7 +83,7 @@ def preserved_torch_settings() -> Iterator[None]:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore the global CPU generators of Python, NumPy and torch when the block ends; one thread at a time."""
+    """Restore the CPU random generators of Python, NumPy and torch when the block ends; threads take turns."""
     with _GENERATORS, _restored_generators():
         yield
 

@@ -18,42 +18,42 @@ from zerovision.training.base.errors import RunEnded
 from zerovision.training.base.timing import communication
 from zerovision.training.world.world import World
 
-SAME_SIGNAL_SECONDS = 1.0  # what a terminal sends to all of its processes, launchers pass on once more
+SAME_SIGNAL_SECONDS = 1.0  # launchers forward a signal that the terminal has already sent to all processes
 WAIT_POLL_SECONDS = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-FAILED = 1000  # no signal's number, and larger than any: a rank cannot continue, and the others stop with it
+FAILED = 1000  # larger than any signal's number: a rank cannot continue, so all ranks stop
 
 
 class StopDecision(NamedTuple):
-    """What all ranks do next: the signal to stop for (0 for none, or `FAILED`), and whether to save."""
+    """The decision of all ranks: the signal to stop for (0 for none, or `FAILED`), and whether to save."""
 
     stop_signal: int
     save_due: bool
 
 
 class StopRequest:
-    """Collects stop signals on every rank, and returns them on all ranks at the same poll.
+    """Collects stop signals on every rank, and reports them to all ranks at the same poll.
 
-    The agreement is one poll late: each poll starts a small all-reduce and reads the result of the one that the
-    previous poll started, so nothing waits for it.
+    Each poll starts a small all-reduce, and returns the result of the all-reduce that the previous poll started. The
+    ranks therefore learn of a signal one poll late, but never wait for the all-reduce.
     """
 
     def __init__(self) -> None:
         self._signal_number = 0
-        self._times: list[float] = []  # of the signals, by the monotonic clock
-        self._most: int | None = None  # one more signal than so many ends the run at once
+        self._times: list[float] = []  # when signals arrived, by the monotonic clock
+        self._most: int | None = None  # if more signals than this arrive, the run ends immediately
         self._is_alone, self._step = True, 0
         self._save_due = False
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> None:
-        """Handle the stop signals in this process, if this thread can."""
+        """Install handlers for the stop signals, if this thread can."""
         if can_handle_signals():
             for number in STOP_SIGNALS:
                 signal.signal(number, self._remember)
 
     def request(self, signal_number: int) -> None:
-        """Stop as if this signal had been received."""
+        """Request a stop, as if this signal had been received."""
         self._signal_number = self._signal_number or signal_number
 
     def request_save(self) -> None:
@@ -61,11 +61,11 @@ class StopRequest:
         self._save_due = True
 
     def poll(self, world: World, *, failure: int = 0) -> StopDecision:
-        """Return what any rank had received or requested by the previous poll, equal on all ranks; a collective.
+        """Return what any rank had received or requested by the previous poll, on all ranks; a collective.
 
         Args:
             world: the ranks.
-            failure: why this rank cannot continue, `FAILED`; 0 if it can.
+            failure: `FAILED` if this rank cannot continue, otherwise 0.
         """
         number, save_due, self._save_due = failure or self._signal_number, self._save_due, False
         if world.signal_group is None:
@@ -78,21 +78,21 @@ class StopRequest:
         return agreed
 
     def poll_now(self, world: World) -> int:
-        """Return the signal that any rank has received so far; a collective that waits for the result."""
+        """Return the signal that any rank has received, or 0; a collective that waits for the result."""
         earlier = self.poll(world).stop_signal
         return earlier or self.poll(world).stop_signal
 
     def wait(self, world: World, seconds: float, step: int, *, is_stopping: bool) -> bool:
         """Wait, by rank 0's clock, and return on all ranks whether a signal ended the wait; a collective.
 
-        From this call on, one more signal ends the run at once. With several ranks, a rank that receives it ends its
-        own process, because it cannot ask the others.
+        Once a signal has ended the wait, the next signal ends the run immediately. With several ranks, a rank that
+        receives that signal ends its own process, because it cannot consult the other ranks.
 
         Args:
             world: the ranks.
-            seconds: seconds to wait.
-            step: the run's step.
-            is_stopping: whether a first signal caused the wait, so that only a second one ends it.
+            seconds: number of seconds to wait.
+            step: the run's current step.
+            is_stopping: whether a signal caused the wait, so that only a second signal ends it.
         """
         if self._most is None:
             self._most = 1 + (len(self._times) if is_stopping else 0)
@@ -127,20 +127,20 @@ class StopRequest:
         self._times.append(now)
         if self._most is not None and len(self._times) > self._most:
             reason = "a second signal: ended without saving"
-            if self._is_alone:  # the process may be a notebook's
+            if self._is_alone:  # this may be the process of a notebook
                 raise RunEnded(reason, 128 + signal_number, self._step)
-            os.write(2, f"{reason}\n".encode())  # print could be what was interrupted
+            os.write(2, f"{reason}\n".encode())  # the signal may have interrupted a print
             os._exit(128 + signal_number)
 
 
 def can_handle_signals() -> bool:
-    """Whether this is the process's main thread, the only one in which Python sets signal handlers."""
+    """Return whether this is the main thread, the only thread in which Python can set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
 def handling_stop_signals(handler: Callable[[int, FrameType | None], object] | None = None) -> Iterator[None]:
-    """Restore the handlers of the stop signals after the block; inside it, `handler` replaces them, if given."""
+    """Restore the handlers of the stop signals after the block; inside the block, use `handler` if it is given."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS} if can_handle_signals() else {}
     try:
         for number in before if handler else ():
@@ -148,5 +148,5 @@ def handling_stop_signals(handler: Callable[[int, FrameType | None], object] | N
         yield
     finally:
         for number, previous in before.items():
-            with contextlib.suppress(TypeError):  # no handler of Python's
+            with contextlib.suppress(TypeError):  # the handler was not installed from Python
                 signal.signal(number, previous)

@@ -1,4 +1,4 @@
-"""The ranks' store, which rank 0 opens on one address."""
+"""Opens the ranks' store, which listens on one address of rank 0's host."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ BACKLOG = 4096
 def open_store(
     address: str, port: int, timeout: datetime.timedelta, run_id: str, *, is_host: bool, is_alone: bool
 ) -> dist.Store:
-    """Open the ranks' store, or connect to it.
+    """Open the ranks' store on rank 0, and connect to it on all other ranks.
 
     Args:
         address: address of the store, on the host of rank 0.
         port: port of the store.
-        timeout: how long to wait for the others, now and in every request to the store.
-        run_id: identifier of this start, the prefix of all keys; processes of another run or start that use the same
-            port do not interfere.
-        is_host: whether this is rank 0, which opens the store, only on this address and not on all of the host's, as
-            PyTorch would.
+        timeout: how long to wait for other ranks, both now and in every request to the store.
+        run_id: identifier of this start, which is the prefix of all keys, so that processes of another run or start
+            that use the same port do not interfere.
+        is_host: whether this is rank 0, which opens the store. It listens only on this address, whereas PyTorch would
+            listen on all addresses of the host.
         is_alone: whether all ranks run on one host.
 
     Raises:
@@ -39,12 +39,12 @@ def open_store(
 
 
 def _listen(address: str, port: int, *, is_alone: bool) -> int:
-    """Return a socket that listens only on this address, or on all of this host's if others cannot reach it."""
+    """Return a socket that listens only on this address, or on all addresses if other hosts cannot reach this one."""
     try:
         family, kind, protocol, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise UserError(f"the address that the ranks meet on, {address}: {error.strerror}.") from None
-    if is_loopback(str(endpoint[0])) and not is_alone:  # Debian's 127.0.1.1 for a host's own name
+    if is_loopback(str(endpoint[0])) and not is_alone:  # Debian resolves a host's own name to 127.0.1.1
         endpoint = ("", port)
     for one in (endpoint, ("", port)):
         listener = socket.socket(family, kind, protocol)

@@ -1,6 +1,6 @@
-"""The process group: joining and leaving.
+"""Joins and leaves the process group.
 
-Only this module chooses between NCCL and gloo.
+This is the only module that chooses between NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks, or among one group of a mesh.
+    """The position of this process among all ranks, or among the ranks of one mesh group.
 
     Attributes:
         rank: rank of this process, from 0.
-        local_rank: index among the ranks of this machine.
+        local_rank: index of this process among the ranks on its machine.
         local_size: number of ranks on this machine.
         size: number of ranks on all machines.
         device: device of this rank.
-        signal_group: gloo group for small values and for stopping, None for a single rank.
-        save_group: gloo group for the thread that writes checkpoints, None for a single rank and in groups of a mesh.
-        group: process group for collectives of tensors; None for all ranks.
-        mesh: this rank's groups, if the ranks form a mesh; see `zerovision.training.world.mesh`: `data`, `replica`,
-            and each dimension by its setting.
+        signal_group: gloo group for small values and stop requests; None for a single rank.
+        save_group: gloo group for the thread that writes checkpoints; None for a single rank and in mesh groups.
+        group: process group for tensor collectives; None for the default group of all ranks.
+        mesh: this rank's groups if the ranks form a mesh (see `zerovision.training.world.mesh`): `data`, `replica`, and
+            one group per dimension, named after its setting.
     """
 
     rank: int
@@ -65,35 +65,35 @@ class World:
 
     @property
     def data(self) -> World:
-        """The ranks that read different images and have the same part of the model: all, unless there is a mesh."""
+        """The ranks that read different images and have the same part of the model; all ranks if there is no mesh."""
         return self.mesh.get("data", self)
 
     @property
     def replica(self) -> World:
-        """The ranks that share one copy of the model, and thus the same images."""
+        """The ranks that share one copy of the model, and therefore read the same images."""
         return self.dimension("replica")
 
     def dimension(self, name: str) -> World:
-        """Return this rank's group along a dimension of the mesh other than data."""
+        """Return this rank's group along a mesh dimension other than `data`."""
         return self.mesh.get(name) or self.alone()
 
     def __deepcopy__(self, _copied: dict[int, Any]) -> World:
-        """Return itself, because a copied layer is computed by the same ranks."""
+        """Return this object itself, because the same ranks compute a copied layer."""
         return self
 
     def alone(self) -> World:
-        """Return a world of this rank only."""
+        """Return a world that contains only this rank."""
         return World(0, 0, 1, 1, self.device)
 
     def units(self) -> tuple[str, str]:
-        """Return two phrases for the units that read their own images: one of them, and all with their number."""
+        """Return phrases for one unit that reads its own images, and for all such units: 'GPU' and '4 GPUs'."""
         unit = "GPU" if self.device.type == "cuda" else "CPU rank"
         ranks = self.size // self.data.size
         one, short = (unit, unit) if ranks == 1 else (f"group of {ranks} {unit}s", "group")
         return one, plural(self.data.size, short)
 
     def describe(self) -> str:
-        """Return a short description of the ranks' hardware, of their network interface if needed, and of a mesh."""
+        """Return a short description of the ranks' hardware, network interface (on several machines) and mesh."""
         is_gpu = self.device.type == "cuda"
         interface = os.environ.get("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", "").removeprefix("=")
         network = f" on {interface}" if interface and self.size > self.local_size else ""
@@ -108,7 +108,7 @@ def start_world(*, deterministic: bool = False) -> World:
     """Join the process group, over NCCL on GPUs and gloo on CPUs; every rank must call this.
 
     Args:
-        deterministic: whether to use PyTorch's deterministic algorithms; an operation that has none emits a warning.
+        deterministic: whether to use PyTorch's deterministic algorithms; an operation without one emits a warning.
 
     Raises:
         UserError: if this machine has fewer GPUs than ranks, or GPUs that torch cannot use, or the master port is in
@@ -124,7 +124,7 @@ def start_world(*, deterministic: bool = False) -> World:
     backend, bound_to = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     try:
         rendezvous = _rendezvous(rank, size, is_alone=is_alone)
-        # With the device given, NCCL connects at once, so that failures to connect show here; barriers use this GPU.
+        # Given a device, NCCL connects immediately, so connection failures surface here; barriers use this GPU.
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **rendezvous)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
@@ -137,8 +137,8 @@ def start_world(*, deterministic: bool = False) -> World:
         raise UserError(
             "several ranks were given one GPU: give each its own (srun --gpus-per-task=1), or all GPUs to every rank."
         ) from None
-    # Over gloo, from CPU to CPU, small values and stop requests never wait for a GPU's queue. The thread that writes
-    # checkpoints has a group of its own, because it runs beside them.
+    # Sent over gloo between CPUs, small values and stop requests never wait for a GPU's queue. The thread that writes
+    # checkpoints has its own group, because it runs concurrently.
     signal_group, save_group = (
         cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None for _ in range(2)
     )
@@ -152,10 +152,10 @@ def stop_world() -> None:
 
 
 def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
-    """Return the arguments of `init_process_group` for joining the group; none for PyTorch's own rendezvous.
+    """Return the arguments of `init_process_group` for joining the group; {} for PyTorch's own rendezvous.
 
-    Our launchers give every start an id, which is removed from the environment, so that a rank's child processes do not
-    inherit it.
+    Our launchers assign an ID to every start. It is removed from the environment here, so that a rank's child processes
+    do not inherit it.
 
     Raises:
         UserError: see `open_store`.
@@ -171,10 +171,11 @@ def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
 
 
 def _choose_interface(*, is_alone: bool) -> None:
-    """Set gloo's and NCCL's interface to the one on the route to the master, unless it is already set.
+    """Set the interface of gloo and NCCL to the one on the route to the master, unless it is already set.
 
-    By default gloo uses the address that the host's own name resolves to: 127.0.1.1 on Debian, or one in a network
-    without the other machines. NCCL reads '=name' as exactly this interface; it does not use loopback.
+    By default, gloo uses the address that the host's own name resolves to: 127.0.1.1 on Debian, or possibly an address
+    in a network that the other machines cannot reach. For NCCL, '=name' means exactly this interface; NCCL does not use
+    loopback.
     """
     if is_alone:
         if any(name == LOOPBACK for _, name in socket.if_nameindex()):
@@ -187,19 +188,19 @@ def _choose_interface(*, is_alone: bool) -> None:
 
 
 def _configure_libraries(*, deterministic: bool) -> None:
-    """Set PyTorch's switches and variables for its libraries; must come before CUDA's first use."""
+    """Set PyTorch's flags and the environment variables of its libraries; call this before the first use of CUDA."""
     if "RANK" not in os.environ:
-        # For libraries that look for MPI if they are missing; nothing listens on this port.
+        # Without these variables, some libraries look for MPI; nothing listens on this port.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT_OF_NONE)
-    # Otherwise the last bit of MKL's products may depend on a matrix's address.
+    # Otherwise, the last bit of MKL's matrix products may depend on the address of a matrix.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     with contextlib.suppress(RuntimeError):  # there is no home folder
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path("~/.cache/zerovision/compiled").expanduser()))
-    # Otherwise the profiler's library logs every start, and an error if there is no GPU.
+    # Otherwise, the profiler's library logs every start, and logs an error if there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     use_exact_fp32()
-    # cuDNN's own choice of kernels. Timing all of them takes up to half a minute of a start, and gained nothing: see
-    # docs/dev/performance.md.
+    # Let cuDNN choose kernels by its heuristics. Timing all kernels adds up to half a minute to a start, and gained
+    # nothing: see docs/dev/performance.md.
     torch.backends.cudnn.benchmark = False
     if deterministic:  # as in https://docs.pytorch.org/docs/stable/notes/randomness.html
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -209,12 +210,12 @@ def _configure_libraries(*, deterministic: bool) -> None:
 
 
 def _choose_device(local_rank: int, local_size: int) -> torch.device:
-    """Return this rank's GPU, or without GPUs the CPU, with a share of the cores.
+    """Return this rank's GPU; without GPUs, return the CPU, and limit this rank's threads to its share of the cores.
 
-    For comparison, 2 ranks with 2 threads each on 2 cores took 15 times as long.
+    Without that limit, 2 ranks with 2 threads each on 2 cores took 15 times as long.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is wrong is said in one line
+        warnings.simplefilter("ignore")  # the error below explains the problem in one line
         has_gpu = torch.cuda.is_available()
     if not has_gpu:
         _refuse_unusable_gpus()
@@ -222,7 +223,7 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
             torch.set_num_threads(max(1, usable_cores() // local_size))
         return torch.device("cpu")
     present = torch.cuda.device_count()
-    # As `srun --gpus-per-task=1` has it.
+    # As under `srun --gpus-per-task=1`.
     sees_its_own_alone = present == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if local_size > present and not sees_its_own_alone:
         raise UserError(f"{local_size} GPUs requested, {present} present: request fewer.")
@@ -250,12 +251,12 @@ def _refuse_unusable_gpus() -> None:
 
 
 def use_exact_fp32() -> None:
-    """Disable TF32, so that GPUs compute fp32 in fp32; no effect on a CPU.
+    """Disable TF32, so that GPUs compute fp32 operations in full precision; this has no effect on a CPU.
 
-    TF32 keeps 10 of the 23 bits of mantissa (https://docs.pytorch.org/docs/stable/notes/cuda.html), and cuDNN uses it
-    by default. Under autocast nearly every operation that it speeds up runs in 16 bits anyway. These are PyTorch's
-    older switches: torch.compile in 2.11 reads them, and they raise once the newer ones (`fp32_precision`) differ from
-    them, while setting them sets the newer ones too.
+    TF32 keeps 10 of the 23 mantissa bits (https://docs.pytorch.org/docs/stable/notes/cuda.html), and cuDNN uses it by
+    default. Under autocast, nearly every operation that TF32 speeds up runs in 16 bits anyway. This function sets
+    PyTorch's older flags, because torch.compile in 2.11 reads them, and they raise an error once the newer flags
+    (`fp32_precision`) differ. Setting the older flags also sets the newer ones.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
