@@ -20,17 +20,17 @@ from zerovision.training.engines.settings import EngineSettings
 from zerovision.training.world.collectives import barrier, error_on_any_rank
 from zerovision.training.world.world import World
 
-# `auto` compiles the models that were measured faster on CPU ranks (docs/dev/performance.md), in runs that train on
-# so many pixels in all (images x epochs x side x side): several times what pays for the compilation.
+# `auto` compiles the models that were measured to be faster on CPU ranks (docs/dev/performance.md), in runs that train
+# on at least this many pixels (images x epochs x side x side): several times as many as make up for the compilation.
 FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
 PIXELS_THAT_PAY = 20 * 10**9
 COMPILERS = ("g++", "clang++", "c++")
 
 
 def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
-    """Return whether to compile, the same on all ranks; a collective.
+    """Return whether to compile the model, with the same result on all ranks; a collective.
 
-    Compiled code computes different last bits, so 'auto' depends neither on the number of ranks nor on a clock.
+    Compilation changes the last bits of results, so 'auto' depends neither on the number of ranks nor on timings.
 
     Args:
         config: settings with `compile` and the model.
@@ -38,12 +38,12 @@ def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
         world: the ranks.
 
     Raises:
-        UserError: on all ranks, if a machine has no C++ compiler; under 'auto' a fresh run is then not compiled.
+        UserError: on all ranks, if `compile` is 'on' and a machine has no C++ compiler; 'auto' then does not compile.
     """
     wanted = config.compile == "on"
     if config.compile == "auto":
-        # On a GPU, CUDA graphs of the kernels as they are gain much at once (`engines.cuda_graphs`), and no bit
-        # differs.
+        # On a GPU, CUDA graphs of the existing kernels (`engines.cuda_graphs`) gain much without a compilation, and
+        # change no bit.
         is_faster = world.device.type == "cpu" and config.model_type in FASTER_ON_CPU
         has_one_size = not (config.progressive_size or config.eval_image_size)
         wanted = is_faster and has_one_size and not config.activation_checkpointing and pixels >= PIXELS_THAT_PAY
@@ -58,17 +58,17 @@ def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
 
 
 def compile_network(network: nn.Module, setup: EngineSetup) -> None:
-    """Compile a network in place and run it, forward and backward, on images of zeros; a collective.
+    """Compile a network in place, and run its forward and backward on all-zero images; a collective.
 
-    If that fails, the setup gets a note, and the network is unchanged. CUDA graphs of compiled code are recorded like
-    any others (`engines.cuda_graphs`), not by the compiler, which would record every new shape.
+    If this fails, a note is added to the setup, and the network is left unchanged. CUDA graphs of compiled code are
+    recorded by `engines.cuda_graphs`, not by the compiler, which would record a graph for every new shape.
 
     Args:
         network: network on the setup's device, with weights at their final addresses.
-        setup: setup; without its `image_shape` nothing is run.
+        setup: setup of the engine; without an `image_shape`, the network is not run.
 
     Raises:
-        AgreedError: on all ranks, if the network cannot be compiled and must be.
+        AgreedError: on all ranks, if compilation fails and `setup.must_compile` is true.
     """
     network.compile()
     with _marked_folder(setup.data):
@@ -84,9 +84,9 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
 
 @contextlib.contextmanager
 def _marked_folder(world: World) -> Iterator[None]:
-    """Mark PyTorch's folder of compiled code inside the block; a folder that is still marked is emptied first.
+    """Mark PyTorch's folder of compiled code during the block; if a dead process left a mark, delete the folder first.
 
-    This is a collective. A killed compiler leaves half a library, which can end a process with SIGBUS.
+    This is a collective. A killed compiler may leave half a library, which can end a later process with SIGBUS.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -96,7 +96,7 @@ def _marked_folder(world: World) -> Iterator[None]:
     if world.local_rank == 0 and not all(psutil.pid_exists(int(other.suffix[1:])) for other in marks):
         shutil.rmtree(folder, ignore_errors=True)
     barrier(world)
-    with contextlib.suppress(OSError):  # PyTorch says that it cannot write there
+    with contextlib.suppress(OSError):  # PyTorch itself reports that it cannot write to the folder
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
     try:
@@ -106,16 +106,16 @@ def _marked_folder(world: World) -> Iterator[None]:
 
 
 def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
-    """Run a newly compiled network; return why that fails, or None."""
+    """Run a newly compiled network, and return why it failed, or None."""
     if setup.image_shape is None:
         return None
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    shape = (max(setup.batch_size, 2), *setup.image_shape)  # BatchNorm wants more than one image
+    shape = (max(setup.batch_size, 2), *setup.image_shape)  # BatchNorm needs more than one image
     images = torch.zeros(shape, device=setup.data.device).contiguous(memory_format=torch.channels_last)
     try:
         with undone(network, setup.data.device):
             network.train()
-            torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # no hook of an engine runs
-    except Exception as error:  # of whatever kind the compiler has
+            torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # runs no engine's hooks
+    except Exception as error:  # a compiler may raise any kind of error
         return f"{type(error).__name__}, {one_line(error)}"
     return None

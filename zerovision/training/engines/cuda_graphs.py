@@ -1,9 +1,9 @@
 """Runs a network's forward and backward as two CUDA graphs, instead of hundreds of kernel launches.
 
-A graph runs the kernels that would run without it, PyTorch's own or those of `torch.compile`, with the same numbers in
-the same order, so no bit should differ; `record` checks this. Graphs save the host's time, which is most of a small
+A graph runs the same kernels that would run without it, from PyTorch or `torch.compile`, on the same numbers in the
+same order, so no bit should differ; `record` checks this. Graphs save time on the host, which is most of a small
 network's step on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). They cost memory,
-because a graph keeps all memory that its kernels use.
+because a graph keeps all the memory that its kernels use.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from zerovision.training.engines.model_buffers import undone
 from zerovision.training.engines.precision import under_autocast
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-# Of gradients, above which several ranks keep exchanging them while backward computes: a graph hands over all at once.
-# 64 MB take about a millisecond at 100 GB/s. Not measured: one GPU exchanges nothing.
+# With more bytes of gradients than this, several ranks use no graphs, and exchange gradients while backward computes: a
+# graph returns all gradients at its end. 64 MB take about a millisecond at 100 GB/s. Not measured on several GPUs.
 MOST_EXCHANGED_BYTES = 64 << 20
-# Of the GPU's memory, beside four times the weights: for the optimizer, an average, evaluation.
+# Share of the GPU's memory that must stay free, in addition to four times the weights, which are for the optimizer, an
+# average of the weights, and evaluation.
 LEAST_FREE_SHARE = 0.1
-# Of a gradient's norm: kernels that add in no fixed order are off by less, a wrong gradient by more.
+# Relative to the gradients' norm: kernels that add in no fixed order are off by less, wrong gradients by more.
 LARGEST_ERROR = 1e-2
 
 
@@ -44,16 +45,16 @@ class _Recording(nn.Module):
 
 
 class Recorded:
-    """A network that replays its recording when it is called in the same way.
+    """A network that replays its recording when it is called as it was in the recording.
 
-    In evaluation, without gradients, and for images of another shape the original network runs. Its parameters and
-    buffers must stay at their addresses, and its results must depend only on images, weights, buffers and the GPU's
+    In evaluation, without gradients, and for images of another shape, the original network runs instead. Its parameters
+    and buffers must stay at their addresses, and its results may depend only on images, weights, buffers and the GPU's
     random numbers.
 
     Args:
         network: float32 images [B, C, H, W] -> logits.
-        setup: setup whose module, a part of the network, shows whether it is in training mode.
-        images: sample input; its memory is kept.
+        setup: setup whose module, which is part of the network, shows whether the network is in training mode.
+        images: sample input, whose memory is kept.
     """
 
     def __init__(self, network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> None:
@@ -71,13 +72,13 @@ def _replay(network: nn.Module, images: torch.Tensor) -> Call:
     """Record a network, and return a function that replays it."""
     recording = _Recording(network)
     replay = cast(Call, torch.cuda.make_graphed_callables(recording, (images,), allow_unused_input=True))
-    # Its autograd graph would keep the nodes that hand gradients to parameters, on the stream of the recording.
+    # The output's autograd graph would keep the nodes that accumulate gradients, on the stream of the recording.
     recording.output.detach_()
     return lambda images: replay(images).clone()
 
 
 def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> Call:
-    """Record an ensemble's members separately, because it seeds the GPU's random numbers between them."""
+    """Record an ensemble's members separately, because the ensemble seeds the GPU's generator between members."""
     members = [*cast(Ensemble, setup.module).members]
     replays = [_replay(under_autocast(member, setup.precision, images.device), images) for member in members]
 
@@ -88,7 +89,7 @@ def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor
             return network(images)
         finally:
             for member in members:
-                del member.forward  # a copy of the ensemble computes with its own weights
+                del member.forward  # so that a copy of the ensemble uses its own weights
 
     return replay
 
@@ -96,8 +97,8 @@ def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor
 def records(setup: EngineSetup) -> bool:
     """Return whether to record a network's forward and backward, if its weights stay in place.
 
-    They are not recorded if several ranks exchange gradients for longer than the host's launches take, nor for a
-    compiled ensemble, whose members are recorded separately.
+    Nothing is recorded if ranks take longer to exchange gradients than the host takes to launch kernels, or for a
+    compiled ensemble, because members would be recorded separately.
     """
     if not setup.records_graphs or setup.image_shape is None or setup.data.device.type != "cuda":
         return False
@@ -108,27 +109,27 @@ def records(setup: EngineSetup) -> bool:
 
 
 def record(network: nn.Module, setup: EngineSetup) -> Call:
-    """Return a network with recorded graphs; if recording fails or gives wrong results, the network itself.
+    """Return a network with recorded graphs, or the network itself if recording fails or yields wrong results.
 
-    In that case the setup gets a note.
+    If the network itself is returned, a note is added to the setup.
 
     Args:
-        network: network on the setup's device, with the weights where they stay.
+        network: network on the setup's device, with weights at their final addresses.
         setup: setup with an `image_shape`.
     """
     assert setup.image_shape is not None
     device, recorded = setup.data.device, None
     with undone(setup.module, device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # gradients of a recording are on its own stream
+        warnings.simplefilter("ignore")  # a recording's gradients are on a stream of its own
         images = torch.rand((setup.batch_size, *setup.image_shape), device=device)
         images = images.contiguous(memory_format=torch.channels_last)
         network.train()
         try:
             recorded = Recorded(network, setup, images)
             problem = _difference(network, recorded, setup, torch.rand_like(images)) or _shortage(network, device)
-        except Exception as error:  # a wait for the GPU in forward, memory, whatever PyTorch has
+        except Exception as error:  # a device sync in forward, out of memory, or any other error
             problem = f"{type(error).__name__}, {one_line(error)}"
-            # After a recording that broke off, the generator would still count what it draws as that of a graph.
+            # After a failed recording, the generator would still treat its random numbers as those of a graph.
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
     if recorded is not None and problem is None:
@@ -140,9 +141,9 @@ def record(network: nn.Module, setup: EngineSetup) -> Call:
 
 
 def _difference(network: nn.Module, recorded: Call, setup: EngineSetup, images: torch.Tensor) -> str | None:
-    """Return how logits and gradients differ from those without graphs, or None.
+    """Return how logits and gradients differ from those without graphs, or None if they match.
 
-    Random numbers drawn on the host would stay those of the recording forever; two seeds detect this.
+    Random numbers drawn on the host would be the same in every replay; comparing two seeds detects this.
     """
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
 
@@ -169,7 +170,7 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def _shortage(network: nn.Module, device: torch.device) -> str | None:
-    """Return a note if the graphs leave too little GPU memory, else None."""
+    """Return a note if the graphs leave too little GPU memory, otherwise None."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     weights = sum(parameter.nbytes for parameter in network.parameters())

@@ -1,6 +1,7 @@
 """The interfaces of engines and steps, and an engine's setup.
 
-An engine is a model with its optimizer, distributed over the ranks. Only the engines' own modules know which one it is.
+An engine is a model with its optimizer, distributed over the ranks. Only the engines' own modules depend on which
+engine is in use.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class StepResult:
     """The result of an optimizer step.
 
     Attributes:
-        applied: whether the weights were updated; they are not if the gradient is not finite. A bool, or a bool
-            tensor [] on the device, which reading would synchronize.
-        gradient_norm: global L2 norm before clipping, None if it was not computed.
+        applied: whether the weights were updated, which they are only if the gradient is finite; a bool, or a bool
+            tensor [] on the device, which causes a sync when it is read.
+        gradient_norm: global L2 norm of the gradient before clipping; None if it was not computed.
     """
 
     applied: bool | torch.Tensor
@@ -38,19 +39,19 @@ class StepResult:
 
 
 class Updates:
-    """The updates of an engine: whether each is applied, their number, and the scale of the gradients.
+    """Decides whether each update of an engine is applied, counts the updates, and scales the gradients.
 
     Args:
-        optimizer: optimizer whose fused rules read its attribute `found_inf` on the device.
+        optimizer: optimizer whose fused rules read the optimizer's attribute `found_inf` on the device.
         precision: 'bf16', 'fp16' or 'fp32'.
         clipping: largest global L2 norm of the gradient; 0 for none.
         device: device of the weights that the optimizer updates.
 
     Attributes:
-        loss_scale: loss scale of fp16, else None.
-        applied: updates applied so far, an int or an int tensor [] on the device.
-        defers_verdict: whether the optimizer's rule itself skips an update, so that nothing waits for the device;
-            fp16's loss scale needs the decision at once.
+        loss_scale: loss scale for fp16, otherwise None.
+        applied: number of updates that have been applied: an int, or an int tensor [] on the device.
+        defers_verdict: whether the optimizer's rule itself skips updates, so that the host does not wait for the
+            device; not for fp16, whose loss scale needs each decision immediately.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clipping: float, device: torch.device) -> None:
@@ -62,7 +63,7 @@ class Updates:
 
     @property
     def scale(self) -> float:
-        """The factor on losses, and thus on gradients before `factor`."""
+        """The factor on losses, and thus on gradients until they are multiplied by `factor`."""
         return self.loss_scale.value if self.loss_scale is not None else 1.0
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
@@ -75,16 +76,16 @@ class Updates:
             return None
         clipping = (self._clipping / (norm + 1e-6)).clamp(max=1.0) if self._clipping else torch.ones_like(norm)
         factor = clipping / self.scale
-        return factor.nan_to_num(nan=0.0)  # of a step that is skipped: zeros beside its gradients stay zeros
+        return factor.nan_to_num(nan=0.0)  # if the step is skipped: zero gradients stay zero
 
     def apply(self, norm: torch.Tensor, update: Callable[[], None]) -> StepResult:
-        """Count an update and adapt the loss scale, after `update` if the gradient is finite.
+        """Call `update` if the gradient is finite, count the update if it is applied, and adapt the loss scale.
 
-        If the decision is deferred, `update` is always called, and the optimizer's rule skips it.
+        If the decision is deferred, `update` is always called, and the optimizer's rule skips a non-finite update.
 
         Args:
             norm: see `factor`.
-            update: updates the weights.
+            update: function that updates the weights.
         """
         is_finite = norm.isfinite()
         applied: bool | torch.Tensor = is_finite
@@ -109,19 +110,19 @@ class EngineSetup:
         optimizer: the optimizer over the module's parameters, which the engine may replace.
         plan: how the state is distributed.
         precision: 'bf16', 'fp16' or 'fp32'.
-        world: the ranks; its `data` are those that read different images.
-        batch_size: images of a micro-batch.
-        accumulation_steps: micro-batches per rank in one optimizer step.
+        world: the ranks; `world.data` contains the ranks that read different images.
+        batch_size: number of images in a micro-batch.
+        accumulation_steps: number of micro-batches per rank in one optimizer step.
         gradient_clipping: largest global L2 norm of the gradient; 0 for none.
         compiles: whether the model runs through `torch.compile`.
         must_compile: whether a failure to compile is an error.
-        records_graphs: whether forward and backward may become CUDA graphs, because they stay the same in the whole
-            run.
-        image_shape: [C, H, W] of images to try compilation and graphs with; None for no trial and no graphs.
-        notes: lines for the log, to which the engine adds.
-        events: for metrics.jsonl, kind -> values, to which the engine adds.
-        part: the module's part of the model.
-        groups: number of equal groups of ranks, each of which trains by itself.
+        records_graphs: whether forward and backward may be recorded as CUDA graphs, because they stay the same
+            throughout the run.
+        image_shape: shape [C, H, W] of images to try compilation and graphs with; None for no trial and no graphs.
+        notes: lines for the log; the engine adds more.
+        events: events for metrics.jsonl, kind -> values; the engine adds more.
+        part: the part of the model that the module contains.
+        groups: number of equal groups of ranks that train independently.
     """
 
     module: nn.Module
@@ -153,13 +154,13 @@ class EngineSetup:
 
 
 class Engine(Protocol):
-    """A distributed model with its optimizer; built from an `EngineSetup`, by all ranks together.
+    """A distributed model with its optimizer, which all ranks together build from an `EngineSetup`.
 
     Attributes:
         module: the model; at ZeRO 3 its parameters may be empty or sharded outside forward and backward.
-        optimizer: the optimizer, whose groups' 'lr' is set before each step.
-        buffers: the module's buffers, in as many versions as this rank has.
-        loss_scale: loss scale of fp16, else None.
+        optimizer: the optimizer; the 'lr' of its groups is set before each step.
+        buffers: the module's buffers, in all of this rank's versions.
+        loss_scale: loss scale for fp16, otherwise None.
     """
 
     module: nn.Module
@@ -171,7 +172,7 @@ class Engine(Protocol):
         """Return the module's output for images [B, C, H, W], in float32; a collective at ZeRO 3."""
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield each batch with the output of `forward` for its images, in evaluation.
+        """In evaluation, yield each batch with the output of `forward` for its images.
 
         This is a collective if `forward` is one.
         """
@@ -185,17 +186,18 @@ class Engine(Protocol):
         """Count a micro-step, and update the weights after the last one of an accumulation; a collective.
 
         Returns:
-            None between updates. An update is skipped on all ranks if the gradient's norm is not finite.
+            The result of an update, or None between updates. All ranks skip an update if the gradient's norm is not
+            finite.
         """
 
     def restart_optimizer(self) -> None:
-        """Reset the optimizer's moments and counts; averages stay."""
+        """Reset the optimizer's moments and step counts, but keep averages of the weights."""
 
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
-        """Let `change` write this rank's part of the trained weights, and the model use them; a collective.
+        """Let `change` modify this rank's part of the trained weights, then update the model; a collective.
 
         Args:
-            change: called with each tensor that the optimizer updates, and its state by kind.
+            change: function that is called with each tensor that the optimizer updates, and its state by kind.
         """
 
     def state(self) -> EngineState:
@@ -205,19 +207,19 @@ class Engine(Protocol):
         """
 
     def wait_before_change(self, copied: torch.cuda.Event) -> None:
-        """Let the GPU, not the host, wait for copies of the state's shards before it changes them."""
+        """Make the GPU, not the host, wait until the state's shards are copied before it changes them."""
         copied.wait()
 
     def load_state(
         self, tensors: Mapping[str, TakeBox], buffers: Mapping[str, torch.Tensor], applied_steps: int
     ) -> None:
-        """Load the state of any engine under any strategy; a collective.
+        """Load a state that any engine saved under any strategy; a collective.
 
         Args:
-            tensors: kind -> function that returns a box of a whole parameter's tensor; a rank takes what it needs. For
-                kinds; see `ParameterShard`. Missing tensors keep their values.
+            tensors: kind (see `ParameterShard`) -> function that returns a box of a whole parameter's tensor; each rank
+                calls it for the boxes that it needs. Tensors of missing kinds keep their values.
             buffers: name -> this rank's buffers [n, ...]; see `EngineState`.
-            applied_steps: updates applied so far.
+            applied_steps: number of updates that have been applied.
         """
 
     def close(self) -> None:
@@ -225,7 +227,7 @@ class Engine(Protocol):
 
 
 class TimedEngine:
-    """An engine that measures its forward, backward and optimizer step with a clock."""
+    """Wraps an engine, and measures its forward, backward and optimizer step with a clock."""
 
     def __init__(self, engine: Engine, clock: SpanClock) -> None:
         self.engine, self.clock = engine, clock
@@ -257,13 +259,13 @@ evidence [B] that is not finite for a bad sample.
 
 
 class StepInput(NamedTuple):
-    """This rank's part of an optimizer step.
+    """This rank's input to an optimizer step.
 
     Attributes:
-        batches: its micro-batches, on its device.
-        seed_leaf: seeds dropout for a micro-batch by its number, from 0.
-        loss_scale: a factor on losses; see `BatchPlan.loss_scale_for`.
-        note: called with each micro-batch.
+        batches: this rank's micro-batches, on its device.
+        seed_leaf: function that seeds dropout for a micro-batch, given the micro-batch's number, from 0.
+        loss_scale: factor on losses; see `BatchPlan.loss_scale_for`.
+        note: function that is called with the results of each micro-batch.
     """
 
     batches: Iterable[Batch]
@@ -284,14 +286,14 @@ class Averages(Protocol):
 
         Args:
             applied: whether the step changed the weights; may be a bool tensor [] on their device.
-            step: the run's step, from 1; skipped ones count.
+            step: number of the step in the run, from 1, including skipped steps.
         """
 
     def in_use(self) -> AbstractContextManager[None]:
         """Let the model use the averages inside the block; a collective at both ends.
 
-        Afterwards every bit is as before. After an error the weights are not restored, because other ranks may not know
-        about it.
+        After the block, every bit is as before. After an error, the weights are not restored, because other ranks may
+        not have had the error.
         """
 
     def describe(self) -> list[str]:

@@ -1,9 +1,10 @@
-"""Flat buffers across ranks: sums of gradients, and weights, of which each rank updates one part.
+"""Flat buffers across ranks: gradient sums, and weights of which each rank updates one part.
 
-Each bucket of parameters has one, cut into one equal part per rank. CPU ranks on one machine share memory: a rank reads
-the others' gradients in place, and there is one copy of the weights. Otherwise collectives transfer both, gradients
-while backward computes those of other buckets. Both kinds add along one tree over the leaves of the step, see
-`zerovision.training.engines.summation_tree`, so the results are bit-identical on any number of ranks.
+Each bucket of parameters has its own buffers, which are cut into one equal part per rank. CPU ranks on one machine
+share memory: a rank reads other ranks' gradients in place, and there is one copy of the weights. Otherwise, collectives
+transfer gradients and weights, and a bucket's gradients are sent while backward computes those of other buckets. Either
+way, gradients are added along one tree over the leaves of the step (see `zerovision.training.engines.summation_tree`),
+so the results are bit-identical on any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from zerovision.training.engines.summation_tree import LeafSums, StepTree
 from zerovision.training.world.collectives import barrier, broadcast_object, error_on_any_rank
 from zerovision.training.world.world import World
 
-LARGEST_SHARE = 0.5  # of its free space: the data loaders' workers need some too
-BYTES = 4  # of a float32
+LARGEST_SHARE = 0.5  # of the free shared memory, because data loader workers also need some
+BYTES = 4  # per float32 value
 
 
 class FlatBuffers(ABC):
-    """Weights and gradients of one bucket on all ranks: fp32, cut into one equal part per rank.
+    """The fp32 weights and gradients of one bucket on all ranks, cut into one equal part per rank.
 
     Args:
-        weights: [n], zeros; n is a multiple of the number of ranks.
-        rows: zeros [n], one for each sum that this rank sends in the tree.
-        out: [n / ranks], for the sum of this rank's part.
+        weights: zeros [n]; n is a multiple of the number of ranks.
+        rows: zeros [n], one tensor for each sum that this rank sends in the tree.
+        out: memory [n / ranks] for the sum of this rank's part.
         world: the ranks.
         tree: the step's tree.
 
@@ -69,32 +70,31 @@ class FlatBuffers(ABC):
     def sum_own_part(self) -> torch.Tensor:
         """Return this rank's part of the gradients summed over all leaves, [n / ranks]; a collective.
 
-        The sum is in the memory that was given for it. No rank may write gradients again before all have returned from
-        this call.
+        The sum is stored in `out`. No rank may write gradients again before all ranks have returned from this call.
         """
 
     @abstractmethod
     def start_from_main(self) -> None:
-        """Copy the weights that rank 0 wrote to all ranks; a collective."""
+        """Copy the weights from rank 0 to all ranks; a collective."""
 
     def start_gather(self) -> None:
-        """Start to fill `weights` with every rank's part; a collective."""
+        """Start filling `weights` with every rank's part; a collective."""
         return
 
     def finish_gather(self) -> None:
-        """Wait until `weights` are complete."""
+        """Wait until `weights` is complete."""
         return
 
 
 class SharedMemoryBuffers(FlatBuffers):
     """Buffers in memory that all ranks map: for CPU ranks on one machine, or a single rank on any device.
 
-    The caller waits for the other ranks before it sums or gathers buffers, once for all of them.
+    Before the caller sums or gathers buffers, it waits for the other ranks, once for all buffers.
 
     Args:
         weights: see `FlatBuffers`.
-        every_row: [ranks, rows, n], zeros; each rank's rows.
-        out: see `FlatBuffers`; for a single rank, its row.
+        every_row: zeros [ranks, rows, n], the rows of all ranks.
+        out: see `FlatBuffers`; for a single rank, the memory of its row.
         world: the ranks.
         tree: the step's tree.
     """
@@ -108,7 +108,7 @@ class SharedMemoryBuffers(FlatBuffers):
         self._every_row = every_row
 
     def sum_own_part(self) -> torch.Tensor:
-        # The other ranks' rows are written to as well: no other rank reads this part of them.
+        # This also overwrites other ranks' rows, but no other rank reads this part of them.
         return self._tree.add_ranks(self._every_row[:, :, self._part], self._sum)
 
     def start_from_main(self) -> None:
@@ -119,14 +119,14 @@ class CollectiveBuffers(FlatBuffers):
     """Buffers that NCCL or gloo transfers."""
 
     _received = torch.zeros(0)
-    _works: Sequence[dist.Work | None] = ()  # under way
+    _works: Sequence[dist.Work | None] = ()  # pending transfers
 
     def start_sum(self) -> None:
         if self._tree.levels is not None:
             self._received, work = self._tree.levels.start(self._rows[0])
             self._works = [work]
             return
-        # Half of the bytes of an all-reduce, if a rank has one sum to send.
+        # If a rank has one sum to send, this sends half as many bytes as an all-reduce.
         self._received = self.gradients.new_empty(len(self._rows), self._world.size, len(self.part))
         self._works = [
             dist.all_to_all_single(place.view(-1), row, group=self._world.group, async_op=True)
@@ -151,18 +151,18 @@ class CollectiveBuffers(FlatBuffers):
         if self._works:
             with communication():
                 for work in self._works:
-                    work.wait()  # type: ignore[union-attr]  # None outside a group only
+                    work.wait()  # type: ignore[union-attr]  # None only outside a group
             self._works = ()
 
 
 def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor) -> FlatBuffers:
-    """Create the buffers of one bucket in the right kind for the ranks; a collective.
+    """Create the buffers of one bucket, of the kind that suits the ranks; a collective.
 
     Args:
-        size: n, a multiple of the number of ranks.
+        size: number of elements n, a multiple of the number of ranks.
         world: the ranks.
         tree: the step's tree.
-        out: zeros [n / ranks], for the sum of this rank's part of the gradients.
+        out: zeros [n / ranks], memory for the sum of this rank's part of the gradients.
     """
     if world.size == 1:
         return SharedMemoryBuffers(torch.zeros_like(out), out.view(1, 1, -1), out, world, tree)
@@ -176,9 +176,9 @@ def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor) -> 
 
 
 def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
-    """Map zeroed memory, float32 [numel], that all ranks share; None if there is not enough. This is a collective.
+    """Map zeroed float32 memory [numel] that all ranks share, or return None if there is not enough; a collective.
 
-    The file is unlinked before this returns, so the memory is freed however the ranks end.
+    The file is unlinked before this function returns, so the memory is freed no matter how the ranks end.
     """
     path = SHARED_MEMORY / f"zerovision-{broadcast_object(secrets.token_hex(8), world)}"
 
@@ -188,7 +188,7 @@ def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
             raise OSError(f"{free} bytes free")
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            # Reserved now: a write to memory that is not available later would end in SIGBUS.
+            # Reserve the memory now: a later write to memory that is not available would end in SIGBUS.
             os.posix_fallocate(descriptor, 0, numel * BYTES)
         finally:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, counted once, and the peaks of GPUs from the vendors' data sheets."""
+"""Counts a model's floating-point operations, and lists the peak rates of GPUs from their vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 from zerovision.models.dry_run import training_flops, without_data
 from zerovision.models.sides import ImageSize
 
-# Words of PyTorch's name of the device -> 10**12 operations per second of matrix products in 16 bits (BF16; FP16 before
-# Ampere), dense, accumulated in FP32; the source. Sheets that give twice as much assume sparsity. The first entry that
-# matches counts: longer names come before shorter ones.
+# Words in PyTorch's name of a device -> 10**12 operations per second for dense 16-bit matrix products (BF16; FP16
+# before Ampere) that accumulate in FP32, with the source. Data sheets that list twice as much assume sparsity. The
+# first entry that matches is used, so longer names come before shorter ones.
 PEAK_TFLOPS = {
     "B200": 2250.0,  # NVIDIA DGX B200 data sheet (8 GPUs, 36 PFLOPS with sparsity)
     "H200 NVL": 835.5,  # NVIDIA H200 data sheet (1,671 with sparsity)
@@ -33,27 +33,27 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.2,  # NVIDIA Ada GPU architecture whitepaper, appendix A
     "RTX A6000": 154.8,  # NVIDIA Ampere GA102 GPU architecture whitepaper (309.7 with sparsity)
     "RTX 3090": 71.0,  # NVIDIA Ampere GA102 GPU architecture whitepaper
-    "RTX 3060": 25.5,  # as the RTX 3090 per tensor core and clock: 112 at 1.777 GHz
+    "RTX 3060": 25.5,  # like the RTX 3090 per tensor core and clock cycle: 112 cores at 1.777 GHz
 }
 
 
 class TrainingFlops:
-    """Counts the operations of training on one image on first use, in about 0.1 s; see `training_flops`."""
+    """Counts the operations of training on one image when first asked, in about 0.1 s; see `training_flops`."""
 
     def __init__(self, module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> None:
-        """Copy the shapes of a module; see `without_data`, for images of `image_size` pixels."""
+        """Copy the shapes of a module (see `without_data`) that is trained on images of `image_size` pixels."""
         self._module, self._images = without_data(module), (image_size, image_channels)
 
     @cached_property
     def per_image(self) -> int | None:
-        """Operations of forward and backward for one image, None if the model cannot be run without data."""
+        """The number of operations in forward and backward for one image; None if the model cannot run without data."""
         return training_flops(self._module, *self._images)
 
 
 def peak_tflops(device_name: str) -> float | None:
     """Return the 16-bit peak of a device with this PyTorch name, in 10**12 operations per second; None if unknown."""
     words = device_name.replace("-", " ").split()
-    if "MIG" in words or "Laptop" in words:  # a slice of the device; another chip of the same name
+    if "MIG" in words or "Laptop" in words:  # a slice of the GPU, or a different chip of the same name
         return None
     for name, tflops in PEAK_TFLOPS.items():
         wanted = name.replace("-", " ").split()

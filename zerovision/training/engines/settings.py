@@ -1,4 +1,4 @@
-"""The settings of the engines: sharding, memory, compilation, and the table of ways to share the work."""
+"""The engines' settings for sharding, memory and compilation, and the table of ways to share work among ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.engines.tensor import Tensor, TensorSettings
 from zerovision.training.engines.ways import Way
 
-TORCH = "torch"  # the engine of all ways that have none of their own
-WAYS: tuple[type[Way], ...] = (DiLoCo, Pipeline, Tensor, DeepSpeed)  # those of a mesh: the innermost dimension last
+TORCH = "torch"  # the engine of all ways without an engine of their own
+WAYS: tuple[type[Way], ...] = (DiLoCo, Pipeline, Tensor, DeepSpeed)  # in a mesh, the innermost dimension is last
 
 
-LEFT_OPEN = {"threads_per_rank": 0, "islands": 0}  # what leaves them to the run; any other setting: auto
+LEFT_OPEN = {"threads_per_rank": 0, "islands": 0}  # values with which the run decides; 'auto' for other settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,32 +56,32 @@ class ShardingSettings(DataSettings):
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings(DeepSpeedSettings, PipelineSettings, IslandSettings, TensorSettings, ShardingSettings):
-    """How the ranks share the work of a training."""
+    """How the ranks share the work of training."""
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The dimensions of the mesh: by flag, how many ranks share one copy of the model in this way."""
+        """The mesh dimensions: flag of a way -> number of ranks that share one copy of the model in this way."""
         return {way.flag: ranks for way in WAYS if (ranks := way(self).ranks()) > 1}
 
     @property
     def ranks_per_replica(self) -> int:
-        """The number of ranks that share one copy of the model, and thus the same images."""
+        """The number of ranks that share one copy of the model, and therefore read the same images."""
         return math.prod(self.mesh.values())
 
     @property
     def ranks_per_layer(self) -> int:
-        """The number of ranks of a replica that each have a part of every layer."""
+        """The number of ranks in a replica that each have a part of every layer."""
         return math.prod(way(self).ranks() for way in WAYS if way.divides_layers)
 
 
 def ways_of(config: Any, engine: str) -> list[Way]:
-    """Return how a run shares work: its engine's ways, and those ways of PyTorch's engine that are turned on."""
+    """Return a run's ways to share work: its engine's own ways, and the enabled ways of PyTorch's engine."""
     ways = (way(config) for way in WAYS)
     return [way for way in ways if (way.engine == engine if way.engine else way.is_asked())]
 
 
 def check_files(config: Any) -> None:
-    """Raise a UserError for an unusable file in the settings, and for a missing library."""
+    """Raise a UserError if a file in the settings is unusable, or a library is missing."""
     check_installed("rich", "jinja2", "scipy", *["tensorboard"] * ("tensorboard" in config.destinations))
     for way in WAYS:
         way(config).check_files()

@@ -1,4 +1,4 @@
-"""FSDP2's reduce-scatter with sums that do not depend on the number of ranks."""
+"""A reduce-scatter for FSDP2 whose sums do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from zerovision.training.world.world import World
 
 
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Adds the gradients of one FSDP2 module along the step's tree; each rank adds its part.
+    """Adds the gradients of one FSDP2 module along the step's tree; each rank adds its own part.
 
-    After every micro-step a rank has its part of the neighboring leaves that the ranks of its replica computed. It
-    adds them to one node of the tree if the number of ranks is a power of two, or else to a few, and keeps at most
-    log2(A) + 1 nodes for A micro-steps.
+    After every micro-step, a rank has its part of the neighboring leaves that the ranks of its replica computed. It
+    adds these leaves up to one node of the tree if the number of ranks is a power of two, and to a few nodes otherwise.
+    A rank keeps at most log2(A) + 1 nodes for A micro-steps.
 
     Attributes:
         leaf: index of the micro-step whose gradients come next.
 
     Args:
         leaves: the step's leaves, assigned in turn to the ranks of a replica.
-        mesh: mesh of the shards, or of replicas and shards.
-        world: the ranks; those of a replica are neighbors.
-        levels: the levels for several machines; None to send gradients from each rank to each.
+        mesh: device mesh of the shards, or of replicas and shards.
+        world: the ranks; the ranks of a replica are neighbors.
+        levels: the levels for several machines; None if each rank sends gradients to every other rank.
     """
 
     def __init__(self, leaves: Leaves, mesh: DeviceMesh, world: World, levels: MachineLevels | None) -> None:
@@ -50,15 +50,15 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Set `output_tensor` [n / ranks] to its part of the sum of all `input_tensor` [n] of a step; a collective.
+        """Set `output_tensor` [n / ranks] to this rank's part of the sum of a step's `input_tensor` [n]; a collective.
 
-        Before the last micro-step it is not changed.
+        `output_tensor` does not change before the last micro-step.
         """
         added = self._add_ranks(input_tensor, output_tensor, group)
         before = self._sums if self.leaf else []
         self._sums = add_nodes([*before, *added], self._total, output_tensor)
         if self.leaf < self._leaves.per_rank - 1:
-            own = {id(values) for _, values in before}  # what is received is freed
+            own = {id(values) for _, values in before}  # received tensors are freed
             self._sums = [(node, values if id(values) in own else values.clone()) for node, values in self._sums]
             return
         if self._replicas > 1:
@@ -66,14 +66,14 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         self._sums = []
 
     def _node_of(self, rank: int) -> TreeNode:
-        """Return the leaf that a rank computed in this micro-step."""
+        """Return the node of the leaf that a rank computed in this micro-step."""
         leaf = self._leaves.number(rank, self.leaf)
         return TreeNode(leaf, leaf + 1)
 
     def _add_ranks(
         self, gradients: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup
     ) -> list[tuple[TreeNode, torch.Tensor]]:
-        """Add the gradients [n] that the ranks of a replica computed in this micro-step, as `add_nodes` does."""
+        """Add the gradients [n] that a replica's ranks computed in this micro-step; return sums like `add_nodes`."""
         if self._levels is not None:
             received, work = self._levels.start(gradients)
             with communication():
@@ -86,9 +86,10 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         return add_nodes(zip(nodes, received, strict=True), self._total, out)
 
     def _add_replicas(self, out: torch.Tensor) -> None:
-        """Add the sums of all replicas, each over its own leaves, into `out` [n]; a collective.
+        """Add the sums of all replicas, each over the replica's own leaves, into `out` [n]; a collective.
 
-        Each replica adds a piece of `out`, so a rank sends at most twice the size of `out` for any number of replicas.
+        Each replica adds one piece of `out`, so a rank sends at most twice the size of `out` for any number of
+        replicas.
         """
         length = self._total // self._replicas
         nodes = [plan_segment(first, first + length, self._total).nodes for first in range(0, self._total, length)]

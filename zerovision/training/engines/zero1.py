@@ -1,11 +1,12 @@
 """ZeRO-1 over flat buffers: every rank has all weights, and updates a part of them.
 
 Parameters are views of a few flat fp32 buffers, one per bucket (Rajbhandari et al. 2020,
-https://arxiv.org/abs/1910.02054). Every rank receives the sum of its part's gradients while backward still computes
-those of other buckets. It keeps the optimizer state of its part and updates it; then the parts are gathered again.
+https://arxiv.org/abs/1910.02054). Every rank receives the summed gradients of its part while backward still computes
+the gradients of other buckets. The rank keeps the optimizer state of its part, and updates the part; then all parts are
+gathered again.
 
-Images are channels_last, and so are convolution weights, gradients and moments in the flat buffers; otherwise kernels
-would convert them in every step. Everything else sees the usual order of dimensions.
+Images are in channels_last format, and so are convolution weights, gradients and moments in the flat buffers;
+otherwise, kernels would convert them in every step. All other code sees the usual order of dimensions.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ class Zero1:
     As with `Fsdp2`, this rank's parts become the parameters in the optimizer's groups.
 
     Attributes:
-        reports: whether this rank's parts go into checkpoints; among ranks with the same parts, only one's do.
+        reports: whether this rank's parts are saved in checkpoints; among ranks with the same parts, only one saves
+            them.
     """
 
     reports = True
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Take over the parameters; a collective."""
+        """Move the module's parameters into flat buffers; a collective."""
         self._module, self._optimizer, self._world = setup.module, setup.optimizer, setup.data
         self._network = under_autocast(setup.module, setup.precision, setup.data.device)
         self._accumulation_steps = setup.accumulation_steps
@@ -75,14 +77,14 @@ class Zero1:
         if setup.compiles:
             compile_network(self._network, setup)
         self._compute = record(self._network, setup) if records(setup) else self._network
-        # What is compiled or recorded begins with all weights, and what reads memory of all ranks waits for none.
+        # Compiled, recorded and divided networks begin with all weights, and shared memory needs no wait in forward.
         is_whole = setup.compiles or self._compute is not self._network or setup.part.holders
         self._waits_in_forward = not is_whole and not any(bucket.buffers.are_shared for bucket in self._buckets)
         if self._waits_in_forward:
             self._await_by_block(repeated_blocks(self._module))
 
     def _await_by_block(self, blocks: list[nn.Module]) -> None:
-        """Let each block's forward wait for its weights, and the module's forward for those outside all blocks."""
+        """Make each block's forward wait for its weights, and the module's forward wait for weights outside blocks."""
         block_of = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
         needed = {
             id(bucket): {block_of.get(id(parameter), -1) for parameter in bucket.parameters.values()}
@@ -98,8 +100,8 @@ class Zero1:
         return self._compute(images)
 
     def begin_backward(self, leaf: int, stage: int = 0) -> None:
-        """Prepare for backward of one of this rank's leaves, counted from 0 in each step."""
-        _wait_for_weights(self._buckets)  # of blocks that were skipped
+        """Prepare for the backward pass of one of this rank's leaves, which are numbered from 0 in each step."""
+        _wait_for_weights(self._buckets)  # also those of skipped blocks
         self._orders[stage].begin(sums_over_ranks=leaf == self._accumulation_steps - 1)
 
     def end_backward(self, stage: int = 0) -> None:
@@ -109,29 +111,29 @@ class Zero1:
     def drop_leaf(self) -> None:
         """Discard the first leaf of a step; a collective."""
         if self._accumulation_steps == 1:
-            self.sum_gradients()  # which is under way
+            self.sum_gradients()  # the sum has already started
         for bucket in self._buckets:
             bucket.buffers.sums.clear()
 
     def sum_gradients(self) -> torch.Tensor:
-        """Give the optimizer's parameters the sum of the gradients over all ranks' leaves; a collective.
+        """Set the gradients of the optimizer's parameters to the sum over all ranks' leaves; a collective.
 
         Returns:
-            The sum of its squares, float64 []; parameters that several ranks have whole count only on the first.
+            The gradients' sum of squares, float64 []; a parameter that is whole on several ranks is counted only once.
         """
         self._wait_for_ranks()
         for bucket in self._buckets:
             bucket.sum_gradients()
         self._part.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
-        # All ranks have read the gradients when this returns: they may be written again.
+        # When this returns, all ranks have read the gradients, so they may be overwritten.
         return self._sum_of_squares(squares_of_rows(self._gradients.view(-1, BLOCK)))
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply the optimizer's gradients by a number [] on the ranks' device."""
+        """Multiply the optimizer's gradients by a scalar tensor [] on this rank's device."""
         self._gradients.mul_(factor)
 
     def share_weights(self) -> None:
-        """Let every rank use the current values of the optimizers' parameters; a collective."""
+        """Update every rank's model with the current values of the optimizer's parameters; a collective."""
         self._wait_for_ranks()
         for bucket in self._buckets:
             bucket.buffers.start_gather()
@@ -139,12 +141,12 @@ class Zero1:
             _wait_for_weights(self._buckets)
 
     def settle(self) -> None:
-        """Set the optimizer's parameters to the model's values; not a collective."""
+        """Set the optimizer's parameters to the model's values; a collective if ranks share memory."""
         _wait_for_weights(self._buckets)
         self._wait_for_ranks()
 
     def _wait_for_ranks(self) -> None:
-        """Wait until no rank computes any more with memory that all share; a collective if there is any."""
+        """Wait until no rank is computing with shared memory; a collective if ranks share memory."""
         if any(bucket.buffers.are_shared for bucket in self._buckets):
             barrier(self._world)
 
@@ -156,7 +158,7 @@ class Zero1:
 
 
 def _wait_for_weights(buckets: Sequence[Bucket]) -> None:
-    """Wait until the weights in these buckets are complete; costs nothing if they are."""
+    """Wait until the weights in these buckets are complete; return immediately if they already are."""
     for bucket in buckets:
         bucket.buffers.finish_gather()
 

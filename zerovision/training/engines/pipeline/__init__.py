@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """The settings of pipelines."""
+    """The settings for pipelines."""
 
     pipeline_parallel: int = option(
         1,
@@ -67,7 +67,7 @@ class Pipeline(Way):
             if getattr(self.config, name) == "auto":
                 yield f"{flag} cannot be combined with {label_of[name]} auto: give {label_of[name]} a number."
         if self.uses_own():
-            if self.config.distill:  # a teacher answers where the images are, the loss is computed on the last stage
+            if self.config.distill:  # a teacher runs where the images are, but the last stage computes the loss
                 taught = label_of["distill"]
                 yield f"{flag} cannot be combined with {taught} {self.config.distill}: leave {taught} out."
             if not self.config.global_batch:
@@ -81,7 +81,7 @@ class Pipeline(Way):
             )
 
     def check_micro_batches(self) -> None:
-        """Raise a UserError if the schedule cannot pass a step's micro-batches through the stages."""
+        """Raise a UserError if the schedule cannot run a step's micro-batches through the stages."""
         stages, micro_batches = self.config.pipeline_parallel, self.config.gradient_accumulation_steps
         flag = f"--pipeline-parallel {stages}:{self.config.pipeline_schedule}"
         if micro_batches < stages:
@@ -97,9 +97,9 @@ class Pipeline(Way):
             )
 
     def waits(self) -> float:
-        """Return the share of a step in which a rank waits, if all stages take equally long.
+        """Return the share of a step that a rank spends waiting, if all stages take equally long.
 
-        Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+        The formula is from Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
         """
         others, rounds = self.config.pipeline_parallel - 1, stages_per_rank(self.config.pipeline_schedule)
         return others / (self.config.gradient_accumulation_steps * rounds + others) if self.uses_own() else 0.0
@@ -124,5 +124,5 @@ class Pipeline(Way):
 
 
 def stages_per_rank(schedule: str) -> int:
-    """Return the number of stages per rank: two in an interleaved schedule."""
+    """Return the number of stages per rank: 2 for the interleaved schedule, otherwise 1."""
     return 2 if schedule == "interleaved" else 1

@@ -1,7 +1,7 @@
 """Finds where a network can be cut into stages, and chooses the cuts.
 
-A cut is the entry of a module; of all earlier results, only the module's input is used after it. Cuts are found from
-the network's operations on tensors without data, so no model needs a table of its blocks.
+A cut is the entry to a module after which no earlier result is used except the module's input. Cuts are found by
+running the network on tensors without data, so no model needs a table of its blocks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.utils._pytree import tree_leaves
 from zerovision.training.base.errors import UserError
 from zerovision.training.engines.activation_checkpointing import is_recomputed
 
-MOST_NAMES = 40  # that a message lists
+MOST_NAMES = 40  # listed in a message
 
 
 @dataclass(frozen=True)
 class Call:
-    """A module's only call; times count events: operations, and entries and exits of modules.
+    """The only call of a module; times are counted in events: operations, and entries to and exits from modules.
 
     Attributes:
-        start: when it was entered.
-        end: when it was left.
-        operations: number of the network's operations before it.
-        output: its output, on the meta device.
+        start: time at which the module was entered.
+        end: time at which the module was left.
+        operations: number of operations that the network ran before the call.
+        output: the module's output, on the meta device.
     """
 
     start: int
@@ -46,12 +46,12 @@ class Trace:
     """A network's execution on images of one shape, on the meta device.
 
     Attributes:
-        calls: by name, the calls of modules that are called once, in order of entry.
-        features: by name, the inputs of modules at whose entry the network can be cut.
-        first_uses: by name, when a parameter or buffer is first used; without unused ones.
-        images: its input [B, C, H, W].
+        calls: module name -> call, for modules that are called exactly once, in order of entry.
+        features: module name -> input, for modules at whose entry the network can be cut.
+        first_uses: name of a parameter or buffer -> time of its first use; unused parameters and buffers are left out.
+        images: the network's input [B, C, H, W].
         output: the network's output.
-        draws: whether it draws random numbers.
+        draws: whether the network draws random numbers.
     """
 
     calls: dict[str, Call]
@@ -62,21 +62,21 @@ class Trace:
     draws: bool
 
     def stage_of(self, name: str, cuts: Sequence[str]) -> int:
-        """Return the stage of a parameter or buffer: the only one that uses it, or the first if none does."""
+        """Return the stage of a parameter or buffer: the only stage that uses it, or the first if it is unused."""
         return bisect_right([self.calls[cut].start for cut in cuts], self.first_uses.get(name, -1))
 
 
 class _Operations(TorchDispatchMode):
-    """Records the time span in which each tensor is needed, in events; see `Call`."""
+    """Records the span of time during which each tensor is needed, in events; see `Call`."""
 
     def __init__(self, weights: Iterable[torch.Tensor], images: torch.Tensor) -> None:
         super().__init__()
         self.time = self.count = 0
         self.draws = False
-        self.starts: dict[int, int] = {id(images): -1}  # by id: when a tensor was computed, a weight first used
+        self.starts: dict[int, int] = {id(images): -1}  # ID -> when a tensor was computed, or a weight first used
         self.lasts: dict[int, int] = {}
         self._weights = {id(weight) for weight in weights}
-        self._alive: list[torch.Tensor] = []  # so that no two have the same id
+        self._alive: list[torch.Tensor] = []  # kept so that no two have the same ID
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -95,19 +95,19 @@ class _Operations(TorchDispatchMode):
         return results
 
     def event(self) -> int:
-        """Count an event, and return the number of earlier ones."""
+        """Count an event, and return the number of earlier events."""
         self.time += 1
         return self.time - 1
 
     def is_needed(self, tensor: torch.Tensor, start: int, end: int) -> bool:
-        """Return whether a tensor was computed before `start`, and is used later, but not after `end`."""
+        """Return whether a tensor was computed before `start`, and was last used between `start` and `end`."""
         first, last = self.starts.get(id(tensor), start), self.lasts.get(id(tensor), -1)
         return first < start <= last < end
 
     def needed(self) -> list[int]:
-        """Return, for each time, how many earlier tensors are needed later.
+        """Return, for each time, the number of earlier tensors that are needed later.
 
-        A weight that was used before and is used again also counts.
+        This includes weights that were used before and are used again.
         """
         changes = [0] * (self.time + 2)
         for key, last in self.lasts.items():
@@ -163,7 +163,7 @@ def trace(empty: nn.Module, shape: Sequence[int]) -> Trace:
 
 
 def places_to_cut(traced: Trace) -> list[str]:
-    """Return one name for each place where the network can be cut, in order: the outermost module's."""
+    """Return the places where the network can be cut, in order, each as the name of the outermost module there."""
     names = {traced.calls[name].operations: name for name in reversed(traced.features)}
     return [names[operations] for operations in sorted(names)]
 
@@ -172,13 +172,13 @@ def named_cuts(traced: Trace, split: str, stages: int, label: str) -> list[str]:
     """Return the cuts that the user named.
 
     Args:
-        traced: the network.
+        traced: trace of the network.
         split: names of modules, separated by commas.
         stages: number of stages.
         label: name of the setting, for messages.
 
     Raises:
-        UserError: for a name at which the network cannot be cut, and for a wrong number or order of names.
+        UserError: if the network cannot be cut at one of the names, or if their number or order is wrong.
     """
     names = [name.strip() for name in split.split(",")]
     for name in names:
@@ -209,16 +209,16 @@ def check_places(traced: Trace, stages: int, label: str) -> None:
 
 
 def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) -> list[str]:
-    """Return the cuts that minimize the cost of the costliest stage, by dynamic programming.
+    """Return the cuts that minimize the cost of the most expensive stage, by dynamic programming.
 
     Args:
-        places: places where it can be cut.
+        places: places where the network can be cut.
         costs: costs of the pieces: before the first place, between the first two, ..., after the last.
-        stages: number of stages, at most one more than places.
+        stages: number of stages, at most one more than the number of places.
     """
     sums = [0.0, *accumulate(costs)]
     pieces = len(costs)
-    best: list[tuple[float, list[int]]] = [(sums[end], []) for end in range(pieces + 1)]  # of the first pieces
+    best: list[tuple[float, list[int]]] = [(sums[end], []) for end in range(pieces + 1)]  # for the first `end` pieces
     for stage in range(2, stages + 1):
         best = [
             min(
@@ -231,7 +231,7 @@ def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) ->
 
 
 def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float], cuts: Sequence[str]) -> list[float]:
-    """Return each stage's share of the costs; for the arguments, see `balanced_cuts`."""
+    """Return each stage's share of the total cost; see `balanced_cuts` for the arguments."""
     before = [traced.calls[cut].operations for cut in cuts]
     totals = [0.0] * (len(cuts) + 1)
     for place, cost in zip(("", *places), costs, strict=True):
@@ -240,7 +240,7 @@ def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float
 
 
 def names_of_stages(traced: Trace, names: Iterable[str], cuts: Sequence[str]) -> list[list[str]]:
-    """Assign names of parameters or buffers to the stages; see `Trace.stage_of`."""
+    """Return the names of each stage's parameters or buffers; see `Trace.stage_of`."""
     dealt: list[list[str]] = [[] for _ in range(len(cuts) + 1)]
     for name in names:
         dealt[traced.stage_of(name, cuts)].append(name)

@@ -1,8 +1,8 @@
 """PyTorch's engine with consecutive layers on neighboring ranks.
 
 `torch.distributed.pipelining` schedules the micro-batches. Gradients are added along the same tree over the leaves of a
-step, each leaf has its own BatchNorm statistics, and the state of the random generator passes from stage to stage with
-a leaf. So the weights are bit-identical to those without the pipeline.
+step as without a pipeline, each leaf has its own BatchNorm statistics, and the random generator's state is passed from
+stage to stage with each leaf. The weights are therefore bit-identical to those of a run without a pipeline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterl
 def _choose_cuts(
     setup: EngineSetup, config: Any, network: nn.Module, images: torch.Tensor, traced: Trace, count: int
 ) -> list[str]:
-    """Return the requested cuts, or those that balance the stages; a collective."""
+    """Return the requested cuts, or the cuts that balance the stages; a collective."""
     ranks, world, schedule = config.pipeline_parallel, setup.world, config.pipeline_schedule
     agreed(lambda: check_places(traced, count, f"--pipeline-parallel {ranks}"), world)
     places = places_to_cut(traced)
@@ -69,10 +69,10 @@ def _choose_cuts(
 
 
 class PipelineEngine(TorchEngine):
-    """A model of which this rank has one stage, or one per round of an interleaved schedule.
+    """A model that has one stage on this rank, or two stages in an interleaved schedule.
 
     Attributes:
-        pipeline: the ranks that have the stages.
+        pipeline: the ranks among which the stages are divided.
         count: number of stages.
     """
 
@@ -80,14 +80,15 @@ class PipelineEngine(TorchEngine):
         """Cut the model, release other ranks' layers, and distribute the stages; a collective.
 
         Raises:
-            UserError: on all ranks, if it cannot be cut like this.
+            UserError: on all ranks, if the model cannot be cut as requested.
         """
         pipeline, module = setup.world.dimension("pipeline_parallel"), setup.module
         count = pipeline.size * stages_per_rank(config.pipeline_schedule)
         own = range(pipeline.rank, count, pipeline.size)
         network, staged = under_autocast(module, setup.precision, setup.world.device), StagedNetwork(module)
         images = images_to_try(setup)
-        # Weights lie as they will: an image of one channel is contiguous in either order, but not alike.
+        # Give weights their final layout now: images of one channel are contiguous in either order, but their strides
+        # differ.
         for parameter in module.parameters():
             if parameter.ndim == CONVOLUTION_DIMENSIONS and parameter.requires_grad:
                 weight = parameter.detach()
@@ -105,28 +106,28 @@ class PipelineEngine(TorchEngine):
         self._is_last = pipeline.rank == pipeline.size - 1
         self._boundaries, self._draws, self._schedule_name = boundaries, traced.draws, config.pipeline_schedule
         self._schedules: dict[tuple[int, ...], Any] = {}
-        self._works: list[Any] = []  # sends under way, with what they send
+        self._works: list[Any] = []  # pending sends, with their tensors
 
     def train(self, loss: Loss, given: StepInput, clock: SpanClock) -> StepResult:
-        """Train on this rank's micro-batches of a step, which have one shape, and update the weights; a collective.
+        """Train on this rank's micro-batches of a step, all of one shape, and update the weights; a collective.
 
         Args:
-            loss: computes the images' losses; only called on the last rank.
+            loss: function that computes the images' losses; only called on the last rank.
             given: the step's input.
-            clock: measures forward and backward; waiting for other stages counts as communication.
+            clock: clock that measures forward and backward; waiting for other stages is measured as communication.
         """
         self._batches, self._outputs = [*given.batches], list[torch.Tensor]()
         self._loss, self._given, self._clock = loss, given, clock
         images = self._batches[0].images
         schedule = self._schedule_for(images.shape)
-        numbers = torch.arange(len(self._batches))  # in place of images and targets, which are looked up by them
+        numbers = torch.arange(len(self._batches))  # in place of images and targets, which are looked up by number
         with clock.communication:
             try:
                 schedule.step(
                     *([numbers] if self.pipeline.rank == 0 else []), target=numbers if self._is_last else None
                 )
             except RuntimeError as error:
-                raise error.__cause__ or error from None  # what a stage has raised, out of memory for one
+                raise error.__cause__ or error from None  # the error that a stage raised, such as out of memory
             self._finish_sends()
         with clock.optimizer:
             result = self._update_weights()
@@ -134,7 +135,7 @@ class PipelineEngine(TorchEngine):
         return result
 
     def _note_outputs(self, size: int, shape: torch.Size) -> None:
-        """Send the last rank's losses [size] and logits of a shape to every rank; a collective."""
+        """Send the last rank's losses [size], and its logits of this shape, to every rank; a collective."""
         columns = size + shape.numel()
         rows = torch.empty(len(self._batches), columns, device=self._world.device)
         if self._outputs:
@@ -146,7 +147,7 @@ class PipelineEngine(TorchEngine):
         self._batches = []
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """See `Engine.forward`; only in evaluation. Every rank of the pipeline returns the logits; a collective."""
+        """See `Engine.forward`; for evaluation only. Every rank of the pipeline returns the logits; a collective."""
         return self._received_logits(*self._start_forwards([images])[0])
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
@@ -163,10 +164,10 @@ class PipelineEngine(TorchEngine):
     def _start_forwards(self, batches: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any]]:
         """Run this rank's stages on batches of images in evaluation.
 
-        Each stage processes all batches before the next begins.
+        Each stage processes all batches before this rank's next stage begins.
 
         Returns:
-            the logits of each batch; on ranks other than the last, also the pending work that receives them.
+            For each batch, the logits and the pending work that receives them; on the last rank, None for the work.
         """
         assert not self.module.training
         pipeline, started = self.pipeline, list[tuple[torch.Tensor, Any]]()
@@ -177,7 +178,7 @@ class PipelineEngine(TorchEngine):
                 if stage < self.count - 1:
                     self._send_features(stage, result)
                     continue
-                shared = result.cpu()  # in another group: NCCL would let the next features wait for these logits
+                shared = result.cpu()  # sent over gloo: with NCCL, the next features would wait for these logits
                 for rank in range(pipeline.size - 1):
                     self._send(shared, rank, pipeline.signal_group)
                 started.append((result, None))
@@ -189,7 +190,7 @@ class PipelineEngine(TorchEngine):
     def _received_features(self, stage: int, images: torch.Tensor) -> torch.Tensor:
         pipeline, boundary = self.pipeline, self._boundaries[stage - 1]
         features = self._staged.traced(images.shape).features[self._staged.cuts[stage - 1]]
-        # From the last rank to the first in another group, too: under NCCL both could wait for each other.
+        # The last rank also sends to the first in the gloo group: with NCCL, the two could wait for each other.
         group, tag = (pipeline.group, 0) if pipeline.rank else (pipeline.signal_group, stage)
         row = torch.empty(features.numel(), dtype=boundary.dtype, device="cpu" if tag else images.device)
         with communication():
@@ -215,13 +216,13 @@ class PipelineEngine(TorchEngine):
         self._works.append((dist.isend(tensor, group=group, group_dst=rank, tag=tag), tensor))
 
     def _finish_sends(self, most: int = 0) -> None:
-        """Wait for sends until `most` are left."""
+        """Wait until at most `most` sends are pending."""
         with communication():
             while len(self._works) > most:
                 self._works.pop(0)[0].wait()
 
     def _schedule_for(self, shape: torch.Size) -> Any:
-        """Return the schedule for images of a shape; a collective of the pipeline when there is a new one."""
+        """Return the schedule for images of this shape; a collective over the pipeline if the shape is new."""
         if shape not in self._schedules:
             stages = [_Stage(self, number, shape) for number in self._own]
             schedule = SCHEDULES[self._schedule_name]
@@ -242,7 +243,8 @@ class PipelineEngine(TorchEngine):
     def run_stage(self, stage: int, inputs: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Run a stage in training.
 
-        Its input is a micro-batch's number or a received row, its output the row to send.
+        The first stage takes the number of a micro-batch, and later stages take a received row. All stages return the
+        row to send, except the last, which returns logits.
         """
         if stage:
             features = self._staged.traced(shape).features[self._staged.cuts[stage - 1]]
@@ -251,12 +253,12 @@ class PipelineEngine(TorchEngine):
             result = self._staged.run(stage, self._batches[int(inputs)].images, shape)
         if stage == self.count - 1:
             return result
-        if not result.requires_grad:  # nothing in the stages so far is trained
+        if not result.requires_grad:  # no stage up to this one is trained
             result = result.detach().requires_grad_()
         return self._boundaries[stage].send(result)
 
     def output_of(self, stage: int, shape: torch.Size) -> torch.Tensor:
-        """Return the output of a stage's module without data: a row, or, after the last stage, logits."""
+        """Return the output of a stage without data: a row, or, for the last stage, logits."""
         traced = self._staged.traced(shape)
         if stage == self.count - 1:
             return torch.empty_like(traced.output, dtype=torch.float32, requires_grad=True)
@@ -265,9 +267,9 @@ class PipelineEngine(TorchEngine):
 
     @contextmanager
     def forward_of(self, stage: int, leaf: int) -> Iterator[None]:
-        """Prepare for the forward of a leaf, and pass the random generator's state on after it."""
+        """Prepare for the forward pass of a leaf, and pass the random generator's state to the next stage after it."""
         self.buffers.select(leaf)
-        # Of other groups and tags than the schedule's messages.
+        # The group and the tags differ from those of the schedule's messages.
         group, tag = self.pipeline.signal_group, stage * self._accumulation_steps + leaf
         if self._draws and not stage:
             self._given.seed_leaf(leaf)
@@ -283,7 +285,7 @@ class PipelineEngine(TorchEngine):
 
     @contextmanager
     def backward_of(self, stage: int, leaf: int) -> Iterator[None]:
-        """Add up the gradients of a leaf's backward."""
+        """Prepare for the backward pass of a leaf, and accumulate its gradients afterwards."""
         own = stage // self.pipeline.size
         with self._clock.backward:
             self._distribution.begin_backward(leaf, own)
@@ -297,7 +299,7 @@ class PipelineEngine(TorchEngine):
 
 
 def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collection[str]) -> None:
-    """Replace parameters and buffers that are not in `kept` with tensors without data."""
+    """Replace parameters and buffers whose names are not in `kept` with tensors without data."""
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     empty: dict[int, torch.Tensor] = {}
     places = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -316,7 +318,7 @@ def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collectio
 
 @dataclass(frozen=True)
 class Pipelined:
-    """Each micro-batch has its own loss, which the last stage computes; all ranks receive it afterwards."""
+    """A step in which the last stage computes the loss of each micro-batch, and all ranks then receive the losses."""
 
     loss: Loss
 
@@ -327,11 +329,11 @@ class Pipelined:
 
 
 class _Stage(PipelineStage):
-    """A stage whose forward and backward know their leaf."""
+    """A stage that tells the engine which leaf its forward and backward compute."""
 
     def __init__(self, engine: PipelineEngine, number: int, shape: torch.Size) -> None:
         self._engine = engine
-        module = nn.Module()  # without parameters: the network is no child of it
+        module = nn.Module()  # without parameters, because the network is not its child
         module.forward = lambda inputs: engine.run_stage(number, inputs, shape)
         super().__init__(
             module,
@@ -344,11 +346,11 @@ class _Stage(PipelineStage):
         )
 
     def forward_one_chunk(self, fwd_chunk_id: int, *inputs: Any, **named: Any) -> Any:
-        """See PyTorch's method of this name."""
+        """See `PipelineStage.forward_one_chunk`."""
         with self._engine.forward_of(self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *inputs, **named)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *inputs: Any, **named: Any) -> None:
-        """See PyTorch's method of this name."""
+        """See `PipelineStage.backward_one_chunk`."""
         with self._engine.backward_of(self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *inputs, **named)

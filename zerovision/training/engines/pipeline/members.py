@@ -1,8 +1,8 @@
-"""PyTorch's engine with the members of an ensemble on separate ranks, which all see the same images.
+"""PyTorch's engine with the members of an ensemble on separate ranks, which all process the same images.
 
-Members are independent, so all compute at the same time, and then exchange their logits. Every rank has the loss over
-all members, and backward runs through its own. Gradients and their norm are added along the same tree as on one rank,
-so the weights are bit-identical.
+Members are independent, so the ranks compute them at the same time, and then exchange logits. Every rank computes the
+loss over all members, and runs backward through its own members. Gradients and their norm are added along the same tree
+as on a single rank, so the weights are bit-identical.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from zerovision.training.world.collectives import gather_rows
 
 
 class MembersEngine(TorchEngine):
-    """An ensemble of which this rank has some members."""
+    """An ensemble that has some of its members on this rank."""
 
     def __init__(self, setup: EngineSetup, config: Any) -> None:
-        """Assign the members to the ranks, at most one rank per member, and distribute each rank's members.
+        """Assign each member to one rank, and distribute each rank's members.
 
         This is a collective.
         """
@@ -58,9 +58,9 @@ class MembersEngine(TorchEngine):
         super().__init__(dataclasses.replace(setup, part=part))
 
     def _gather(self, answers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the logits of all members, float32 [B, classes] each, given this rank's own; a collective.
+        """Return the logits of all members, each float32 [B, classes], given those of this rank; a collective.
 
-        The other ranks' logits are constants.
+        Autograd treats the other ranks' logits as constants.
         """
         most, shape = max(map(len, self._dealt)), answers[0].shape
         row = answers[0].new_zeros(most, *shape)

@@ -1,8 +1,8 @@
-"""One stage of a network, computed by the network's own forward.
+"""Runs single stages of a network with the network's own forward.
 
-Modules before the stage return tensors without data, at almost no cost. At the stage's entry these are replaced by the
-previous stage's output, and at the entry of the next stage the forward ends. So all code between the modules runs as
-the model's author wrote it.
+Modules before the stage return tensors without data, at almost no cost. At the entry to the stage, the previous stage's
+output replaces these tensors; at the entry to the next stage, the forward ends. All code between the modules therefore
+runs as the model's author wrote it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zerovision.training.engines.pipeline.cuts import Trace, trace
 
 
 class _Reached(BaseException):
-    """Raised at the entry of the next stage; a model's `except Exception` does not catch it."""
+    """Raised at the entry to the next stage; a model's `except Exception` does not catch it."""
 
     def __init__(self, features: torch.Tensor) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class StagedNetwork:
         module: the whole network.
 
     Attributes:
-        cuts: names of the modules with which the stages but the first begin.
+        cuts: names of the modules at which all stages but the first begin.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -42,13 +42,13 @@ class StagedNetwork:
         self._traces: dict[tuple[int, ...], Trace] = {}
         self.cuts: list[str] = []
         self._network: nn.Module = module
-        self._start, self._begin, self._end = 0, "", ""  # of the stage that runs
+        self._start, self._begin, self._end = 0, "", ""  # of the current stage
         self._traced: Trace | None = None
         self._received = torch.empty(0)
-        self._hidden: dict[int, list[str]] = {}  # by stage, weights that are used before it, not in a module
+        self._hidden: dict[int, list[str]] = {}  # stage -> weights used before it, outside skipped modules
 
     def traced(self, shape: Sequence[int]) -> Trace:
-        """Return the trace of the network for images of a shape, [B, C, H, W]."""
+        """Return the trace of the network for images of this shape, [B, C, H, W]."""
         key = tuple(shape)
         if key not in self._traces:
             self._traces[key] = trace(self._empty, key)
@@ -58,10 +58,10 @@ class StagedNetwork:
         """Make the network run in stages from now on.
 
         Args:
-            cuts: names of the modules with which the stages but the first begin.
+            cuts: names of the modules at which all stages but the first begin.
             own: indices of this rank's stages.
-            network: what runs: the module, or a wrapper of it.
-            traced: the network for any images.
+            network: network to run: the module, or a wrapper around the module.
+            traced: trace of the network for images of any shape.
         """
         self.cuts, self._network = [*cuts], network
         for name in cuts:
@@ -70,7 +70,7 @@ class StagedNetwork:
         before = {stage: _before(self._start_of(stage, traced), traced) for stage in own}
         for name in {name for names in before.values() for name in names}:
             module = self._module.get_submodule(name)
-            # Its forward is replaced, not the module: a wrapper would change the names in the state dict.
+            # Replace the forward, not the module: a wrapper would change the names in the state dict.
             module.forward = partial(self._skip_or_run, name, module.forward)
         for stage, names in before.items():
             skipped = tuple(f"{name}." for name in names)
@@ -84,12 +84,12 @@ class StagedNetwork:
         """Run a stage.
 
         Args:
-            stage: its number.
-            inputs: images for the first stage, else the previous stage's features.
-            shape: the images' shape.
+            stage: index of the stage.
+            inputs: images for the first stage, otherwise the previous stage's features.
+            shape: shape of the images.
 
         Returns:
-            Features, or the network's output for the last stage.
+            The stage's features, or, for the last stage, the network's output.
         """
         self._traced = self.traced(shape)
         self._start = self._start_of(stage, self._traced)
@@ -102,11 +102,11 @@ class StagedNetwork:
         except _Reached as reached:
             return reached.features
         finally:
-            self._received = torch.empty(0)  # the graph alone keeps it
+            self._received = torch.empty(0)  # only the autograd graph keeps it
 
     @contextmanager
     def _without_data(self, names: Iterable[str]) -> Iterator[None]:
-        """Let modules before the stage compute without data, even with weights of another stage on this rank."""
+        """Let modules before the stage run without data, even if they use weights of another stage on this rank."""
         kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for name in names:
             owner, _, attribute = name.rpartition(".")
@@ -137,9 +137,9 @@ class StagedNetwork:
 
 
 def _before(start: int, traced: Trace) -> list[str]:
-    """Return the names of the largest modules that end before a time."""
+    """Return the names of the outermost modules whose calls end before this time."""
     found: list[str] = []
-    for name, call in traced.calls.items():  # a module is entered before those in it
+    for name, call in traced.calls.items():  # a module is entered before its children
         if call.end < start and not name.startswith(tuple(f"{outer}." for outer in found)):
             found.append(name)
     return found

@@ -1,10 +1,11 @@
-"""The tensors between stages, and measurements on the device before a network is cut.
+"""Tensors between stages, and measurements on the device before a network is cut.
 
-Kernels choose their order of summation by the memory layout of tensors. So a stage gets its input, and the gradient of
-its output, in the layout that they have without the cut, and computes the same bits. Tensors are sent as flat rows.
+Kernels choose their order of summation by the memory layout of tensors. A stage therefore receives its input, and the
+gradient of its output, in the layout that they would have without the cut, and so computes the same bits. Tensors are
+sent as flat rows.
 
-The time of a network's pieces and the layout of tensors can only be measured on the device. Rank 0, which then has all
-layers, runs one micro-batch with the ranks that compute layers together with it, and sends the results to the others.
+The run time of a network's pieces and the layout of tensors can only be measured on the device. While rank 0 still has
+all layers, it runs one micro-batch, together with the ranks that share its layers, and sends the results to all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TensorLayout(NamedTuple):
     """The memory layout of a tensor.
 
     Attributes:
-        order: its dimensions, from the outermost to the innermost.
+        order: the tensor's dimensions, from the outermost to the innermost.
         repeated: dimensions along which one value is repeated, as in the gradient of a mean.
     """
 
@@ -37,11 +38,11 @@ class TensorLayout(NamedTuple):
     repeated: tuple[int, ...] = ()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as [n], contiguous."""
+        """Return the tensor's elements as a contiguous vector [n]."""
         return tensor.permute(self.order).reshape(-1)
 
     def unpack(self, row: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor in this shape as a view of the result of `pack`."""
+        """Return a tensor of this shape, as a view of a row that `pack` returned."""
         inverse = [self.order.index(dimension) for dimension in range(len(self.order))]
         tensor = row.view([shape[dimension] for dimension in self.order]).permute(inverse)
         for dimension in self.repeated:
@@ -59,13 +60,13 @@ def layout_of(tensor: torch.Tensor) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The tensors that pass a cut.
+    """The tensors that cross a cut.
 
     Attributes:
         dtype: dtype of features and their gradients.
-        features: their layout in training.
-        gradients: the layout of their gradients.
-        evaluated: the layout of features in evaluation.
+        features: layout of the features in training.
+        gradients: layout of the features' gradients.
+        evaluated: layout of the features in evaluation.
     """
 
     dtype: torch.dtype
@@ -74,11 +75,11 @@ class Boundary:
     evaluated: TensorLayout
 
     def send(self, features: torch.Tensor) -> torch.Tensor:
-        """Return features as [n], contiguous; the returning gradient gets its layout back."""
+        """Return features as a contiguous vector [n]; backward restores the layout of their gradient."""
         return _Send.apply(features, self)
 
     def receive(self, row: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the features that were passed to `send`; their gradient becomes [n], contiguous."""
+        """Return the features that were passed to `send`; backward packs their gradient into a vector [n]."""
         return _Receive.apply(row, self, tuple(shape))
 
 
@@ -98,7 +99,7 @@ class _Receive(torch.autograd.Function):
     def forward(context: Any, row: torch.Tensor, boundary: Boundary, shape: tuple[int, ...]) -> torch.Tensor:
         context.boundary = boundary
         features = boundary.features.unpack(row, shape)
-        return features if boundary.features.repeated else features.clone()  # the next layer may write into it
+        return features if boundary.features.repeated else features.clone()  # the next layer may overwrite them
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
@@ -106,12 +107,12 @@ class _Receive(torch.autograd.Function):
 
 
 TIMED_RUNS = 3
-FEWEST_IMAGES = 2  # of a rehearsal: BatchNorm wants more than one
+FEWEST_IMAGES = 2  # in a rehearsal, because BatchNorm needs more than one
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 
 class _Passage:
-    """Records when a forward passes each place, and the tensors that pass."""
+    """Records when a forward pass reaches each place, and the layout of the tensors there."""
 
     def __init__(self, module: nn.Module, places: Sequence[str]) -> None:
         self.times: list[float] = []
@@ -141,28 +142,28 @@ class _Passage:
 
 
 def images_to_try(setup: EngineSetup) -> torch.Tensor:
-    """Return a micro-batch of random images on the ranks' device, in the layout of real images."""
+    """Return a micro-batch of random images on this rank's device, in the layout of real images."""
     shape = (max(setup.batch_size, FEWEST_IMAGES), *(setup.image_shape or ()))
     return torch.empty(shape, device=setup.world.device, memory_format=torch.channels_last).uniform_()
 
 
 def _runs(world: World) -> bool:
-    """Return whether this rank is rank 0, or computes layers together with it."""
+    """Return whether this rank measures, because it is rank 0 or computes layers together with rank 0."""
     return world.data.is_main and world.dimension("pipeline_parallel").is_main
 
 
 def measure_pieces(
     network: nn.Module, module: nn.Module, places: Sequence[str], images: torch.Tensor, world: World
 ) -> list[float]:
-    """Return the seconds of a forward between the places, measured on rank 0, on every rank; a collective.
+    """Return the seconds that a forward pass takes between places, as measured on rank 0; a collective.
 
-    The minimum of a few runs counts. Backward is only known to take about twice as long.
+    Each time is the minimum over a few runs. Backward is not measured; it takes about twice as long.
 
     Args:
-        network: runs the module.
+        network: network that runs the module.
         module: module that contains the places.
         places: names of modules, in the order in which they are entered.
-        images: [B, C, H, W] on the ranks' device.
+        images: images [B, C, H, W] on this rank's device.
         world: the ranks.
     """
     seconds: list[float] = []
@@ -182,14 +183,12 @@ def measure_pieces(
 def boundaries_at(
     network: nn.Module, module: nn.Module, cuts: Sequence[str], images: torch.Tensor, world: World
 ) -> list[Boundary]:
-    """Return the boundary at each cut, measured on rank 0, on every rank; a collective. The arguments are those of
-    `measure_pieces`.
-    """
+    """Return the boundary at each cut, as measured on rank 0; a collective. See `measure_pieces` for the arguments."""
     rows: list[Any] = []
     if _runs(world):
         with undone(module, images.device):
             trained = _Passage(module, cuts)
-            # The gradient of the images: that of no weight is computed, or kept.
+            # Only the gradient of the images is requested, so that no weight's gradient is computed or kept.
             leaf = images.detach().requires_grad_()
             torch.autograd.grad(network(leaf).float().square().mean(), leaf)
             trained.close()
