@@ -20,7 +20,7 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
     """Keep only the inputs of the network's repeated blocks, and recompute their activations in backward.
 
     Blocks are the children of the network's top-level containers (timm's blocks, stages, layers). In a flat stack of
-    layers (VGG) a block ends at each pooling layer; each member of an ensemble has its own blocks. Loss, gradients and
+    layers (VGG), a block ends at each pooling layer; each member of an ensemble has its own blocks. Loss, gradients and
     BatchNorm statistics do not change, nor do names and shapes in the state dict.
 
     Args:
@@ -39,17 +39,17 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
         repeated = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else [child]
         for block in repeated:
             if any(True for _ in block.children()):  # a single layer (an LSTM, a linear head) has nothing to recompute
-                # Its forward is replaced, not the block: a wrapper would change the names in the state dict. Partials
-                # and bound methods, no closure: copy.deepcopy then binds them to the copied block.
+                # Replace the forward, not the block: a wrapper would change the names in the state dict. Use a partial
+                # and a bound method, not a closure, so that copy.deepcopy binds them to the copied block.
                 block.forward = functools.partial(_recomputed, block.forward, block)
                 count += 1
     return count
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks that can be recomputed: the children, with layers, of each top-level container.
+    """Return the blocks that can be recomputed: the children of each top-level container that contain layers.
 
-    An ensemble has the blocks of all its members. A flat stack of layers has none.
+    An ensemble has the blocks of all its members. A flat stack of layers has no blocks.
     """
     if isinstance(module, Ensemble):
         return [block for member in module.members for block in repeated_blocks(member)]
@@ -69,7 +69,7 @@ def _is_flat_stack(module: nn.Module) -> bool:
 
 
 def _checkpoint_pooling_stages(stack: nn.Module) -> int:
-    """Recompute a flat stack of layers in stages that end with a pooling layer; return their number."""
+    """Recompute a flat stack of layers in stages that end with a pooling layer; return the number of stages."""
     stages: list[list[nn.Module]] = [[]]
     for layer in stack.children():
         stages[-1].append(layer)
@@ -87,7 +87,7 @@ def _run_stages(stages: Sequence[nn.Module], features: torch.Tensor) -> torch.Te
 
 
 def _recomputed(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's `forward`, and keep its inputs for backward instead of its activations."""
+    """Run a module's `forward`, and keep its inputs instead of its activations for backward."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
@@ -99,7 +99,7 @@ def _recomputed(forward: Callable[..., Any], module: nn.Module, *args: Any, **kw
 
 @contextlib.contextmanager
 def _kept_statistics(module: nn.Module) -> Iterator[None]:
-    """Replace BatchNorm layers' running statistics by copies, so that the recomputation does not update them again.
+    """Replace the running statistics of BatchNorm layers with copies, so that recomputation does not update them again.
 
     Copies are used instead of None because the recomputation must save as many tensors as the first pass did.
     """

@@ -1,8 +1,8 @@
 """Buckets: flat buffers of parameters, which backward completes one after another.
 
-The assignment of parameters to buckets does not depend on the ranks. Each rank updates an equal part of a bucket: any
-piece of it, or, for rules that need whole parameters, the parameters assigned to the rank. If a model is cut into
-stages, each stage has its own part of each bucket.
+The assignment of parameters to buckets does not depend on the ranks. Each rank updates an equal part of a bucket: an
+arbitrary piece, or, for optimizer rules that need whole parameters, the parameters that are assigned to the rank. If a
+model is cut into stages, each stage has its own part of each bucket.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zerovision.training.engines.summation_tree import BLOCK, StepTree
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.world import World
 
-# Of a bucket to which no further parameter is added: 1 MB, as fits a core's cache, or 16 MB, as NCCL needs for its
-# rate and a GPU for few kernels.
+# A bucket with this many elements is full: 1 MB, which fits a core's cache, or 16 MB, so that NCCL reaches its full
+# rate and a GPU runs few kernels.
 FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
 
 
@@ -38,13 +38,13 @@ FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
 class BucketLayout:
     """The positions of parameters in a flat buffer, which is cut into one equal part per rank.
 
-    Each parameter begins a block.
+    Each parameter begins at the start of a block.
 
     Attributes:
-        starts: first element of each parameter, by name.
+        starts: parameter name -> index of the parameter's first element.
         part: number of elements in a rank's part, a whole number of blocks.
-        owners: by name, the rank whose part has all of a parameter; empty if parts may begin in the middle of a
-            parameter.
+        owners: parameter name -> rank whose part contains the whole parameter; empty if parts may begin in the middle
+            of a parameter.
     """
 
     starts: dict[str, int]
@@ -53,21 +53,21 @@ class BucketLayout:
 
 
 def count_blocks(parameter: torch.Tensor) -> int:
-    """Return the number of blocks that a parameter takes."""
+    """Return the number of blocks that a parameter occupies."""
     return -(-parameter.numel() // BLOCK)
 
 
 def cut_anywhere(parameters: Mapping[str, nn.Parameter], ranks: int) -> BucketLayout:
-    """Lay parameters out one after another, without regard to the ranks' parts."""
+    """Lay parameters out one after another, regardless of where the ranks' parts begin."""
     *firsts, blocks = accumulate(map(count_blocks, parameters.values()), initial=0)
     starts = {name: BLOCK * first for name, first in zip(parameters, firsts, strict=True)}
     return BucketLayout(starts, BLOCK * -(-blocks // ranks), {})
 
 
 def deal(costs: Mapping[Any, float], ranks: int) -> list[list[Any]]:
-    """Return the keys of each rank: the costliest first, each assigned to the rank with the least cost.
+    """Assign keys to ranks, the most expensive first, each to the rank with the lowest total cost at that point.
 
-    The busiest rank has at most 4/3 of the optimum (Graham 1969).
+    The highest total cost is at most 4/3 of the optimum (Graham 1969).
     """
     dealt: list[list[Any]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
@@ -83,8 +83,8 @@ def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_product
 
     Args:
         parameters: parameters by name.
-        ranks: ranks that share them.
-        by_products: whether a parameter's work is its multiplication by its transpose.
+        ranks: number of ranks that share the parameters.
+        by_products: whether the cost of a parameter is that of multiplying it by its transpose.
     """
     cost = _products if by_products else torch.Tensor.numel
     costs = {name: cost(parameter) for name, parameter in parameters.items()}
@@ -103,15 +103,15 @@ class Bucket:
     Attributes:
         parameters: parameters by name.
         layout: the buffer's layout.
-        buffers: weights and gradients.
-        trained: what the optimizer updates: this rank's part [n / ranks], or its parameters.
+        buffers: flat weights and gradients.
+        trained: the parameters that the optimizer updates: this rank's part [n / ranks], or its whole parameters.
 
     Args:
         parameters: parameters by name.
         layout: the parameters' layout.
         world: the ranks.
         tree: the step's tree.
-        sum_of_part: zeros [n / ranks], for the sum of this rank's part of the gradients.
+        sum_of_part: zeros [n / ranks], memory for the sum of this rank's part of the gradients.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Bucket:
         self.parameters, self.layout = parameters, layout
         self._low = world.rank * layout.part
         self.buffers = make_buffers(layout.part * world.size, world, tree, sum_of_part)
-        self._places = []  # of the gradients
+        self._places = []  # views of the gradients
         for name, parameter in parameters.items():
             weight, place = (
                 _view(flat, layout.starts[name], parameter.shape)
@@ -143,8 +143,8 @@ class Bucket:
     def add_leaf(self) -> None:
         """Move the parameters' gradients into the sum over this rank's leaves.
 
-        Autograd hands its tensor over to a parameter without a gradient; to one with a gradient it adds, with one
-        kernel each.
+        If a parameter has no gradient, autograd assigns its own tensor; otherwise, autograd would add to the gradient,
+        with one kernel per parameter.
         """
         parameters = self.parameters.values()
         self.buffers.sums.add(self._places, [parameter.grad for parameter in parameters])
@@ -152,7 +152,7 @@ class Bucket:
             parameter.grad = None
 
     def sum_gradients(self) -> None:
-        """Give the optimizer's parameters the sum of their gradients over all leaves; a collective."""
+        """Set the gradients of the optimizer's parameters to the sum over all leaves; a collective."""
         total = self.buffers.sum_own_part()
         self.buffers.sums.clear()
         for name, parameter in self._owned.items():
@@ -161,7 +161,7 @@ class Bucket:
             self.trained[0].grad = total
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Iterator[ParameterShard]:
-        """Yield the parts of parameters in this rank's part, with their optimizer state."""
+        """Yield shards for the parameters in this rank's part, with their optimizer state."""
         for name, parameter in self._owned.items():
             tensors = {WEIGHTS: parameter.detach(), **moments_of(optimizer, parameter)}
             yield ParameterShard(name, (0,) * parameter.ndim, tensors)
@@ -178,13 +178,13 @@ class Bucket:
 
 
 class BackwardOrder:
-    """Completes every bucket in backward as soon as all its gradients are computed.
+    """Completes every bucket during backward, as soon as all its gradients are computed.
 
-    All ranks complete buckets in one order, that of backward, so that sums over the ranks are sent while backward
-    computes the gradients of earlier layers.
+    All ranks complete buckets in the same order, the order of backward, so that gradients are summed over the ranks
+    while backward computes the gradients of earlier layers.
 
     Args:
-        module: module whose parameters are in the buckets, roughly in the order of forward.
+        module: module whose parameters are in the buckets, defined roughly in the order of forward.
         buckets: buckets of the module.
     """
 
@@ -193,23 +193,23 @@ class BackwardOrder:
         self._buckets = sorted(
             buckets, key=lambda bucket: min(number_of[name] for name in bucket.parameters), reverse=True
         )
-        self._missing: list[int] = []  # gradients of each bucket
+        self._missing: list[int] = []  # number of missing gradients in each bucket
         self._completed, self._sums_over_ranks = 0, False
         for position, bucket in enumerate(self._buckets):
             for parameter in bucket.parameters.values():
                 parameter.register_post_accumulate_grad_hook(lambda _, position=position: self._count(position))
 
     def begin(self, *, sums_over_ranks: bool) -> None:
-        """Prepare for backward of a leaf.
+        """Prepare for the backward pass of a leaf.
 
         Args:
-            sums_over_ranks: whether it is this rank's last leaf of the step, after which the buckets' sums start.
+            sums_over_ranks: whether this is the rank's last leaf of the step, so that completed buckets start to sum.
         """
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._completed, self._sums_over_ranks = 0, sums_over_ranks
 
     def end(self) -> None:
-        """Complete the remaining buckets after backward: they have parameters without a gradient."""
+        """After backward, complete the remaining buckets, which have parameters without a gradient."""
         while self._completed < len(self._buckets):
             self._complete_next()
 
@@ -231,15 +231,15 @@ class Shared:
     """Parameters of one optimizer group that share one bucket, or one bucket per stage.
 
     Attributes:
-        group: group of the optimizer.
-        parameters: parameters by name, of all stages.
+        group: parameter group of the optimizer.
+        parameters: parameters of all stages, by name.
     """
 
     group: dict[str, Any]
     parameters: dict[str, nn.Parameter]
 
     def layout(self, stage: Collection[str], ranks: int) -> BucketLayout:
-        """Return the layout of a stage's parameters, given their names and the ranks that share the stage."""
+        """Return the layout of a stage's parameters, given their names and the number of ranks that share the stage."""
         parameters = {name: parameter for name, parameter in self.parameters.items() if name in stage}
         if self.group.get("whole_parameters"):
             return deal_whole(parameters, ranks, by_products="use_muon" in self.group)
@@ -249,20 +249,20 @@ class Shared:
 def share_out(
     module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, part: ModelPart
 ) -> list[Shared]:
-    """Return which of the optimizer's parameters share a bucket, independent of ranks and stages.
+    """Group the optimizer's parameters by the bucket that they share, independently of ranks and stages.
 
     Args:
         module: module that owns the parameters.
-        optimizer: their optimizer.
-        device: the rank's device.
-        part: the module's part of the model; divided parameters share no bucket with others.
+        optimizer: optimizer of the parameters.
+        device: this rank's device.
+        part: the module's part of the model; divided parameters share no bucket with undivided parameters.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     fewest = FEWEST_ELEMENTS_ON_GPU if device.type == "cuda" else FEWEST_ELEMENTS
     shared = []
     for group in optimizer.param_groups:
         parameters = {names[id(parameter)]: parameter for parameter in group["params"]}
-        if group.get("whole_parameters"):  # all in one bucket, so that each rank gets as much
+        if group.get("whole_parameters"):  # all in one bucket, to balance the ranks
             cuts = [parameters]
         else:
             divided = {name: parameter for name, parameter in parameters.items() if part.is_divided(name)}
@@ -275,11 +275,11 @@ def share_out(
 def make_buckets(
     shared: Sequence[Shared], stages: Sequence[Collection[str]], world: World, tree: StepTree
 ) -> tuple[list[Bucket], torch.Tensor]:
-    """Move the optimizer's parameters into buckets, and let it update this rank's parts; a collective.
+    """Move the optimizer's parameters into buckets, and replace them with this rank's parts; a collective.
 
     Args:
-        shared: values of the whole model.
-        stages: the names of the parameters of each of the rank's stages.
+        shared: the parameters of the whole model, grouped by bucket.
+        stages: names of the parameters in each of this rank's stages.
         world: the ranks that share the stages.
         tree: the step's tree.
 
@@ -301,9 +301,9 @@ def make_buckets(
 
 
 def _cut(parameters: Mapping[str, nn.Parameter], fewest: int) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield groups of consecutive parameters, each as small as possible with at least this many elements.
+    """Yield groups of consecutive parameters, each as small as possible with at least `fewest` elements.
 
-    The last group has the remaining parameters.
+    The last group contains the remaining parameters.
     """
     members: dict[str, nn.Parameter] = {}
     elements = 0
@@ -327,8 +327,6 @@ def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
 
 
 def _products(parameter: torch.Tensor) -> int:
-    """Return how many multiplications the product of a matrix [n, m] and its transpose takes; for other tensors, the
-    number of elements.
-    """
+    """Return the number of multiplications in a matrix [n, m] times its transpose; for vectors, their length."""
     rows = len(parameter) if parameter.ndim > 1 else 1
     return parameter.numel() * min(rows, parameter.numel() // rows)

@@ -1,8 +1,8 @@
-"""Adds gradients of ranks on several machines in two levels: first inside each machine, then among machines.
+"""Adds the gradients of ranks on several machines at two levels: first within each machine, then between machines.
 
 If every rank sent its own gradients to every other rank, a machine with L ranks would send L times the model's
-gradients to the others. The ranks of a machine have neighboring leaves, so their sum is one node of the step's tree,
-and a machine sends it once.
+gradients to the other machines. The ranks of a machine have neighboring leaves, so their sum is one node of the step's
+tree, and the machine sends this sum only once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zerovision.training.world.world import World
 
 
 class MachineLevels:
-    """The ranks of this machine, and the ranks at the same position on the others.
+    """The ranks on this machine, and the ranks at the same position on other machines.
 
     Args:
-        world: all ranks, equally many on each machine.
+        world: all ranks, with the same number on each machine.
     """
 
     def __init__(self, world: World) -> None:
@@ -36,9 +36,10 @@ class MachineLevels:
     def start(self, row: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Send each rank on this machine its parts of this rank's gradients [n].
 
-        Return the received tensors and the pending work.
+        A rank's parts are its own part and the parts of the ranks at its position on other machines.
 
-        A rank's parts are its own and those of the ranks at its position on other machines.
+        Returns:
+            The received tensors, and the pending work.
         """
         ranks, machines = self._here.size, self._elsewhere.size
         by_rank = row.view(machines, ranks, -1).transpose(0, 1).contiguous()
@@ -49,13 +50,13 @@ class MachineLevels:
     def finish(
         self, received: torch.Tensor, node_of: Callable[[int], TreeNode], leaves: int, out: torch.Tensor
     ) -> list[tuple[TreeNode, torch.Tensor]]:
-        """Add this rank's part over all ranks; a collective.
+        """Add this rank's part of the gradients over all ranks; a collective.
 
         Args:
-            received: the tensors from `start`, when complete; overwritten.
-            node_of: the leaves of a rank's gradients.
-            leaves: the tree's leaves.
-            out: [n / ranks], for the root of the tree.
+            received: the tensors from `start`, once they are complete; overwritten.
+            node_of: function that returns the tree node of a rank's gradients.
+            leaves: number of leaves of the tree.
+            out: memory [n / ranks] for the root of the tree.
 
         Returns:
             The sums; see `add_nodes`.
@@ -73,12 +74,14 @@ class MachineLevels:
 
 
 def machine_levels(world: World, leaves: Leaves, notes: list[str]) -> MachineLevels | None:
-    """Return the levels for several machines, None for one, or if they do not fit the tree; a collective.
+    """Return the levels for several machines; None for one machine, or if the machines do not fit the tree.
+
+    This is a collective.
 
     Args:
         world: the ranks.
         leaves: the step's leaves.
-        notes: notes for the log, to which a reason is added.
+        notes: notes for the log; a note is added if the machines do not fit the tree.
     """
     if world.size == world.local_size or world.group is not None:
         return None

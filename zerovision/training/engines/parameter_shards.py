@@ -1,7 +1,7 @@
-"""A rank's part of the training state, described by parameter: name, offsets and sizes in the parameter's dimensions.
+"""Describes a rank's part of the training state by each parameter's name, with offsets and sizes in its dimensions.
 
-PyTorch's DTensor and distributed checkpoints describe shards the same way. It covers every kind of sharding: whole
-parameters, rows, and pieces of flat buffers.
+PyTorch's DTensor and distributed checkpoints describe shards in the same way. This description covers every kind of
+sharding: whole parameters, rows, and pieces of flat buffers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from zerovision.training.engines.engine import Engine
 
 WEIGHTS = "weights"
-# How the name of a parameter begins that is of a further group of ranks, with weights of its own, in a checkpoint.
+# In a checkpoint, the prefix of parameter names that belong to a further group of ranks with its own weights.
 FURTHER = re.compile(r"[a-z]+ ([0-9]{1,6})/")
 CHANNELS_LAST = (0, 2, 3, 1)  # the order of a convolution's dimensions in memory
 CONVOLUTION_DIMENSIONS = len(CHANNELS_LAST)
-# Where each dimension of the usual order is in that.
+# The position of each dimension of the usual order in `CHANNELS_LAST`.
 USUAL_FROM_CHANNELS_LAST = tuple(CHANNELS_LAST.index(dimension) for dimension in range(CONVOLUTION_DIMENSIONS))
 
-# Returns a box of a whole parameter, given its name: a part of a tensor in memory, or what is read from files.
+# Returns a box of a whole parameter, given the parameter's name: part of a tensor in memory, or data read from files.
 TakeBox = Callable[[str, tuple[slice, ...]], torch.Tensor]
 
 
@@ -43,8 +43,8 @@ class ParameterShard:
     Attributes:
         name: name of the parameter.
         offsets: the first index of the part in each dimension of the parameter.
-        tensors: kind -> fp32 tensor with the part's sizes and any strides: 'weights', and the optimizer's moments and
-            averages of the weights by name. A frozen parameter has only weights.
+        tensors: kind -> fp32 tensor with the part's sizes and any strides. The kinds are 'weights', and the names of
+            the optimizer's moments and of averages of the weights. A frozen parameter has only 'weights'.
     """
 
     name: str
@@ -59,10 +59,11 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """This rank's part of a model: the whole model, except in subclasses of ways that divide models.
+    """This rank's part of a model: the whole model, unless a subclass divides the model.
 
     Attributes:
-        stages: names of this rank's parameters, grouped by the backward that computes their gradients; None for all.
+        stages: names of this rank's parameters, grouped by the backward pass that computes their gradients; None for
+            all parameters in one group.
         holders: the ranks that together have all parameters; None if each rank has all.
     """
 
@@ -74,9 +75,9 @@ class ModelPart:
         return False
 
     def counts(self, name: str) -> bool:
-        """Return whether this rank's values of a parameter count; if several ranks have them, only the first's do.
+        """Return whether this rank's values of a parameter count; if several ranks have equal values, the first's do.
 
-        Buffers are never divided.
+        Buffers, which are never divided, have the name ''.
         """
         return True
 
@@ -84,11 +85,11 @@ class ModelPart:
         """Make the gradients of undivided parameters equal on all ranks that have them; a collective."""
 
     def sum(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a scalar [] over the ranks that divide parameters, equal on all; a collective."""
+        """Return the sum of a scalar [] over the ranks that divide parameters, equal on all of them; a collective."""
         return squares
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Convert the shapes of a rank's parameters to those of whole parameters."""
+        """Convert the shapes of this rank's parameters to the shapes of whole parameters."""
         return {**shapes}
 
     def of_whole(self, shards: Iterable[ParameterShard]) -> list[ParameterShard]:
@@ -106,11 +107,12 @@ class EngineState:
     Attributes:
         shapes: the whole shape of every parameter, in the same order on all ranks.
         moment_kinds: names of the optimizer's moments, and of averages of the weights.
-        shards: the parts of this rank. Every element of every parameter is in one shard of one rank.
-        buffers: name -> [n, ...]: the module's buffers, in as many versions as this rank has.
-        leaves: the step's leaves, to which the versions belong.
-        applied_steps: updates applied so far, for Adam's bias correction.
-        saves_buffers: whether the buffers go into checkpoints; of ranks with equal buffers, only the first saves them.
+        shards: this rank's shards. Every element of every parameter is in exactly one shard of one rank.
+        buffers: name -> [n, ...], the module's buffers in all n versions that this rank has.
+        leaves: the step's leaves that the versions belong to.
+        applied_steps: number of updates that have been applied, for Adam's bias correction.
+        saves_buffers: whether this rank's buffers are saved in checkpoints; if several ranks have equal buffers, only
+            the first rank saves them.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -135,8 +137,8 @@ def flat_shards(
     Args:
         name: name of the parameter.
         shape: shape of the whole parameter.
-        low: first element.
-        high: end, exclusive.
+        low: index of the first element.
+        high: index after the last element.
         flats: kind -> flat tensor [n].
         start: index of element `low` in the flat tensors.
     """
@@ -184,12 +186,12 @@ def _boxes_of_row(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[t
 
 
 def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """Return the shapes without those of further groups of ranks; see `FURTHER`."""
+    """Return the shapes of the first group's parameters, without further groups of ranks; see `FURTHER`."""
     return {name: list(shape) for name, shape in shapes.items() if not FURTHER.match(name)}
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every parameter; ZeRO 3 parameters are empty, with their shape in `ds_shape`."""
+    """Return the whole shape of every parameter; in DeepSpeed's empty ZeRO 3 parameters, this is `ds_shape`."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
 
 
@@ -205,12 +207,12 @@ def frozen_shards(module: nn.Module, world: World) -> list[ParameterShard]:
     return [
         ParameterShard(name, (0,) * parameter.ndim, {WEIGHTS: parameter.detach()})
         for name, parameter in frozen_parameters(module).items()
-        if not parameter.is_meta  # another rank's
+        if not parameter.is_meta  # on another rank
     ]
 
 
 def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, TakeBox]) -> None:
-    """Copy shards from whole tensors, one kind after the other; for the arguments, see `Engine.load_state`."""
+    """Fill shards from whole tensors, one kind after another; see `Engine.load_state` for the arguments."""
     for kind, take in tensors.items():
         for shard in shards:
             if kind in shard.tensors:
@@ -220,12 +222,12 @@ def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, TakeBox]
 def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
     """Return the fp32 weights and buffers of the state dict, in CPU memory, on rank 0; {} on other ranks; a collective.
 
-    Parameters that every rank has whole are not sent.
+    Parameters that are whole on every rank are not sent.
     """
     state, weights = engine.state(), {}
     parameters = dict(engine.module.named_parameters())
     for name, shape in state.shapes.items():
-        if name not in parameters:  # the same one in another group of ranks
+        if name not in parameters:  # belongs to another group of ranks
             continue
         whole = parameters[name].detach()
         if world.replica.size > 1 or _is_sharded(parameters[name], shape):
@@ -234,7 +236,7 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
                 if shard.name == name:
                     whole[shard.box] = shard.tensors[WEIGHTS]
             if world.size > 1:
-                with communication():  # the bits of each element are those of one rank, and 0 on the others
+                with communication():  # each element has its bits on one rank, and is 0 on all others
                     dist.reduce(whole.view(torch.int32), 0)
         if world.is_main:
             weights[name] = torch.empty(shape).copy_(whole)
@@ -243,7 +245,7 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
         return {}
     module = engine.module
     weights |= buffers
-    # Fewer keys, without the buffers that are not persistent, and more: a module may have several names.
+    # The state dict lacks buffers that are not persistent, and has several keys for a module with several names.
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     first_names = {key: names[id(tensor)] for key, tensor in module.state_dict(keep_vars=True).items()}
     return {key: weights[name] if key == name else weights[name].clone() for key, name in first_names.items()}
@@ -265,7 +267,7 @@ def _gather_buffers(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
     for (name, buffer), first in zip(buffers.items(), firsts, strict=True):
         is_first = world.rank == first
         own = buffer.detach().clone() if is_first else torch.zeros_like(buffer, device=world.device)
-        with communication():  # as above
+        with communication():  # as in `gather_weights`
             dist.reduce(own.view(-1).view(torch.uint8), 0)
         gathered[name] = own.cpu()
     return gathered

@@ -1,9 +1,9 @@
 """Precision: the choice of a dtype, autocast around the model, and the dynamic loss scale of fp16.
 
 Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 under every precision; autocast
-uses bf16 or fp16 for the operations that gain from it. An engine's own modes would cast the weights but not BatchNorm's
-buffers, or check each shard for overflow separately. So each engine gets an fp32 model inside a module that runs it
-under `torch.autocast`.
+uses bf16 or fp16 for the operations that benefit. An engine's own modes would cast the weights but not BatchNorm's
+buffers, or check each shard for overflow separately. Each engine therefore receives an fp32 model inside a module that
+runs the model under `torch.autocast`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AMPERE = (8, 0)
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Return 'bf16', 'fp16' or 'fp32'; 'auto' is resolved by the hardware.
+    """Return 'bf16', 'fp16' or 'fp32'; for 'auto', the hardware determines the precision.
 
     Args:
         precision: 'auto', 'bf16', 'fp16' or 'fp32'.
@@ -46,14 +46,14 @@ def note_slow_bf16(precision: str, device: torch.device) -> list[str]:
 
 
 def under_autocast(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
-    """Return a module that runs `module` in a precision and returns fp32: itself for fp32, otherwise a wrapper."""
+    """Return a module that runs `module` in this precision and returns fp32; for fp32, this is `module` itself."""
     return module if precision == "fp32" else UnderAutocast(module, DTYPES[precision], device)
 
 
 class UnderAutocast(nn.Module):
     """Runs a model under autocast and returns fp32; the model itself and its parameters' names do not change.
 
-    It is not a context around the engine's call, because an engine may disable an enclosing autocast on GPUs.
+    Autocast is entered inside the engine's call, because an engine may disable an enclosing autocast on GPUs.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -71,8 +71,8 @@ class UnderAutocast(nn.Module):
 class DynamicLossScale:
     """The loss scale of fp16: halved after an overflow, doubled after many finite steps.
 
-    The rule and its defaults are those of `torch.amp.GradScaler`. All ranks make the same decision, because they agree
-    on whether a step was applied.
+    The rule and its defaults are the same as in `torch.amp.GradScaler`. All ranks make the same decision, because they
+    agree on whether a step was applied.
     """
 
     GROWTH_INTERVAL_STEPS = 2000
@@ -98,5 +98,5 @@ class DynamicLossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Load the result of `state`."""
+        """Restore the state that `state` returned."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,6 +1,7 @@
-"""The table of strategies, each as a plan: what is sharded, over how many ranks, in how many copies.
+"""The table of strategies, each of which is a plan: what is sharded, over how many ranks, and in how many copies.
 
-Engines are built from a plan; the sampler, the planner and the checks read it too. This module does not import torch.
+Engines are built from a plan, which the sampler, the planner and the checks also read. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ class ParallelPlan:
     """The distribution of the training state over replicas x shards ranks, which read different images.
 
     Attributes:
-        zero_stage: what is sharded: 1 the optimizer state, 2 also the gradients, 3 also the weights.
-        shards: number of ranks over which one copy of that state is divided.
-        replicas: number of copies.
-        offload: what is kept in CPU memory: 'none', 'optimizer' (its state) or 'all' (also the weights).
-        bucket_elements: most gradient elements in one message.
+        zero_stage: what is sharded: 1 for the optimizer state, 2 for also the gradients, 3 for also the weights.
+        shards: number of ranks over which one copy of the training state is divided.
+        replicas: number of copies of the training state.
+        offload: what is kept in CPU memory: 'none', 'optimizer' (the optimizer state) or 'all' (also the weights).
+        bucket_elements: largest number of gradient elements in one message.
     """
 
     zero_stage: int
@@ -29,14 +30,14 @@ class ParallelPlan:
 
     @property
     def releases_weights(self) -> bool:
-        """Whether a rank frees other shards' weights while it does not use them."""
+        """Whether a rank frees the weights of other shards when it does not need them."""
         return self.zero_stage == 3
 
     @property
     def neighbours(self) -> int:
-        """The number of ranks among which gradients are divided: 1 at stage 1, where each rank keeps whole gradients.
+        """The number of ranks over which gradients are divided: 1 at stage 1, where each rank keeps whole gradients.
 
-        With one rank per copy, nothing would be divided, so FSDP2 then divides over the replicas.
+        With one rank per copy, nothing would be divided, so FSDP2 divides gradients over the replicas instead.
         """
         if self.zero_stage == 1:
             return 1
@@ -44,12 +45,12 @@ class ParallelPlan:
 
     @property
     def offloadable(self) -> tuple[str, ...]:
-        """The allowed values of `offload`: only sharded state can leave the GPU."""
+        """The allowed values of `offload`: only sharded state can be moved to CPU memory."""
         return ("none", "optimizer", "all")[: self.zero_stage]
 
 
 STRATEGIES: dict[str, ParallelPlan] = {
-    "ddp": ParallelPlan(zero_stage=1),  # for models that fit
+    "ddp": ParallelPlan(zero_stage=1),  # for models that fit on one GPU
     "fsdp_stage2": ParallelPlan(zero_stage=2),
     "fsdp_stage3": ParallelPlan(zero_stage=3),
 }
@@ -59,8 +60,8 @@ def plan_of(strategy: str, ranks: int, offload: str = "none", shards: int = 0) -
     """Return the plan of a strategy, a key of `STRATEGIES`.
 
     Args:
-        strategy: its name.
-        ranks: number of ranks on all machines that read different images.
+        strategy: name of the strategy.
+        ranks: number of ranks that read different images, on all machines.
         offload: see `ParallelPlan`.
         shards: number of ranks over which one copy of the training state is divided, a divisor of `ranks`; 0 for all.
     """

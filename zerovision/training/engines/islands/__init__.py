@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class IslandSettings:
-    """The settings of local steps."""
+    """The settings for local steps."""
 
     local_steps: int = option(
         1,
@@ -41,10 +41,10 @@ class DiLoCo(Way):
     """Groups of ranks that train independently between outer steps."""
 
     flag = "local_steps"
-    # Each has an engine, an optimizer and statistics of its own; fp16 would have another loss scale on each.
+    # Each island has its own engine, optimizer and statistics; with fp16, each would also have a different loss scale.
     goes_with: ClassVar[Values] = {
         **{"strategy": ("ddp",), "engine": OUR_ENGINE, "precision": ("fp32", "auto", "bf16"), "loss": OF_CLASSES},
-        **{"sync_batchnorm": (False,), "ema": (0,), "lookahead": (0,)},  # the outer weights are such an average
+        **{"sync_batchnorm": (False,), "ema": (0,), "lookahead": (0,)},  # the outer weights are already an average
     }
     own = ("outer_learning_rate", "outer_momentum", "outer_precision")
     resumable = ("islands",)
@@ -53,10 +53,10 @@ class DiLoCo(Way):
         return 2 + (self.config.outer_precision == "bf16")
 
     def divide_ranks(self, names: Iterable[str] | None, world: World) -> tuple[dict[str, Any], int, list[str]]:
-        """Return the intended number of islands, by default one per machine.
+        """See `Way.divide_ranks`; by default, there is one island per machine.
 
-        A resumed run keeps its intended number, but trains fewer islands if the remaining ranks cannot be divided into
-        as many.
+        A resumed run keeps its intended number of islands, but trains fewer islands if its ranks cannot be divided into
+        that many.
         """
         from zerovision.training.engines.islands.engine import number_of_islands, usable_islands
         from zerovision.training.world.collectives import gather_objects, ranks_per_machine

@@ -1,20 +1,21 @@
 """Islands: equal groups of ranks, each of which trains the model like a separate run.
 
-`OuterSteps` synchronizes them periodically. In between their weights differ, and their moments always do, so a
-checkpoint contains those of each island: island 0's under the parameters' names, island i's as 'island i/NAME'. Common
-values, such as frozen weights, are saved once.
+`OuterSteps` synchronizes the islands periodically. Their weights differ between outer steps, and their moments always
+differ, so a checkpoint contains the weights and moments of each island: island 0's under the parameters' names, island
+i's as 'island i/NAME'. Common values, such as frozen weights, are saved only once.
 
-A run may resume with another number of islands: the last ones are dropped, and new ones start as `_of_own_island`
-describes.
+A run may resume with a different number of islands: surplus islands are dropped, and new islands start as described in
+`_of_own_island`.
 
-The outer step is that of DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1): the gradient is
-the weights with which all islands began, minus the mean of their current weights, and SGD with Nesterov momentum
-applies it. The results are the outer weights, which are evaluated and exported; islands keep their own optimizers'
-moments.
+Outer steps follow DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1): the gradient is the
+weights with which all islands began, minus the mean of their current weights, and SGD with Nesterov momentum applies
+this gradient. The results are the outer weights, which are evaluated and exported; each island keeps the moments of its
+own optimizer.
 
-The outer state is stored in the optimizer's state beside the moments, like averages of the weights, so it is sharded,
-saved and resumed like them. With a PRECISION of bf16 it also contains the rounding error of an island's change,
-which is added to the next one: error feedback (Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847).
+The outer state is stored in the optimizer's state next to the moments, as averages of the weights are, so it is
+sharded, saved and resumed in the same way. With an outer precision of bf16, it also contains the rounding error of an
+island's change, which is added to the next change: error feedback (Karimireddy et al. 2019,
+https://arxiv.org/abs/1901.09847).
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from zerovision.training.world.mesh import along
 
 # Kinds of tensors in the optimizer's state that are the same on all islands.
 OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"
-OUTER_RESIDUAL = "outer_residual"  # what an island has still to send of its way, its own
-APPLIED_STEPS = "island/applied_steps"  # kept beside the buffers, which each rank saves: an island may skip a step
+OUTER_RESIDUAL = "outer_residual"  # the part of its change that an island has not sent yet; differs between islands
+APPLIED_STEPS = "island/applied_steps"  # each rank saves it with its buffers, because an island may skip a step
 
 
 def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
-    """Return the possible numbers of islands, of whole machines or equal parts of one; always includes 1."""
+    """Return the largest possible number of islands up to `most`, each of whole machines or an equal part of one."""
 
     def is_usable(islands: int) -> bool:
         length, rest = divmod(ranks, islands)
@@ -62,17 +63,17 @@ def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
 
 
 class IslandEngine(TorchEngine):
-    """The engine of this rank's island, which begins with the common weights.
+    """The engine of this rank's island; all islands begin with the same weights.
 
     Attributes:
-        peers: the ranks, one per island in order, with the same part of the training state.
+        peers: the ranks with the same part of the training state, one per island in order.
         everyone: all ranks.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Divide the ranks into islands of neighbors, and distribute the model over each.
+        """Divide the ranks into islands of neighboring ranks, and distribute the model over each island.
 
-        This is a collective of all ranks.
+        This is a collective over all ranks.
         """
         copy_from_main([*setup.module.parameters()], setup.world)
         numbers = torch.arange(setup.world.size).view(setup.groups, -1)
@@ -84,7 +85,7 @@ class IslandEngine(TorchEngine):
     def step(self) -> StepResult | None:
         """See `Engine.step`.
 
-        `applied` is a tensor, because other islands learn about it only when outcomes are read.
+        `applied` is always a tensor, because other islands receive its value only when outcomes are read.
         """
         result = super().step()
         if result is None or isinstance(result.applied, torch.Tensor):
@@ -92,7 +93,7 @@ class IslandEngine(TorchEngine):
         return StepResult(torch.tensor(result.applied, device=self._world.device), result.gradient_norm)
 
     def state(self) -> EngineState:
-        """See `Engine.state`; island 0 has the outer state and the frozen weights."""
+        """See `Engine.state`; only island 0 includes the outer state and the frozen weights."""
         own, frozen = super().state(), frozen_parameters(self.module).keys()
         shapes = dict(own.shapes)
         for island in range(1, self.peers.size):
@@ -114,7 +115,7 @@ class IslandEngine(TorchEngine):
             kind: take if kind in (OUTER_WEIGHTS, OUTER_MOMENTUM) else _of_own_island(tensors, kind, prefix, frozen)
             for kind, take in tensors.items()
         }
-        # The same on all ranks of an island, unless these were of several.
+        # Equal on all ranks of an island, unless the ranks were in several islands when the checkpoint was saved.
         applied = largest_over_ranks(buffers[APPLIED_STEPS].to(self._world.device), self._world)
         super().load_state(own, buffers, int(applied.max()))
 
@@ -130,9 +131,10 @@ def number_of_islands(names: Iterable[str]) -> int:
 
 
 def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
-    """Return a shard with its name in a checkpoint, without the outer state, which island 0 saves.
+    """Return a shard under its name in a checkpoint, without the outer state, which island 0 saves.
 
-    A shard without any moments would count as frozen in the checkpoint's format, so it then keeps the outer state.
+    In the checkpoint's format, a shard without any moments is a frozen one, so a shard that has no other moments keeps
+    the outer state.
     """
     inner = {kind: tensor for kind, tensor in shard.tensors.items() if kind not in (OUTER_WEIGHTS, OUTER_MOMENTUM)}
     has_moments = inner.keys() != {WEIGHTS}
@@ -143,7 +145,7 @@ def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, froze
     """Return the function that reads an island's tensors of one kind from a checkpoint, by parameter name.
 
     An island that is not in the checkpoint begins with the outer weights, no rounding error, and island 0's moments.
-    With zero moments its first steps would be too long, because the step count no longer corrects their bias.
+    With moments of zero, its first steps would be too large, because bias correction has ended by that step count.
     """
 
     def take(name: str, box: tuple[slice, ...]) -> torch.Tensor:
@@ -158,12 +160,12 @@ def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, froze
 
 
 class OuterSteps(Averages):
-    """Takes an outer step after every few steps of the islands, and after the last step of the run.
+    """Takes an outer step after every `local_steps` steps of the islands, and after the last step of the run.
 
     Args:
         engine: engine of this rank's island, before its state is restored.
-        config: the number of steps between outer steps, and their learning rate, momentum and precision.
-        total_steps: steps of the run.
+        config: settings with `local_steps`, and the learning rate, momentum and precision of outer steps.
+        total_steps: number of steps in the run.
         loggers: the run's loggers.
     """
 
@@ -179,7 +181,7 @@ class OuterSteps(Averages):
             state |= {kind: torch.zeros_like(weights) for kind in zeros}
 
     def describe(self) -> list[str]:
-        """Describe the islands, for the log."""
+        """Describe the islands for the log."""
         config, engine = self._config, self._engine
         rounds = -(-self._total_steps // config.local_steps)
         return [
@@ -208,7 +210,7 @@ class OuterSteps(Averages):
         """Let all islands continue from new outer weights and averaged BatchNorm statistics; a collective.
 
         Args:
-            step: the run's step.
+            step: number of the step in the run.
             local_steps: number of steps in the round that ends here.
         """
         start, peers, states = time.perf_counter(), self._engine.peers, self._engine.optimizer.state
@@ -220,8 +222,8 @@ class OuterSteps(Averages):
                 torch.sub(way, way.bfloat16(), out=state[OUTER_RESIDUAL])
             sent.append(way.to(torch.bfloat16 if self._is_rounded else torch.float32).reshape(-1))
         sent_bytes = 0
-        if sent:  # else no rank of its peers updates anything
-            flat = torch.cat(sent)  # in one tensor: over slow links every message takes its time
+        if sent:  # otherwise, neither this rank nor its peers update anything
+            flat = torch.cat(sent)  # one tensor, because every message over a slow link has latency
             sent_bytes = 2 * (peers.size - 1) * -(-len(flat) // peers.size) * flat.itemsize
             means = mean_over_ranks(flat, peers).split([len(way) for way in sent])
             gradients = {weights: mean.view(weights.shape) for weights, mean in zip(states, means, strict=True)}
