@@ -38,8 +38,8 @@ ENGINES = (*(way.engine for way in WAYS if way.engine), TORCH)
 def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by: str = "") -> str:
     """Return the engine of a run, one of `ENGINES`.
 
-    'auto' is PyTorch's engine, which gives the same weights on any number of ranks, or another one for settings that it
-    does not support.
+    'auto' selects PyTorch's engine, which computes the same weights on any number of ranks, or another engine for
+    settings that PyTorch's engine does not support.
 
     Args:
         config: the settings.
@@ -82,10 +82,10 @@ def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
 
 
 def form_ranks(config: Any, world: World) -> World:
-    """Return the world with the mesh for a run's ways to share work, or unchanged if they need none; a collective.
+    """Return the world with the mesh that a run's settings need, or unchanged if they need no mesh; a collective.
 
     Raises:
-        UserError: on all ranks, if the ranks cannot be divided like this.
+        UserError: on all ranks, if the ranks cannot be divided into the mesh.
     """
     agreed(lambda: data_ranks(world.size, config.mesh), world)
     agreed(lambda: check_machine(config, world.local_size), world)
@@ -112,7 +112,7 @@ def set_up_engine(
         compiles: see `EngineSetup`.
 
     Raises:
-        UserError: on all ranks, for contradicting settings.
+        UserError: on all ranks, for contradictory settings.
     """
     plan, part = parallel_plan(config, world), WHOLE
     engine = agreed(lambda: resolve_engine(config, plan, built.module, needed_by), world)
@@ -141,13 +141,13 @@ def build_engine(setup: EngineSetup, ways: Sequence[Way] = ()) -> Engine:
     """Distribute a model and its optimizer; a collective.
 
     Args:
-        setup: model, optimizer and how they are distributed.
-        ways: ways to share the work of the run.
+        setup: setup with the model, the optimizer, and how they are distributed.
+        ways: the run's ways to share work.
     """
     data = setup.data
     if (
         any(way.engine for way in ways) or setup.plan.zero_stage == 1 or data.size == 1
-    ):  # else FSDP2 moves it block by block
+    ):  # otherwise, FSDP2 moves the module block by block
         setup.module.to(data.device)
     copy_from_main([*frozen_parameters(setup.module).values()], data)
     return next(filter(None, (way.build_engine(setup) for way in ways)), None) or TorchEngine(setup)
@@ -156,16 +156,16 @@ def build_engine(setup: EngineSetup, ways: Sequence[Way] = ()) -> Engine:
 def build_training_model(
     config: RecipeSettings, data: DatasetPair, world: World, *, loads_weights: bool = True
 ) -> tuple[BuiltModel, TrainingFlops | None]:
-    """Build the configured model, the same on every rank; a collective.
+    """Build the configured model, which is the same on every rank; a collective.
 
     Args:
         config: settings with the model and its initial weights.
-        data: data with the number of classes, size and channels of the images.
+        data: data with the number of classes, and the size and channels of the images.
         world: the ranks.
         loads_weights: whether the model begins with the configured weights; otherwise all weights are restored later.
 
     Returns:
-        The model in fp32 on the CPU, and on rank 0 the counter of its FLOPs.
+        The model in fp32 on the CPU, and, on rank 0, a counter of its FLOPs.
 
     Raises:
         UserError: on all ranks, if the model cannot be built.
@@ -174,7 +174,7 @@ def build_training_model(
     channels = data.preprocessing.channels
 
     def build() -> BuiltModel:
-        # The same seed on every rank: all have the same initial weights.
+        # Use the same seed on every rank, so that all ranks have the same initial weights.
         torch.manual_seed(config.seed)
         size, names = data.preprocessing.image_size, data.class_names
         built = build_model(config, len(names), size, channels, loads_weights=loads_weights, class_names=names)
@@ -192,16 +192,16 @@ def build_training_model(
     if model_spec(config.model_type).whitens_stem and not config.weights:
         agreed(lambda: whiten_stem(built, data, computes=world.is_main), world)
     module = built.module
-    # Before the conversion for several ranks: only rank 0 counts.
-    has_one_size = len(data.train.sizes) == 1  # else the operations are those of no epoch
+    # Before the conversion for several ranks, because only rank 0 counts operations.
+    has_one_size = len(data.train.sizes) == 1  # otherwise, no single count applies to all epochs
     flops = TrainingFlops(module, data.train.sizes[0], channels) if world.is_main and has_one_size else None
     if config.sync_batchnorm and world.data.size > 1:
         if world.device.type != "cuda":
             raise AgreedError(
                 "--sync-batchnorm: PyTorch's SyncBatchNorm needs GPUs: leave it out on several CPU ranks."
             )
-        # timm's converter keeps the activation of its BatchNormAct2d, which PyTorch's would drop. It comes before the
-        # next, which keeps references to layers that this replaces.
+        # timm's converter keeps the activation of its BatchNormAct2d, which PyTorch's converter would drop. Convert
+        # before enabling activation checkpointing, which keeps references to layers that the conversion replaces.
         from timm.layers import convert_sync_batchnorm
 
         module = convert_sync_batchnorm(module, world.data.group)

@@ -1,8 +1,8 @@
 """FSDP2 (`fully_shard`), with gradients added in a fixed order; each rank has rows of every parameter.
 
 FSDP2 (Zhao et al. 2023, https://arxiv.org/abs/2304.11277) gathers the weights of one repeated block of the network at a
-time. At stage 3 they are released after the block's forward, at stage 2 after its backward. Its reduce-scatter, whose
-sums depend on the number of ranks, is replaced by an exchange of this rank's sums along the step's tree.
+time. At stage 3, they are released after the block's forward; at stage 2, after its backward. FSDP2's reduce-scatter,
+whose sums depend on the number of ranks, is replaced by one that adds gradients along the step's tree.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.collectives import copy_from_main
 
-# On a CPU a fused rule, and a power (as of MADGRAD), rounds the last elements of a tensor otherwise than the others,
-# unless they fill what a kernel takes at a time: two vectors of AVX-512.
+# On a CPU, fused optimizer rules, and powers (as in MADGRAD), round the last elements of a tensor differently from all
+# others, unless a kernel's unit of work is full: two AVX-512 vectors.
 VECTOR_ELEMENTS = 32
-# Layers that use their parameters in one product only. No subclasses: some standardize their weights first, in fp32.
+# Layers that use their parameters only in a product. Subclasses are excluded: some standardize their weights in fp32.
 CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
-MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial over the numbers of the blocks that were run
+MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial hash of the numbers of the blocks that ran
 
 
 class Fsdp2:
-    """Rows of every parameter on each rank of a replica; on a single rank, whole parameters. For methods see `Zero1`.
+    """A model with rows of every parameter on each rank of a replica, or whole parameters on a single rank.
 
-    The optimizer sees plain vectors, because dispatching an operation on a DTensor is many times slower.
+    For the methods, see `Zero1`. The optimizer receives plain vectors, because dispatching an operation on a DTensor is
+    many times slower.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -50,12 +51,12 @@ class Fsdp2:
         self._accumulation_steps, self._releases = setup.accumulation_steps, plan.releases_weights
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         grouped = [[names[id(one)] for one in group.pop("params")] for group in self._optimizer.param_groups]
-        # FSDP2 refuses any other layout, and brings the weights to a GPU itself: one block is whole there at a time.
+        # FSDP2 accepts no other layout, and moves the weights to a GPU itself, where one block at a time is whole.
         self._module.to(memory_format=torch.contiguous_format)
         copy_from_main([*self._module.parameters()], world)
         self._shards = plan.neighbours
         self._reduce: list[TreeReduceScatter] = []
-        self._blocks_run = 0  # of the step, as one number
+        self._blocks_run = 0  # hash of the blocks that ran in this step
         self._row = world.rank % self._shards
         self.reports = world.rank < self._shards
         if world.size > 1:
@@ -83,7 +84,7 @@ class Fsdp2:
         world, plan = setup.data, setup.plan
         replicas = world.size // self._shards
         names = ("replicas", "shards") if replicas > 1 else ("shards",)
-        sizes = (replicas, self._shards, dist.get_world_size() // world.size)  # last: other layers or slices
+        sizes = (replicas, self._shards, dist.get_world_size() // world.size)  # last: ranks with other layers or slices
         mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicas", "shards", "parts"))[names]
         policy = OffloadPolicy()
         if plan.offload != "none":
@@ -100,7 +101,7 @@ class Fsdp2:
             fully_shard(unit, reshard_after_forward=self._releases, **options)
         if setup.compiles and not units:
             self._module.forward = torch.compile(self._module.forward)
-        # Backward begins where forward ends: the root's own weights would be gathered again at once.
+        # Backward begins where forward ends, so the root's own weights would immediately be gathered again.
         fully_shard(self._module, reshard_after_forward=False, **options)
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
@@ -108,8 +109,8 @@ class Fsdp2:
                 module.set_custom_reduce_scatter(self._reduce[-1])
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                # A parameter without a gradient would be left out of a micro-batch's sums, on this rank alone; so would
-                # a block that no forward has gathered yet.
+                # Otherwise, a parameter without a gradient would be left out of a micro-batch's sums on this rank only,
+                # and so would a block that no forward has gathered yet.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
                 module.unshard()
                 module.reshard()
@@ -119,7 +120,7 @@ class Fsdp2:
             self._blocks_run = (self._blocks_run * MULTIPLIER + number) % MODULUS
 
     def _own_pieces(self, trained: set[str], part: ModelPart) -> torch.Tensor:
-        """Return each counted piece's index among this rank's, int64 [pieces]; -1 for other ranks' pieces."""
+        """Return each counted piece's index among this rank's pieces, int64 [pieces]; -1 for other ranks' pieces."""
         places, own = [torch.arange(0)], 0
         for name, parameter in self._parameters.items():
             if name not in trained:
@@ -129,7 +130,7 @@ class Fsdp2:
             low, high = (pieces * _first_row(rows, self._row + more, self._shards) for more in (0, 1))
             if part.counts(name):
                 places.append(torch.full((rows * pieces,), -1))
-                if self.reports:  # no replica
+                if self.reports:  # only one replica reports
                     places[-1][low:high] = torch.arange(own, own + high - low)
             own += high - low
         return torch.cat(places)
@@ -150,7 +151,7 @@ class Fsdp2:
         """See `Zero1`."""
         if self._own_sums is not None:
             self._own_sums.add_leaf(is_last=self._is_last_leaf)
-        elif not self._is_last_leaf:  # the sum comes with the last one
+        elif not self._is_last_leaf:  # the last leaf yields the sum
             for part in self._parts.values():
                 part.parameter.grad = None
 
@@ -161,10 +162,10 @@ class Fsdp2:
         norms = [part.take_gradient() for part in self._parts.values()]
         whole = (part.trained for name, part in self._parts.items() if not self._part.is_divided(name))
         self._part.share_gradients(whole)
-        # More ranks than rows leave some without any.
+        # With more ranks than rows, some ranks have no rows.
         squares, blocks_run = torch.cat(norms).double().square() if norms else torch.zeros(0).double(), self._blocks_run
         self._blocks_run = 0
-        # Ranks that ran other blocks than each other have gathered, and added, what does not belong together.
+        # If ranks ran different blocks, they have gathered and added tensors that do not belong together.
         return self._sum_of_squares(squares, mark=blocks_run)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -203,11 +204,11 @@ class Fsdp2:
 
 
 class _Part:
-    """This rank's rows of a parameter, and the optimizer's vector of them.
+    """This rank's rows of a parameter, and the vector of these rows that the optimizer updates.
 
     Attributes:
         parameter: the module's parameter.
-        trained: [n], or more elements on a CPU, for a whole number of SIMD vectors.
+        trained: the vector [n], padded on a CPU to a whole number of SIMD vectors.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -219,7 +220,7 @@ class _Part:
         self.trained = nn.Parameter(flat)
         self._gradient = torch.zeros_like(flat) if padding else None
         row = local[0].numel()
-        self._piece = row // pieces_per_row(row)  # elements
+        self._piece = row // pieces_per_row(row)  # number of elements
 
     def take_weights(self) -> None:
         """Copy the module's parameter, which FSDP2 may have moved, into the vector."""
@@ -249,7 +250,7 @@ class _Part:
 
 
 class _OwnSums:
-    """Sums over the leaves of a step, two or more, on a single rank, which has plain parameters."""
+    """Sums over two or more leaves of a step on a single rank, whose parameters are plain tensors."""
 
     def __init__(self, parts: Mapping[str, _Part], leaves: int) -> None:
         self._parameters = [part.parameter for part in parts.values()]
@@ -263,7 +264,7 @@ class _OwnSums:
         self._places = [flat.view_as(parameter) for flat, parameter in flats]
 
     def add_leaf(self, *, is_last: bool) -> None:
-        """Add the parameters' gradients; after the step's last leaf the result is the sum."""
+        """Add the parameters' gradients to the sums; after the step's last leaf, the gradients become the sums."""
         self._sums.add(self._places, [parameter.grad for parameter in self._parameters])
         for parameter, place in zip(self._parameters, self._places, strict=True):
             parameter.grad = place if is_last else None
@@ -272,10 +273,10 @@ class _OwnSums:
 
 
 def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return the policy that gathers weights in the dtype to which autocast casts them, and all others in fp32.
+    """Return a policy that gathers the weights that autocast would cast in that dtype, and all others in fp32.
 
-    The results are bit-identical to autocast's. Half as much is sent, and, unlike with autocast, no whole copies are
-    kept until backward.
+    The results are bit-identical to those of autocast. Half as many bytes are sent, and, unlike with autocast, no whole
+    copies are kept until backward.
     """
     layers = (layer for layer in module.modules() if type(layer) in CAST_LAYERS)
     cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
@@ -287,7 +288,7 @@ def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecision
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor; any other tensor unchanged."""
+    """Return this rank's part of a DTensor; return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

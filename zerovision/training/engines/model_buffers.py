@@ -1,7 +1,8 @@
 """A model's buffers, mostly BatchNorm's running statistics, across leaves and ranks.
 
-PyTorch's engine has one version of them per leaf; other engines have one per rank, and neither broadcast nor average
-them. They are averaged before every evaluation, so that the reported accuracy is that of the saved file.
+PyTorch's engine keeps one version of the buffers per leaf; other engines keep one per rank, and neither broadcast nor
+average the buffers. All versions are averaged before every evaluation, so that the reported accuracy is that of the
+saved file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ AVERAGE = "average/"  # prefix of a running average's name
 
 
 def buffers_elsewhere(module: nn.Module) -> list[str]:
-    """Return the names of buffers in other ranks' parts of the model, which have no data here."""
+    """Return the names of buffers in other ranks' parts of the model, which have no data on this rank."""
     return [name for name, buffer in module.named_buffers() if buffer.is_meta]
 
 
@@ -43,28 +44,28 @@ class ModelBuffers:
     """All buffers of a model (BatchNorm's statistics), in one or several versions.
 
     The module computes with the selected version. Its buffers become views of one flat tensor per dtype: copying
-    mobilenet's 138 buffers one by one takes as long as the optimizer. They keep their names, and the modules still
-    update them in place. Each version may have a running average beside it.
+    mobilenet's 138 buffers one by one takes as long as the optimizer. The buffers keep their names, and modules still
+    update them in place. Each version may also have a running average.
 
     Args:
         module: the model.
-        leaves: the step's leaves, each with a version on the rank that computes it, all equal at first; one leaf per
-            rank if each rank has one version.
-        device: device for the buffers, independent of the parameters'; None for the CPU.
+        leaves: the step's leaves. Each leaf has a version on the rank that computes it, and all versions are equal at
+            first; with one leaf per rank, each rank has one version.
+        device: device for the buffers, which may differ from that of the parameters; None for the CPU.
     """
 
-    ALIGNMENT = 32  # elements: that of a tensor of its own
+    ALIGNMENT = 32  # in elements, as for separate tensors
 
     def __init__(self, module: nn.Module, leaves: Leaves = ONE_LEAF, device: torch.device | None = None) -> None:
         versions, self._leaves = leaves.per_rank, leaves
         self._selected = 0
-        self._live: list[torch.Tensor] = []  # [n] of each dtype, of which the module's buffers are views
+        self._live: list[torch.Tensor] = []  # [n] per dtype; the module's buffers are views of these
         self._rows: list[torch.Tensor] = []  # [versions, n]; the selected row is up to date after `_store`
-        self._averages: list[torch.Tensor] = []  # as the rows, which they follow
+        self._averages: list[torch.Tensor] = []  # laid out like the rows
         self._places: list[dict[str, tuple[int, torch.Size]]] = []  # start and shape of each dtype's buffers
         by_dtype: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         for name, buffer in module.named_buffers():
-            if not buffer.is_meta:  # else of a stage that other ranks have
+            if not buffer.is_meta:  # otherwise, the buffer is in another rank's stage
                 by_dtype.setdefault(buffer.dtype, {})[name] = buffer
         for dtype, buffers in by_dtype.items():
             places, size = dict[str, tuple[int, torch.Size]](), 0
@@ -81,7 +82,7 @@ class ModelBuffers:
         self._by_name = self._views(self._rows)
 
     def select(self, version: int) -> None:
-        """Let the module use this version."""
+        """Make the module use this version."""
         if version != self._selected:
             self._store()
             self._selected = version
@@ -90,14 +91,14 @@ class ModelBuffers:
     def by_name(self) -> dict[str, torch.Tensor]:
         """Return every buffer [versions, ...] by name: views, up to date until the module's next forward.
 
-        An average has the prefix `AVERAGE`.
+        The names of averages begin with `AVERAGE`.
         """
         self._store()
         return self._by_name
 
     @torch.no_grad()
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set all buffers, [versions, ...] by name."""
+        """Set all buffers to these values, [versions, ...] by name."""
         for name, buffer in self._by_name.items():
             buffer.copy_(values[name])
         self._load()
@@ -108,20 +109,20 @@ class ModelBuffers:
         return [rows.clone() for rows in self._rows]
 
     def restore(self, copies: list[torch.Tensor], unless: torch.Tensor | None = None) -> None:
-        """Set all versions to the result of `copy`, unless a bool tensor [] is true, which is not synchronized."""
+        """Set all versions to the result of `copy`, unless the bool tensor `unless` [] is true; causes no sync."""
         self._store()
         for rows, kept in zip(self._rows, copies, strict=True):
             rows.copy_(kept if unless is None else torch.where(unless, rows, kept))
         self._load()
 
     def keep_averages(self) -> None:
-        """Begin running averages from the current buffers."""
+        """Start running averages from the current buffers."""
         self._averages = self.copy()
         self._by_name |= {AVERAGE + name: view for name, view in self._views(self._averages).items()}
 
     @torch.no_grad()
     def update_averages(self, weight: float | torch.Tensor) -> None:
-        """Move the averages toward the buffers by this share; integers, which are counts, are copied."""
+        """Move the averages toward the buffers by the share `weight`; integers, which are counts, are copied."""
         self._store()
         for average, rows in zip(self._averages, self._rows, strict=True):
             if rows.is_floating_point():
@@ -131,7 +132,7 @@ class ModelBuffers:
 
     @contextmanager
     def averages_in_use(self) -> Iterator[None]:
-        """Let the module use the averages inside the block."""
+        """Make the module use the averages inside the block."""
         self._store()
         kept = [live.clone() for live in self._live]
         for live, average in zip(self._live, self._averages, strict=True):
@@ -144,9 +145,9 @@ class ModelBuffers:
     def average(self, world: World) -> int:
         """Replace every floating-point buffer and running average with its mean over all leaves; a collective.
 
-        They are added in the order of the leaves, so that the number of ranks changes no digit. Values that are equal
-        in all versions, such as the statistics of frozen layers, are not changed, because a third of three times a
-        number may be a different number.
+        Versions are added in the order of the leaves, so that the result does not depend on the number of ranks. Values
+        that are equal in all versions, such as the statistics of frozen layers, are not changed, because a third of
+        three times a number may be a different number.
 
         Returns:
             The number of bytes that this rank sends.
@@ -156,7 +157,7 @@ class ModelBuffers:
         for rows in (*self._rows, *self._averages):
             if rows.is_floating_point():
                 sent_bytes += (world.size - 1) * rows.nbytes
-                # Where groups of ranks have leaves of their own, the world has more ranks.
+                # If groups of ranks have their own leaves, the world has more ranks than `self._leaves`.
                 order = self._leaves._replace(ranks=world.size).order()
                 every = gather_rows(rows.reshape(-1), world).view(-1, rows.shape[1])[order]
                 mean = every[0].clone()
@@ -167,7 +168,7 @@ class ModelBuffers:
         return sent_bytes
 
     def _views(self, every: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the buffers [versions, ...] by name in tensors laid out like the rows."""
+        """Return the buffers [versions, ...] by name, as views of tensors that are laid out like the rows."""
         return {
             name: rows[:, start : start + shape.numel()].view(len(rows), *shape)
             for rows, places in zip(every, self._places, strict=True)
@@ -181,7 +182,7 @@ class ModelBuffers:
                 rows[self._selected].copy_(live)
 
     def _load(self) -> None:
-        """Let the module use the current values of the selected version."""
+        """Copy the current values of the selected version into the module."""
         for live, rows in zip(self._live, self._rows, strict=True):
             if len(rows) > 1:
                 live.copy_(rows[self._selected])

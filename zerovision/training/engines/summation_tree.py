@@ -1,11 +1,12 @@
 """A fixed binary tree for sums of gradients, and norms that are bit-identical on any number of ranks.
 
-A leaf is a micro-batch; a step has L of them, numbered from 0, and each rank computes a contiguous segment. The tree
-pairs neighbors from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node passes up
-unchanged. Floating-point addition is commutative but not associative, so all sums along this tree have the same bits.
+A leaf is a micro-batch. A step has L leaves, numbered from 0, and each rank computes a contiguous segment of them. The
+tree pairs neighbors from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node moves up
+unchanged. Floating-point addition is commutative but not associative, so all sums along this tree, and only these, are
+sure to have the same bits.
 
-For a norm, gradients are cut into pieces that belong to one rank each: blocks of a parameter, or its rows. Every rank
-gets the sums of all pieces, and adds them in an order that does not depend on the number of ranks.
+For a norm, gradients are cut into pieces, each of which belongs to one rank: blocks or rows of a parameter. Every rank
+receives the sums of all pieces, and adds them in an order that does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class TreeNode(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A rank's leaves, and its sums of them.
+    """A rank's leaves, and the rank's sums over them.
 
     Attributes:
-        first: its first leaf.
+        first: number of the rank's first leaf.
         nodes: the sums left at the end, in the order of the leaves; the last is the running sum, the others are parked.
         most_parked: largest number of parked sums at any time.
     """
@@ -47,14 +48,16 @@ class StepTree:
     """The tree of a step, and each rank's segment of it.
 
     Attributes:
-        leaves: the tree's leaves.
-        segments: the segments by rank.
-        rows_sent: largest number of remaining sums on a rank: 1 if its leaves are a power of two, or all leaves.
+        leaves: number of leaves of the tree.
+        segments: the segments, by rank.
+        rows_sent: largest number of sums left on any rank: 1 if a rank's number of leaves is a power of two, or if a
+            single rank has all leaves.
 
     Args:
-        ranks: the run's ranks.
-        leaves_per_rank: accumulation steps.
-        levels: levels in which ranks on several machines add their sums; None to send them from each rank to each.
+        ranks: number of ranks.
+        leaves_per_rank: number of leaves per rank, which is the number of accumulation steps.
+        levels: levels at which ranks on several machines add their sums; None if each rank sends its sums to every
+            other rank.
     """
 
     def __init__(self, ranks: int, leaves_per_rank: int, levels: MachineLevels | None = None) -> None:
@@ -64,11 +67,11 @@ class StepTree:
         self.rows_sent = max(len(segment.nodes) for segment in self.segments)
 
     def add_ranks(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return the sum [n] of the sums left on all ranks.
+        """Return the total [n] of the sums left on all ranks.
 
         Args:
             rows: [ranks, rows, n], the rows of the ranks' `LeafSums`; overwritten.
-            out: separate memory [n] for the sum; for a single rank, its row, which is the sum.
+            out: separate memory [n] for the total; for a single rank, its row, which is already the total.
         """
         if len(rows) > 1:
             sums = [
@@ -84,24 +87,24 @@ class LeafSums:
     """A rank's memory for sums over its leaves: the running sum, to which leaves are added, and a stack of parked sums.
 
     Args:
-        rows: memory [n] for each sum; the running sum is in the first row, parked sums follow in order.
-        first: the rank's first leaf.
-        leaves: the tree's leaves.
+        rows: memory [n] for each sum; the running sum is in the first row, and parked sums follow in order.
+        first: number of the rank's first leaf.
+        leaves: number of leaves of the tree.
     """
 
     def __init__(self, rows: list[torch.Tensor], first: int, leaves: int) -> None:
         self._rows, self._first, self._leaves = rows, first, leaves
-        self._nodes: list[TreeNode] = []  # of the sums; the last is the running sum's
+        self._nodes: list[TreeNode] = []  # nodes of the sums; the last belongs to the running sum
 
     def add(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add the next leaf, and the parked sums that it completes.
+        """Add the next leaf to the running sum, and then the parked sums that now join the running sum.
 
         Args:
             places: views of the running sum, one per parameter.
             gradients: gradients in the shapes of the places; None for zeros.
         """
         sums, leaf = len(self._nodes), self._nodes[-1].end if self._nodes else self._first
-        joins = add_leaf(self._nodes, leaf, self._leaves)  # the first is with the running sum
+        joins = add_leaf(self._nodes, leaf, self._leaves)  # the first join is with the running sum
         if sums and not joins:
             self._rows[sums].copy_(self._rows[0])
         values = [gradient for gradient in gradients if gradient is not None]
@@ -117,15 +120,15 @@ class LeafSums:
             self._rows[0].add_(self._rows[row])
 
     def clear(self) -> None:
-        """Begin the next step."""
+        """Discard all sums, to begin the next step."""
         self._nodes = []
 
 
 def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
-    """Return the node of which these neighbors are the two halves, or None.
+    """Return the node that has these neighbors as its two halves, or None if there is no such node.
 
-    A left half always has a power of two of leaves, 2**k, and begins at a multiple of 2**(k+1). The right half has as
-    many, or the rest at the end of the tree.
+    A left half always has 2**k leaves, and begins at a multiple of 2**(k+1). The right half has as many leaves, or, at
+    the end of the tree, all that remain.
     """
     size = left.end - left.first
     is_node = left.first % (2 * size) == 0 and right.end == min(left.first + 2 * size, leaves)
@@ -133,12 +136,12 @@ def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
 
 
 def add_leaf(nodes: list[TreeNode], leaf: int, leaves: int) -> int:
-    """Append a leaf to a rank's nodes, join the last two as long as they are halves, and return how often.
+    """Append a leaf to a rank's nodes, join the last two nodes as long as they are halves, and return the join count.
 
     Args:
         nodes: the nodes of the rank's sums over its earlier leaves.
         leaf: number of the leaf.
-        leaves: the tree's leaves.
+        leaves: number of leaves of the tree.
     """
     nodes.append(TreeNode(leaf, leaf + 1))
     joins = 0
@@ -149,7 +152,7 @@ def add_leaf(nodes: list[TreeNode], leaf: int, leaves: int) -> int:
 
 
 def plan_segment(first: int, end: int, leaves: int) -> Segment:
-    """Return how a rank adds the leaves `first` to `end` - 1 of a tree over this many leaves."""
+    """Return how a rank adds the leaves `first` to `end` - 1 of a tree with this many leaves."""
     nodes, most_parked = list[TreeNode](), 0
     for leaf in range(first, end):
         add_leaf(nodes, leaf, leaves)
@@ -164,7 +167,7 @@ def add_nodes(
 
     Args:
         sums: sums of nodes, in the order of their leaves.
-        leaves: the tree's leaves.
+        leaves: number of leaves of the tree.
         out: separate memory [n] for the root, the sum of at least two nodes.
 
     Returns:
@@ -174,7 +177,7 @@ def add_nodes(
     for node, total in sums:
         while stack and (both := join(stack[-1][0], node, leaves)):
             _, left = stack.pop()
-            # The last addition is the root's: all before stay in the memory of one of their halves.
+            # The last addition computes the root; all earlier results stay in the memory of their left half.
             total = torch.add(left, total, out=out if both == TreeNode(0, leaves) else left)
             node = both
         stack.append((node, total))
@@ -187,8 +190,9 @@ BLOCK = 1024  # elements
 def squares_of_rows(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each row of float32 [rows, up to `BLOCK`], as float64 [rows].
 
-    Few values are added in float32, because a CPU's single sum loses digits: the norm of 5 million values was off by
-    1e-4, that of 138 million by 1e-2. Using float64 for everything takes 100 times as long.
+    Only a few values at a time are added in float32, because one long sum loses digits on a CPU: the norm of 5 million
+    values was off by 1e-4, and the norm of 138 million values by 1e-2. Using float64 for everything takes 100 times as
+    long.
     """
     return torch.linalg.vector_norm(values, dim=1).double().square()
 
@@ -199,10 +203,10 @@ def pieces_per_row(row_elements: int) -> int:
 
 
 class SumOfSquares:
-    """The sum over all pieces, in order.
+    """Adds the sums of squares of all pieces, in a fixed order.
 
     Args:
-        places: int64 [pieces], each piece's index among this rank's pieces; -1 if it is another rank's.
+        places: int64 [pieces], each piece's index among this rank's pieces; -1 for other ranks' pieces.
         world: the ranks that share this rank's part of the model.
         holders: see `ModelPart.holders`.
     """
@@ -221,7 +225,7 @@ class SumOfSquares:
         squares = torch.nn.functional.pad(own.to(world.device), (0, 1))[self._places]  # the last place, -1, is 0
         marks = torch.nn.functional.pad(squares.new_full((1,), mark), (world.rank, world.size - world.rank - 1))
         every = torch.cat([squares, marks])
-        for ranks in self._groups:  # exact in any order: an element is one rank's, and 0 on the others
+        for ranks in self._groups:  # exact in any order: each element is 0 on all ranks but one
             every = sum_over_ranks(every, ranks)
         squares, marks = every.split([len(squares), len(marks)])
         return torch.where((marks == mark).all(), squares.sum(), torch.nan)

@@ -44,7 +44,7 @@ class TorchEngine(Engine):
 
     @property
     def _factor(self) -> float:
-        """The factor on a leaf's loss: fp16's loss scale, and the mean over the leaves."""
+        """The factor on a leaf's loss: the loss scale, divided by the number of leaves."""
         return self.updates.scale / (self._world.size * self._accumulation_steps)
 
     @property
@@ -65,7 +65,7 @@ class TorchEngine(Engine):
         self._distribution.end_backward()
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the gradients that `backward` would add to the sums, by parameter, without adding them.
+        """Return the gradients that `backward` would add to the sums, by parameter name, without adding them.
 
         This is not a collective under `ddp`.
         """
@@ -135,7 +135,7 @@ class TorchEngine(Engine):
         set_applied_steps(self.optimizer, applied_steps)
         fill_shards(self._part.of_whole(self._distribution.shards()), tensors)
         for parameter in frozen_parameters(self.module).values():
-            # Whole on every rank, and a shard of one; without data on a rank that does not compute with it.
+            # Whole on every rank, but only one rank has a shard; without data on ranks that do not use the parameter.
             if not isinstance(parameter, DTensor) and not parameter.is_meta:
                 copy_from_main([parameter], self._world)
         self.buffers.write(buffers)

@@ -1,4 +1,4 @@
-"""The interface of a way to share a training's work among ranks; each way has its own folder here.
+"""The interface of ways to share the work of training among ranks; each way has its own folder here.
 
 `settings.WAYS` is the table of ways; a new way needs a folder here and a line in that table.
 """
@@ -23,47 +23,47 @@ OUR_ENGINE, NOT_COMPILED, OF_CLASSES = ("torch", "auto"), ("off", "auto"), ("cro
 
 
 class Way(Mode):
-    """A way to share a training's work among ranks.
+    """A way to share the work of training among ranks.
 
     Attributes:
-        division: how a group of `flag` ranks shares one copy of the model, for messages; '' if it does not.
+        division: how a group of `flag` ranks shares one copy of the model, for messages; '' if no ranks share a copy.
         divides_layers: whether each rank has a part of every layer.
-        engine: the value of `--engine` that selects it; '' for a way of PyTorch's engine.
+        engine: the value of `--engine` that selects this way; '' for a way of PyTorch's engine.
     """
 
     division: ClassVar[str] = ""
     divides_layers: ClassVar[bool] = False
     engine: ClassVar[str] = ""
 
-    # Of settings.
+    # Methods that need only the settings.
 
     def check_files(self) -> None:
-        """Raise a UserError for an unusable file in its settings."""
+        """Raise a UserError if a file in this way's settings is unusable."""
 
     def ranks(self) -> int:
         """Return the number of ranks that share one copy of the model in this way."""
         return getattr(self.config, self.flag) if self.division else 1
 
     def check_machine(self, ranks: int) -> None:
-        """Raise a UserError if its ranks do not fit on machines with this many ranks."""
+        """Raise a UserError if this way cannot be used on machines with this many ranks."""
 
     def waits(self) -> float:
-        """Return the share of a step in which a rank waits for others."""
+        """Return the share of a step that a rank spends waiting for other ranks."""
         return 0.0
 
     def kept_values(self) -> int:
-        """Return the number of values that it keeps per trained weight."""
+        """Return the number of additional values that this way keeps per trained weight."""
         return 0
 
     def alone_knows(self) -> list[str]:
-        """Return the names of settings that only its engine supports."""
+        """Return the names of settings that only this way's engine supports."""
         return []
 
     def reasons(self, plan: ParallelPlan, module: nn.Module) -> list[str]:
         """Return the reasons why `--engine auto` chooses this way's engine; empty if it does not."""
         return []
 
-    # Of a run.
+    # Methods of a run.
 
     def divide_ranks(self, names: Iterable[str] | None, world: World) -> tuple[dict[str, Any], int, list[str]]:
         """Return the number of independent groups of ranks; a collective.
@@ -76,7 +76,7 @@ class Way(Mode):
             The settings that a resumed run keeps, the current number of groups, and notes for the log.
 
         Raises:
-            UserError: on all ranks, if they cannot be divided like this.
+            UserError: on all ranks, if the ranks cannot be divided into these groups.
         """
         return {}, 1, []
 
@@ -84,7 +84,7 @@ class Way(Mode):
         """Reduce a model, which has no optimizer yet, to this rank's part; a collective.
 
         Returns:
-            The part; None if it is still the whole model.
+            This rank's part; None if it is still the whole model.
 
         Raises:
             UserError: on all ranks, if the model cannot be trained in this way.
@@ -95,17 +95,17 @@ class Way(Mode):
         """Reduce a model without data to the largest part that `prepare` leaves on a rank."""
 
     def files(self, setup: EngineSetup) -> dict[str, dict[str, Any]]:
-        """Return the configuration of its engine, as JSON files for the run's folder."""
+        """Return the configuration of this way's engine, as JSON files for the run's folder."""
         return {}
 
     def build_engine(self, setup: EngineSetup) -> Engine | None:
-        """Return the engine if it needs its own; a collective."""
+        """Return the engine if this way needs an engine of its own; a collective."""
         return None
 
     def step(self, loss: Loss) -> Step | None:
-        """Return its function to train a step on image losses, if it is not plain gradient accumulation."""
+        """Return the function that trains a step on image losses, if that is not plain gradient accumulation."""
         return None
 
     def averages(self, engine: Engine, total_steps: int, loggers: Loggers) -> Averages | None:
-        """Return the object that keeps evaluated weights, if these differ from the trained ones."""
+        """Return the object that keeps the weights to evaluate, if they differ from the trained weights."""
         return None

@@ -25,12 +25,12 @@ class DeepSpeedSettings:
 
     @property
     def has_own_sharding(self) -> bool:
-        """Whether the user's file defines the sharding, which nothing else may then change."""
+        """Whether the user's own file defines the sharding, so that nothing else may change it."""
         return bool(self.deepspeed_config)
 
 
 class DeepSpeed(Way):
-    """The training state sharded by DeepSpeed."""
+    """Training state that DeepSpeed shards."""
 
     flag = "engine"
     engine = "deepspeed"
@@ -56,7 +56,7 @@ class DeepSpeed(Way):
         return {"deepspeed_config.json": self._configuration(setup)}
 
     def build_engine(self, setup: EngineSetup) -> Engine:
-        from zerovision.training.engines.deepspeed.engine import DeepSpeedEngine  # which takes seconds to import
+        from zerovision.training.engines.deepspeed.engine import DeepSpeedEngine  # takes seconds to import
 
         if not self.is_asked():
             reasons = ", ".join(self.reasons(setup.plan, setup.module))

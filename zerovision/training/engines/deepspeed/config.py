@@ -1,12 +1,12 @@
-"""Turns a strategy's JSON file into DeepSpeed's configuration, after a strict check of a user's own file.
+"""Turns a strategy's JSON file into DeepSpeed's configuration, after strictly checking the file.
 
-Each number has one owner: the JSON file has DeepSpeed's sharding and communication, the command line the rest (batch,
-accumulation, clipping, precision, offload). The file must not contain a key that a flag sets. This module imports
-neither torch nor DeepSpeed.
+Each value is set in one place: the JSON file configures DeepSpeed's sharding and communication, and the command line
+sets everything else (batch size, accumulation, clipping, precision, offload). The file must not contain a key that a
+flag sets. This module imports neither torch nor DeepSpeed.
 
-DeepSpeed ignores misspelled top-level keys (`zero_optimisation` silently trains at stage 0) and reads some `auto`
-values as false; here each mistake gets one line with file and key. Key names and types follow DeepSpeed's configuration
-reference (https://www.deepspeed.ai/docs/config-json/).
+DeepSpeed ignores misspelled top-level keys (`zero_optimisation` silently trains at stage 0) and treats some `auto`
+values as false; this module reports each mistake with the file and the key. Key names and types follow DeepSpeed's
+configuration reference (https://www.deepspeed.ai/docs/config-json/).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ KINDS = {"flag": BOOL, "text": TEXT, "list": LIST, "count": COUNT, "number": NUM
 
 
 def _keys(words: str) -> dict[str, Any]:
-    """Return the expected kind of each key from words `key:kind`."""
+    """Return the expected kind of each key, given words of the form `key:kind`."""
     return {key: KINDS[kind] for key, kind in (word.split(":") for word in words.split())}
 
 
 _OFFLOAD = _keys("pin_memory:flag buffer_count:count buffer_size:count nvme_path:text")
-# A dictionary stands for a nested section.
+# A dictionary is a nested section.
 SCHEMA: dict[str, Any] = {
     "zero_optimization": {
         **_keys(
@@ -62,7 +62,7 @@ SCHEMA: dict[str, Any] = {
     ),
     "comms_logger": _keys("enabled:flag verbose:flag prof_all:flag debug:flag prof_ops:list"),
 }
-# Keys of DeepSpeed that the command line owns, with the flag to use instead.
+# DeepSpeed keys that belong to the command line, with the flags to use instead.
 OWNED_BY_COMMAND_LINE = {
     "train_batch_size": "--batch-size, --gradient-accumulation-steps and the number of GPUs",
     "train_micro_batch_size_per_gpu": "--batch-size",
@@ -85,14 +85,14 @@ OWNED_BY_COMMAND_LINE = {
 
 
 def check_deepspeed_json(content: Any, path: Path) -> None:
-    """Check every key and value of a DeepSpeed JSON that a user may have edited.
+    """Check every key and value in a DeepSpeed JSON file that a user may have edited.
 
     Args:
         content: the parsed file.
-        path: the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
-        UserError: with every key that is unknown or not allowed, or has a wrong value.
+        UserError: listing every key that is unknown, is not allowed, or has a wrong value.
     """
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: expected a JSON object, as in deepspeed_configs/.")
@@ -134,7 +134,7 @@ def _fits(value: Any, expected: str) -> bool:
 
 
 CONFIG_FOLDER = REPO_ROOT / "deepspeed_configs"
-# The keys of zero_optimization that are more than advice: they change what is stored or sent.
+# The keys of zero_optimization that do more than tune performance: they change what is stored or sent.
 _MORE_THAN_ADVICE = {"zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"}
 
 
@@ -144,15 +144,15 @@ def strategy_file(strategy: str) -> Path:
 
 
 def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
-    """Read and check the DeepSpeed JSON of a strategy.
+    """Read and check the DeepSpeed JSON file of a strategy.
 
     Args:
         strategy: a key of `STRATEGIES`.
-        override: another file to read instead of the strategy's own, or ''.
+        override: path of a file to read instead of the strategy's own, or ''.
 
     Raises:
-        UserError: with file and key, if the file is missing or malformed, has a key that is unknown, has the wrong
-            type, is `auto` or is set by a flag, or has another ZeRO stage than the strategy.
+        UserError: naming the file and the key, if the file is missing or malformed, if a key is unknown, has the wrong
+            type, is `auto` or is set by a flag, or if the ZeRO stage differs from the strategy's.
     """
     path = Path(override) if override else strategy_file(strategy)
     try:
@@ -174,20 +174,20 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
 
 
 def keys_of_deepspeed_alone(strategy_json: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a checked JSON that no other engine supports."""
+    """Return the keys in a checked JSON file that no other engine supports."""
     zero = strategy_json.get("zero_optimization", {})
     return sorted({*strategy_json} - {"zero_optimization"} | _MORE_THAN_ADVICE & {*zero})
 
 
 def deepspeed_config(strategy_json: Mapping[str, Any], setup: EngineSetup) -> dict[str, Any]:
-    """Merge a checked strategy JSON with the values that the command line owns.
+    """Merge a strategy's checked JSON with the values that the command line sets.
 
-    Precision does not appear: the model itself runs under autocast (see `zerovision.training.engines.precision`), so
+    The result sets no precision: the model itself runs under autocast (see `zerovision.training.engines.precision`), so
     DeepSpeed keeps weights, gradients and optimizer state in fp32 under every strategy.
 
     Args:
         strategy_json: the result of `read_strategy_json`.
-        setup: batch size, accumulation, clipping and offload of the engine.
+        setup: setup of the engine, with batch size, accumulation, clipping and offload.
 
     Returns:
         A new dictionary for `deepspeed.initialize(config=...)`.
@@ -201,9 +201,9 @@ def deepspeed_config(strategy_json: Mapping[str, Any], setup: EngineSetup) -> di
     return config | {
         "train_micro_batch_size_per_gpu": setup.batch_size,
         "gradient_accumulation_steps": setup.accumulation_steps,
-        # Always given: DeepSpeed's own default is 1.0.
+        # Always set, because DeepSpeed's default is 1.0.
         "gradient_clipping": setup.gradient_clipping,
-        # Our optimizers come from timm; DeepSpeed knows only a few by name.
+        # Our optimizers come from timm; DeepSpeed accepts only a few others by name.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -40,23 +40,23 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, setup: EngineSetup, config: dict[str, Any]) -> None:
         """Shard the model and its optimizer according to DeepSpeed's configuration; a collective."""
-        os.environ["DS_ACCELERATOR"] = setup.data.device.type  # else DeepSpeed looks for one, and warns of none
+        os.environ["DS_ACCELERATOR"] = setup.data.device.type  # otherwise, DeepSpeed probes for one, and may warn
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # None: no operator is looked for, by compilers and on GPUs (seconds), nor compiled: one for inference on CPUs,
-        # which is not used here, would be at the first start (20 s).
+        # Without compatible operators, DeepSpeed does not probe compilers and GPUs for them (seconds), and does not
+        # compile an operator for CPU inference, which is not used here, at the first start (20 s).
         deepspeed.ops.__compatible_ops__ = {}
-        # What decorates DeepSpeed's own Muon, which is not used here: torch.compile would import its code generation
-        # into each rank (3 CPU seconds).
+        # Disable the decorator of DeepSpeed's own Muon, which is not used here: it would make torch.compile import its
+        # code generation in each rank (3 CPU seconds).
         deepspeed.runtime.compiler.compile = lambda: lambda function: function
         _sign_build_locks()
         self.module, self._world = setup.module, setup.data
         self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
         _forget_destroyed_group()
-        self._linear = nn.functional.linear  # which stage 3 replaces for the whole process
+        self._linear = nn.functional.linear  # stage 3 replaces this for the whole process
         self._engine, _, _, _ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=setup.data.device.index or 0),  # else that of its number on the machine
+            args=argparse.Namespace(device_rank=setup.data.device.index or 0),  # otherwise, the local rank
             model=under_autocast(setup.module, setup.precision, setup.data.device),
             optimizer=setup.optimizer,
             config=config,
@@ -72,7 +72,7 @@ class DeepSpeedEngine(Engine):
             self._engine.compile()
 
     def _count_once(self, rule: torch.optim.Optimizer) -> None:
-        """Correct rules that count steps per group, because DeepSpeed calls them for each part of the weights."""
+        """Correct step counts of rules that count per group, as DeepSpeed calls a rule for each part of the weights."""
         for group in rule.param_groups:
             if "step" in group:
                 group["step"] = self._applied_steps
@@ -111,7 +111,7 @@ class DeepSpeedEngine(Engine):
         """Copy the changes that the block makes to this rank's parts of the weights into the model; a collective."""
         zero = self._engine.optimizer
         if self._is_stage_3:
-            zero.checkpoint_event_prologue()  # releases whole weights, which would be those of before
+            zero.checkpoint_event_prologue()  # releases whole weights, which would be outdated
         yield
         if self._is_stage_3:  # as after a step
             for number in range(len(zero.fp16_groups)):
@@ -129,7 +129,7 @@ class DeepSpeedEngine(Engine):
         for flat, group in zip(self._flat_partitions(), groups, strict=True):
             flats = {WEIGHTS: flat} | moments_of(self.optimizer, flat)
             shards += shards_of({names[id(parameter)]: parameter for parameter in group}, flats)
-        if self._is_stage_3:  # which shards frozen parameters as it does the others
+        if self._is_stage_3:  # stage 3 shards frozen parameters like all others
             for name, parameter in frozen_parameters(self.module).items():
                 shards += _stage_3_shards({name: parameter}, {WEIGHTS: parameter.ds_tensor})  # type: ignore[attr-defined]
         else:
@@ -143,10 +143,10 @@ class DeepSpeedEngine(Engine):
     ) -> None:
         self._applied_steps = applied_steps
         set_applied_steps(self.optimizer, applied_steps)
-        # Not safe_set_full_fp32_param: at ZeRO 3 it fails if a parameter's size is no multiple of the ranks.
+        # safe_set_full_fp32_param would fail at ZeRO 3 if a parameter's size is not a multiple of the number of ranks.
         with self._parts_written():
             fill_shards(self.state().shards, tensors)
-        if not self._is_stage_3:  # rank 0 has filled what is frozen
+        if not self._is_stage_3:  # only rank 0 has filled frozen parameters
             for parameter in frozen_parameters(self.module).values():
                 copy_from_main([parameter], self._world)
         self.buffers.write(buffers)
@@ -156,7 +156,7 @@ class DeepSpeedEngine(Engine):
         return hasattr(self._engine.optimizer, "fp32_partitioned_groups_flat")
 
     def _flat_partitions(self) -> list[torch.Tensor]:
-        """Return this rank's flat fp32 parts of the weights, the inner optimizer's parameters."""
+        """Return this rank's flat fp32 parts of the weights, which are the inner optimizer's parameters."""
         zero = self._engine.optimizer
         return zero.fp32_partitioned_groups_flat if self._is_stage_3 else zero.single_partition_of_fp32_groups
 
@@ -164,15 +164,15 @@ class DeepSpeedEngine(Engine):
         import deepspeed
 
         deepspeed.comm.comm.cdb = self._backend
-        self._engine.destroy()  # without it a process may abort at its exit
+        self._engine.destroy()  # without this, the process may abort when it exits
         nn.functional.linear = self._linear
 
 
 def _forget_destroyed_group() -> None:
-    """Let DeepSpeed renew its copy of the process group.
+    """Make DeepSpeed renew its copy of the process group if the copy was destroyed.
 
-    DeepSpeed keeps the first one for the life of the process (`groups._clone_world_group`), even if an earlier run in
-    this process destroyed it.
+    DeepSpeed keeps its first copy for the lifetime of the process (`groups._clone_world_group`), even if an earlier run
+    in this process destroyed the copy.
     """
     from deepspeed.utils import groups
 
@@ -185,7 +185,7 @@ def _forget_destroyed_group() -> None:
 
 @functools.cache
 def _sign_build_locks() -> None:
-    """Let this process's locks on operator builds say where it runs; see `zerovision.launch.process_tree`."""
+    """Make this process record where it runs in its locks on operator builds; see `zerovision.launch.process_tree`."""
     from torch.utils.file_baton import FileBaton
 
     acquire = FileBaton.try_acquire
@@ -200,7 +200,7 @@ def _sign_build_locks() -> None:
 
 
 class TimedBackend:
-    """DeepSpeed's backend, `deepspeed.comm.comm.cdb`, or one of its work handles; calls count as communication."""
+    """Wraps DeepSpeed's backend, `deepspeed.comm.comm.cdb`, or one of its work handles, to time communication."""
 
     COLLECTIVES = (
         *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
@@ -215,7 +215,7 @@ class TimedBackend:
         if name not in (*self.COLLECTIVES, "wait"):
             return found
 
-        @functools.wraps(found)  # DeepSpeed reads its name
+        @functools.wraps(found)  # DeepSpeed reads the function's name
         def timed(*arguments: Any, **named: Any) -> Any:
             with communication():
                 result = found(*arguments, **named)
@@ -227,10 +227,10 @@ class TimedBackend:
 def _stage_1_and_2_shards(
     parameters: Mapping[str, nn.Parameter], flats: Mapping[str, torch.Tensor]
 ) -> Iterator[ParameterShard]:
-    """ZeRO 1 and 2: the group's parameters are concatenated and cut into one part per rank."""
+    """Yield the shards at ZeRO 1 and 2, where a group's parameters are concatenated and cut into one part per rank."""
     for name, parameter in parameters.items():
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-        if mapping is not None:  # else all of it is on other ranks
+        if mapping is not None:  # otherwise, the whole parameter is on other ranks
             address, low = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
             yield from flat_shards(name, parameter.shape, low, low + address.numel, flats, address.start)
 
@@ -238,7 +238,7 @@ def _stage_1_and_2_shards(
 def _stage_3_shards(
     parameters: Mapping[str, nn.Parameter], flats: Mapping[str, torch.Tensor]
 ) -> Iterator[ParameterShard]:
-    """ZeRO 3: each parameter is cut over the ranks separately, without the padding of its last part."""
+    """Yield the shards at ZeRO 3, where each parameter is cut separately, without the padding of the last part."""
     start = 0
     for name, parameter in parameters.items():
         size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]

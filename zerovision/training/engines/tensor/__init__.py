@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSettings:
-    """The settings of tensor parallelism."""
+    """The settings for tensor parallelism."""
 
     tensor_parallel: int = option(
         1,
@@ -65,6 +65,6 @@ class Tensor(Way):
         from zerovision.training.engines.tensor.layers import split_model
         from zerovision.training.world.world import World
 
-        ranks = self.config.tensor_parallel  # the last one has most, if they have not the same
+        ranks = self.config.tensor_parallel  # if parts differ, the last rank has the largest
         last = World(ranks - 1, ranks - 1, ranks, ranks, next(module.parameters()).device)
         split_model(module, tensor_plan(module, self.config.model_type, ranks), last)

@@ -1,9 +1,9 @@
 """Tensor parallelism: layers that several ranks compute together, with plain tensors as parameters.
 
-PyTorch's `parallelize_module` makes DTensors, which flat buffers cannot hold. Here a rank's layers are smaller layers
-of the same classes, so that every strategy shards them over the data dimension like any model. The exchange is
-Megatron's (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, figure 3): the outputs of a region are added in
-forward, the gradients of its input in backward.
+PyTorch's `parallelize_module` creates DTensors, which flat buffers cannot contain. Here, a rank's layers are smaller
+layers of the same classes, so that every strategy shards them over the data dimension like any other model. Ranks
+communicate as in Megatron (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, figure 3): they sum the outputs of a
+region in forward, and the gradients of the region's input in backward.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from zerovision.training.world.world import World
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a parameter: consecutive pieces along one dimension.
+    """A rank's part of a parameter, as pieces along one dimension.
 
     Attributes:
         shape: shape of the whole parameter.
         dimension: the dimension that is cut.
-        pieces: first index and length of each piece along it.
+        pieces: first index and length of each piece along the dimension.
     """
 
     shape: tuple[int, ...]
@@ -64,11 +64,11 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPart(ModelPart):
-    """This rank's part of the parameters that its tensor group divides; every rank has the others whole.
+    """This rank's part of the parameters that its tensor group divides; all other parameters are whole on every rank.
 
     Attributes:
         group: the tensor group.
-        cuts: by name, the cuts of divided parameters.
+        cuts: name of a divided parameter -> cut of the parameter.
     """
 
     group: World
@@ -99,7 +99,7 @@ class TensorPart(ModelPart):
 
 
 class _CopyToRanks(torch.autograd.Function):
-    """The identity; its gradient is summed over the ranks, because each uses the whole input."""
+    """The identity function; its gradient is summed over the ranks, because each rank uses the whole input."""
 
     @staticmethod
     def forward(context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
@@ -112,7 +112,7 @@ class _CopyToRanks(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of the ranks' values; each rank has its whole gradient."""
+    """The sum of the ranks' values; each rank has the whole gradient of the sum."""
 
     @staticmethod
     def forward(_context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
@@ -124,7 +124,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """The ranks' features [..., n / ranks] gathered as [..., n]; each rank has their whole gradient."""
+    """Gathers the ranks' features [..., n / ranks] as [..., n]; each rank has the whole gradient of the result."""
 
     @staticmethod
     def forward(context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
@@ -142,14 +142,14 @@ class _GatherFeatures(torch.autograd.Function):
 
 def _sum(values: torch.Tensor, world: World) -> torch.Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
-    if world.group is not None and not values.is_meta:  # a rank may count alone
+    if world.group is not None and not values.is_meta:  # a single rank may count operations
         with communication():
             dist.all_reduce(total, group=world.group)
     return total
 
 
 class _DividedInputs(nn.Module):
-    """The base of a linear layer, or a convolution of one pixel, whose inputs are divided over the ranks."""
+    """The base class of linear layers and 1x1 convolutions whose inputs are divided over the ranks."""
 
     tensor_group: World
     weight: torch.Tensor
@@ -164,7 +164,7 @@ class _DividedInputs(nn.Module):
 
 
 class _DividedOutputs(nn.Module):
-    """The base of a linear layer whose outputs are divided over the ranks, and gathered."""
+    """The base class of linear layers whose outputs are divided over the ranks, and then gathered."""
 
     tensor_group: World
 
@@ -174,10 +174,10 @@ class _DividedOutputs(nn.Module):
 
 
 class _DividedDropout(nn.Module):
-    """The base of a dropout of divided features, which draws what a single rank would draw for all features."""
+    """The base class of dropout on divided features, which draws what a single rank would draw for all features."""
 
     tensor_group: World
-    place: tuple[int, int, int]  # the features of all ranks, the first of this one, and the dimension
+    place: tuple[int, int, int]  # number of features, this rank's first feature, and dimension
     p: float
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -190,18 +190,18 @@ class _DividedDropout(nn.Module):
         layout = torch.channels_last if is_channels_last else torch.contiguous_format
         drawn = F.dropout(
             values.new_ones(shape).contiguous(memory_format=layout), self.p
-        )  # drawn as they lie in memory
+        )  # drawn in the order of memory
         return values * drawn.narrow(dimension, first, own)
 
 
 def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart:
-    """Reduce the layers that a plan divides to a rank's part; not a collective.
+    """Reduce the layers that a plan divides to this rank's part; not a collective.
 
     Args:
         module: the whole network, equal on all ranks, before an optimizer gets its parameters.
-        plan: its plan.
-        group: the ranks that divide it. Without a process group they exchange nothing, which is used to count a rank's
-            work.
+        plan: plan for the network.
+        group: the ranks that divide the network. Without a process group, they exchange nothing; this is used to count
+            the operations of one rank.
     """
     cuts = dict[str, Cut]()
     for name, (region, units) in plan.regions.items():
@@ -216,7 +216,7 @@ def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart
 
 
 def _split_region(module: nn.Module, name: str, region: Region, units: int, group: World, cuts: dict[str, Cut]) -> None:
-    """Divide the layer `name`, and add the cuts of its parameters."""
+    """Divide the layer `name`, and add the cuts of the layer's parameters to `cuts`."""
     layer = module.get_submodule(name)
     for own, _ in layer.named_parameters():
         blocks = region.first.get(own.partition(".")[0], 0)
@@ -238,15 +238,16 @@ def _split_region(module: nn.Module, name: str, region: Region, units: int, grou
 
 
 def _use_own_width(layer: Any) -> None:
-    """Let EVA's attention use the width of its own heads; its forward uses that of its input.
+    """Make EVA's attention use the width of this rank's heads; by default, it uses the width of its input.
 
-    `AttentionRope` differs only in that and in having separate parameters for biases. The bias of the keys is 0.
+    `AttentionRope` differs only in using the width of its heads, and in having no separate parameters for biases. The
+    bias of the keys is 0.
     """
     layer.num_kv_heads, layer.num_kv_groups = layer.num_heads, 1
     layer.attn_dim = layer.num_heads * layer.head_dim
     layer.__class__ = AttentionRope
     if layer.q_bias is not None:
-        layer.qkv.register_forward_hook(functools.partial(_add_biases, layer))  # no closure: deepcopy rebinds it
+        layer.qkv.register_forward_hook(functools.partial(_add_biases, layer))  # no closure: deepcopy must rebind it
 
 
 def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], outputs: torch.Tensor) -> torch.Tensor:
@@ -254,15 +255,15 @@ def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], 
 
 
 def _share(units: int, group: World) -> tuple[int, int]:
-    """Return the first and the number of this rank's heads or features; numbers differ by at most one between ranks."""
+    """Return the first index and the number of this rank's heads or features; ranks differ by at most one."""
     low, high = (units * rank // group.size for rank in (group.rank, group.rank + 1))
     return low, high - low
 
 
 def _take_part(module: nn.Module, name: str, dimension: int, blocks: int, units: int, group: World) -> Cut:
-    """Replace the values of a parameter by this rank's part of each equal block along a dimension; return the cut.
+    """Replace a parameter's values with this rank's part of each equal block along a dimension; return the cut.
 
-    Blocks have `units` heads or features.
+    Each block has `units` heads or features.
     """
     parameter, (first, count) = module.get_parameter(name), _share(units, group)
     length = parameter.shape[dimension] // blocks
@@ -278,9 +279,9 @@ def _take_part(module: nn.Module, name: str, dimension: int, blocks: int, units:
 
 
 def _become(layer: nn.Module, base: type[nn.Module], group: World) -> None:
-    """Give a layer the forward of `base` by changing its class, so that its parameters keep their names."""
+    """Change a layer's class so that it uses the forward of `base`, while its parameters keep their names."""
     layer.__class__ = _subclass(base, type(layer))  # type: ignore[arg-type]
-    layer.tensor_group = group  # type: ignore[assignment]  # no module
+    layer.tensor_group = group  # type: ignore[assignment]  # not a module
 
 
 @functools.cache
