@@ -110,7 +110,7 @@ class Bucket:
         parameters: parameters by name.
         layout: the parameters' layout.
         world: the ranks.
-        tree: the step's tree.
+        tree: summation tree of the step.
         sum_of_part: zeros [n / ranks], memory for the sum of this rank's part of the gradients.
     """
 
@@ -143,8 +143,8 @@ class Bucket:
     def add_leaf(self) -> None:
         """Move the parameters' gradients into the sum over this rank's leaves.
 
-        If a parameter has no gradient, autograd assigns its own tensor; otherwise, autograd would add to the gradient,
-        with one kernel per parameter.
+        The gradients are then None, so that autograd assigns its own tensors. It would add to existing gradients with
+        one kernel per parameter.
         """
         parameters = self.parameters.values()
         self.buffers.sums.add(self._places, [parameter.grad for parameter in parameters])
@@ -281,7 +281,7 @@ def make_buckets(
         shared: the parameters of the whole model, grouped by bucket.
         stages: names of the parameters in each of this rank's stages.
         world: the ranks that share the stages.
-        tree: the step's tree.
+        tree: summation tree of the step.
 
     Returns:
         The buckets, and the gradients of their parts, concatenated in one tensor.

@@ -42,8 +42,8 @@ def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
     """
     wanted = config.compile == "on"
     if config.compile == "auto":
-        # On a GPU, CUDA graphs of the existing kernels (`engines.cuda_graphs`) gain much without a compilation, and
-        # change no bit.
+        # On a GPU, CUDA graphs of the existing kernels (`engines.cuda_graphs`) already save much time without any
+        # compilation, and change no bit.
         is_faster = world.device.type == "cpu" and config.model_type in FASTER_ON_CPU
         has_one_size = not (config.progressive_size or config.eval_image_size)
         wanted = is_faster and has_one_size and not config.activation_checkpointing and pixels >= PIXELS_THAT_PAY
@@ -115,7 +115,7 @@ def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
     try:
         with undone(network, setup.data.device):
             network.train()
-            torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # runs no engine's hooks
+            torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # this runs no hook of an engine
     except Exception as error:  # a compiler may raise any kind of error
         return f"{type(error).__name__}, {one_line(error)}"
     return None

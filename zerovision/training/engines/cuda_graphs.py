@@ -25,8 +25,8 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 # With more bytes of gradients than this, several ranks use no graphs, and exchange gradients while backward computes: a
 # graph returns all gradients at its end. 64 MB take about a millisecond at 100 GB/s. Not measured on several GPUs.
 MOST_EXCHANGED_BYTES = 64 << 20
-# Share of the GPU's memory that must stay free, in addition to four times the weights, which are for the optimizer, an
-# average of the weights, and evaluation.
+# Share of the GPU's memory that must stay free for the optimizer, an average of the weights, and evaluation, in
+# addition to four times the size of the weights.
 LEAST_FREE_SHARE = 0.1
 # Relative to the gradients' norm: kernels that add in no fixed order are off by less, wrong gradients by more.
 LARGEST_ERROR = 1e-2

@@ -51,7 +51,7 @@ class Updates:
         loss_scale: loss scale for fp16, otherwise None.
         applied: number of updates that have been applied: an int, or an int tensor [] on the device.
         defers_verdict: whether the optimizer's rule itself skips updates, so that the host does not wait for the
-            device; not for fp16, whose loss scale needs each decision immediately.
+            device; false for fp16, whose loss scale needs each decision immediately.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clipping: float, device: torch.device) -> None:
@@ -285,15 +285,15 @@ class Averages(Protocol):
         """Update the averages; a collective.
 
         Args:
-            applied: whether the step changed the weights; may be a bool tensor [] on their device.
+            applied: whether the step changed the weights; may be a bool tensor [] on the weights' device.
             step: number of the step in the run, from 1, including skipped steps.
         """
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Let the model use the averages inside the block; a collective at both ends.
+        """Make the model use the averages inside the block; a collective at both ends.
 
         After the block, every bit is as before. After an error, the weights are not restored, because other ranks may
-        not have had the error.
+        not have failed.
         """
 
     def describe(self) -> list[str]:

@@ -37,7 +37,7 @@ class FlatBuffers(ABC):
         rows: zeros [n], one tensor for each sum that this rank sends in the tree.
         out: memory [n / ranks] for the sum of this rank's part.
         world: the ranks.
-        tree: the step's tree.
+        tree: summation tree of the step.
 
     Attributes:
         are_shared: whether the ranks share one copy of the weights.
@@ -96,7 +96,7 @@ class SharedMemoryBuffers(FlatBuffers):
         every_row: zeros [ranks, rows, n], the rows of all ranks.
         out: see `FlatBuffers`; for a single rank, the memory of its row.
         world: the ranks.
-        tree: the step's tree.
+        tree: summation tree of the step.
     """
 
     are_shared = True
@@ -161,7 +161,7 @@ def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor) -> 
     Args:
         size: number of elements n, a multiple of the number of ranks.
         world: the ranks.
-        tree: the step's tree.
+        tree: summation tree of the step.
         out: zeros [n / ranks], memory for the sum of this rank's part of the gradients.
     """
     if world.size == 1:

@@ -38,7 +38,7 @@ PEAK_TFLOPS = {
 
 
 class TrainingFlops:
-    """Counts the operations of training on one image when first asked, in about 0.1 s; see `training_flops`."""
+    """Counts the operations of training on one image on first use, which takes about 0.1 s; see `training_flops`."""
 
     def __init__(self, module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> None:
         """Copy the shapes of a module (see `without_data`) that is trained on images of `image_size` pixels."""
@@ -51,7 +51,10 @@ class TrainingFlops:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the 16-bit peak of a device with this PyTorch name, in 10**12 operations per second; None if unknown."""
+    """Return the peak rate of 16-bit operations of a GPU, given PyTorch's name for it; None if unknown.
+
+    The unit is 10**12 operations per second.
+    """
     words = device_name.replace("-", " ").split()
     if "MIG" in words or "Laptop" in words:  # a slice of the GPU, or a different chip of the same name
         return None

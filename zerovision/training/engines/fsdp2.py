@@ -31,7 +31,7 @@ from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.collectives import copy_from_main
 
 # On a CPU, fused optimizer rules, and powers (as in MADGRAD), round the last elements of a tensor differently from all
-# others, unless a kernel's unit of work is full: two AVX-512 vectors.
+# others, unless they fill the unit that a kernel processes: two AVX-512 vectors.
 VECTOR_ELEMENTS = 32
 # Layers that use their parameters only in a product. Subclasses are excluded: some standardize their weights in fp32.
 CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
@@ -273,7 +273,7 @@ class _OwnSums:
 
 
 def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return a policy that gathers the weights that autocast would cast in that dtype, and all others in fp32.
+    """Return a policy that gathers weights in `dtype` if autocast would cast them, and otherwise in fp32.
 
     The results are bit-identical to those of autocast. Half as many bytes are sent, and, unlike with autocast, no whole
     copies are kept until backward.

@@ -1,8 +1,8 @@
 """A model's buffers, mostly BatchNorm's running statistics, across leaves and ranks.
 
 PyTorch's engine keeps one version of the buffers per leaf; other engines keep one per rank, and neither broadcast nor
-average the buffers. All versions are averaged before every evaluation, so that the reported accuracy is that of the
-saved file.
+average the buffers. All versions are averaged before every evaluation, so that the reported accuracy matches the saved
+file.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ModelBuffers:
     """All buffers of a model (BatchNorm's statistics), in one or several versions.
 
     The module computes with the selected version. Its buffers become views of one flat tensor per dtype: copying
-    mobilenet's 138 buffers one by one takes as long as the optimizer. The buffers keep their names, and modules still
-    update them in place. Each version may also have a running average.
+    mobilenet's 138 buffers one by one takes as long as an optimizer step. The buffers keep their names, and modules
+    still update them in place. Each version may also have a running average.
 
     Args:
         module: the model.
@@ -89,7 +89,7 @@ class ModelBuffers:
             self._load()
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """Return every buffer [versions, ...] by name: views, up to date until the module's next forward.
+        """Return views of all buffers [versions, ...], by name; they are up to date until the module's next forward.
 
         The names of averages begin with `AVERAGE`.
         """
@@ -109,7 +109,7 @@ class ModelBuffers:
         return [rows.clone() for rows in self._rows]
 
     def restore(self, copies: list[torch.Tensor], unless: torch.Tensor | None = None) -> None:
-        """Set all versions to the result of `copy`, unless the bool tensor `unless` [] is true; causes no sync."""
+        """Set all versions to the result of `copy`, without a sync, unless the bool tensor `unless` [] is true."""
         self._store()
         for rows, kept in zip(self._rows, copies, strict=True):
             rows.copy_(kept if unless is None else torch.where(unless, rows, kept))

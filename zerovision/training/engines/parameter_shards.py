@@ -64,7 +64,7 @@ class ModelPart:
     Attributes:
         stages: names of this rank's parameters, grouped by the backward pass that computes their gradients; None for
             all parameters in one group.
-        holders: the ranks that together have all parameters; None if each rank has all.
+        holders: the ranks that together have all parameters; None if each rank has all parameters.
     """
 
     stages: Sequence[Collection[str]] | None = None
@@ -75,7 +75,7 @@ class ModelPart:
         return False
 
     def counts(self, name: str) -> bool:
-        """Return whether this rank's values of a parameter count; if several ranks have equal values, the first's do.
+        """Return whether this rank's values of a parameter count; of ranks with equal values, only the first counts.
 
         Buffers, which are never divided, have the name ''.
         """
@@ -191,7 +191,7 @@ def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every parameter; in DeepSpeed's empty ZeRO 3 parameters, this is `ds_shape`."""
+    """Return the whole shape of every parameter, which is `ds_shape` for DeepSpeed's empty ZeRO 3 parameters."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
 
 

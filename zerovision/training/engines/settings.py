@@ -20,7 +20,7 @@ TORCH = "torch"  # the engine of all ways without an engine of their own
 WAYS: tuple[type[Way], ...] = (DiLoCo, Pipeline, Tensor, DeepSpeed)  # in a mesh, the innermost dimension is last
 
 
-LEFT_OPEN = {"threads_per_rank": 0, "islands": 0}  # values with which the run decides; 'auto' for other settings
+LEFT_OPEN = {"threads_per_rank": 0, "islands": 0}  # values that let the run decide; 'auto' for other settings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ class ParallelPlan:
     """The distribution of the training state over replicas x shards ranks, which read different images.
 
     Attributes:
-        zero_stage: what is sharded: 1 for the optimizer state, 2 for also the gradients, 3 for also the weights.
+        zero_stage: what is sharded: the optimizer state (1), also the gradients (2), or also the weights (3).
         shards: number of ranks over which one copy of the training state is divided.
         replicas: number of copies of the training state.
         offload: what is kept in CPU memory: 'none', 'optimizer' (the optimizer state) or 'all' (also the weights).

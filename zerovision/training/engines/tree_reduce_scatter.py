@@ -50,9 +50,9 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Set `output_tensor` [n / ranks] to this rank's part of the sum of a step's `input_tensor` [n]; a collective.
+        """Add `input_tensor` [n] of all ranks, and write this rank's part to `output_tensor` [n / ranks]; a collective.
 
-        `output_tensor` does not change before the last micro-step.
+        `output_tensor` does not change before the last micro-step, when it becomes the sum over all micro-steps.
         """
         added = self._add_ranks(input_tensor, output_tensor, group)
         before = self._sums if self.leaf else []

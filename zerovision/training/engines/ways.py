@@ -60,7 +60,7 @@ class Way(Mode):
         return []
 
     def reasons(self, plan: ParallelPlan, module: nn.Module) -> list[str]:
-        """Return the reasons why `--engine auto` chooses this way's engine; empty if it does not."""
+        """Return the reasons why `--engine auto` chooses this way's engine; [] if it does not."""
         return []
 
     # Methods of a run.

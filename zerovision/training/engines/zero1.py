@@ -178,7 +178,7 @@ def _own_blocks(shared: Sequence[Shared], buckets: Sequence[Bucket], rank: int, 
     for layout in (bucket.layout for bucket in buckets):
         blocks = layout.part // BLOCK
         for name, element in layout.starts.items():
-            place = torch.arange(len(places[name])) + element // BLOCK - rank * blocks  # in the part
+            place = torch.arange(len(places[name])) + element // BLOCK - rank * blocks  # relative to the part
             is_own = (place >= 0) & (place < blocks) & part.counts(name)
             places[name] = torch.where(is_own, start + place, -1)
         start += blocks

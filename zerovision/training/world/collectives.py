@@ -130,7 +130,7 @@ def agreed(action: Callable[[], Result], world: World) -> Result:
 
 
 def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the small values of all ranks, in rank order; a collective over `group`, or else `world.signal_group`.
+    """Return the small values of all ranks, in rank order; a collective over `group` (default: `world.signal_group`).
 
     Values are sent as JSON, so tuples arrive as lists, and floats keep every bit. Received data is never unpickled,
     because that could run arbitrary code. A value that JSON does not support raises a TypeError.

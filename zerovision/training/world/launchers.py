@@ -57,7 +57,7 @@ def remembered_line() -> dict[str, str]:
 
 
 def line_to_go_on(run_name: str, otherwise: Sequence[str]) -> str:
-    """Return our launcher's command line, or `otherwise` without one, with the flags that make it resume a run."""
+    """Return our launcher's command line, or `otherwise` if there is none, with the flags for resuming a run."""
     words = shlex.split(os.environ.get(_LINE_VARIABLE, "")) or otherwise
     flags, pairs = ("--run-name", "--resume"), zip(["", *words], words, strict=False)
     kept = [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]

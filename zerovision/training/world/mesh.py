@@ -20,8 +20,8 @@ def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
 
     Args:
         world: the ranks.
-        mesh: number of ranks that share a model in each way, by the way's setting. The product of these numbers must
-            divide the number of ranks. If all are 1, the world is returned unchanged.
+        mesh: setting -> number of ranks that share a model in this way. The product of these numbers must divide the
+            number of ranks. If all are 1, the world is returned unchanged.
     """
     mesh = {name: size for name, size in mesh.items() if size > 1}
     if not mesh:

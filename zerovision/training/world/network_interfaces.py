@@ -1,4 +1,4 @@
-"""Finds a machine's addresses, its network interfaces, the one that other machines reach it through, and free ports."""
+"""Finds a machine's addresses and free ports, and the network interface through which other machines reach it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def interface_of(address: str, addresses: Sequence[Sequence[str]]) -> str:
 
 
 def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -> str:
-    """Return this machine's first address in a network of another machine, otherwise its first address, or ''.
+    """Return this machine's first address that shares a network with another machine, or its first address, or ''.
 
     Args:
         others: addresses of other machines.

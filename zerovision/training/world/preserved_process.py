@@ -24,7 +24,7 @@ FLAGS = (
     (torch.backends.cuda.matmul, "allow_tf32"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
 )
-# The process group, environment and settings belong to the process, so trainings and evaluations take turns.
+# The process group, environment and settings belong to the process, so only one run at a time may use them.
 _IN_USE = threading.RLock()
 _GENERATORS = threading.RLock()  # without a lock, one thread could undo the draws of another
 
@@ -60,7 +60,7 @@ def _restored_process() -> Iterator[None]:
             yield
     finally:
         stop_world()
-        sys.excepthook = excepthook  # init_process_group installs one that prefixes lines with [rank0]
+        sys.excepthook = excepthook  # init_process_group sets a hook that prefixes lines with [rank0]
         os.environ.clear()
         os.environ.update(environment)
 

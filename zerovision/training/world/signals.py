@@ -47,7 +47,7 @@ class StopRequest:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> None:
-        """Install handlers for the stop signals, if this thread can."""
+        """Install handlers for the stop signals, if this is the main thread."""
         if can_handle_signals():
             for number in STOP_SIGNALS:
                 signal.signal(number, self._remember)
@@ -61,7 +61,7 @@ class StopRequest:
         self._save_due = True
 
     def poll(self, world: World, *, failure: int = 0) -> StopDecision:
-        """Return what any rank had received or requested by the previous poll, on all ranks; a collective.
+        """Return, on all ranks, what any rank had received or requested by the previous poll; a collective.
 
         Args:
             world: the ranks.
@@ -83,7 +83,7 @@ class StopRequest:
         return earlier or self.poll(world).stop_signal
 
     def wait(self, world: World, seconds: float, step: int, *, is_stopping: bool) -> bool:
-        """Wait, by rank 0's clock, and return on all ranks whether a signal ended the wait; a collective.
+        """Wait by rank 0's clock, and return, on all ranks, whether a signal ended the wait; a collective.
 
         Once a signal has ended the wait, the next signal ends the run immediately. With several ranks, a rank that
         receives that signal ends its own process, because it cannot consult the other ranks.

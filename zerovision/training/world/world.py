@@ -86,7 +86,7 @@ class World:
         return World(0, 0, 1, 1, self.device)
 
     def units(self) -> tuple[str, str]:
-        """Return phrases for one unit that reads its own images, and for all such units: 'GPU' and '4 GPUs'."""
+        """Return phrases for one unit that reads its own images and for all of them, such as 'GPU' and '4 GPUs'."""
         unit = "GPU" if self.device.type == "cuda" else "CPU rank"
         ranks = self.size // self.data.size
         one, short = (unit, unit) if ranks == 1 else (f"group of {ranks} {unit}s", "group")

@@ -203,7 +203,7 @@ def deepspeed_config(strategy_json: Mapping[str, Any], setup: EngineSetup) -> di
         "gradient_accumulation_steps": setup.accumulation_steps,
         # Always set, because DeepSpeed's default is 1.0.
         "gradient_clipping": setup.gradient_clipping,
-        # Our optimizers come from timm; DeepSpeed accepts only a few others by name.
+        # Our optimizers come from timm; DeepSpeed recognizes only a few by name.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

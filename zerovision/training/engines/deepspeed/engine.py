@@ -40,7 +40,7 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, setup: EngineSetup, config: dict[str, Any]) -> None:
         """Shard the model and its optimizer according to DeepSpeed's configuration; a collective."""
-        os.environ["DS_ACCELERATOR"] = setup.data.device.type  # otherwise, DeepSpeed probes for one, and may warn
+        os.environ["DS_ACCELERATOR"] = setup.data.device.type  # otherwise, DeepSpeed probes, and may warn
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -223,7 +223,7 @@ class OuterSteps(Averages):
             sent.append(way.to(torch.bfloat16 if self._is_rounded else torch.float32).reshape(-1))
         sent_bytes = 0
         if sent:  # otherwise, neither this rank nor its peers update anything
-            flat = torch.cat(sent)  # one tensor, because every message over a slow link has latency
+            flat = torch.cat(sent)  # one tensor, because each message adds the latency of a slow link
             sent_bytes = 2 * (peers.size - 1) * -(-len(flat) // peers.size) * flat.itemsize
             means = mean_over_ranks(flat, peers).split([len(way) for way in sent])
             gradients = {weights: mean.view(weights.shape) for weights, mean in zip(states, means, strict=True)}

@@ -178,7 +178,7 @@ def named_cuts(traced: Trace, split: str, stages: int, label: str) -> list[str]:
         label: name of the setting, for messages.
 
     Raises:
-        UserError: if the network cannot be cut at one of the names, or if their number or order is wrong.
+        UserError: if the network cannot be cut at a named module, or if the number or order of names is wrong.
     """
     names = [name.strip() for name in split.split(",")]
     for name in names:

@@ -167,7 +167,7 @@ class PipelineEngine(TorchEngine):
         Each stage processes all batches before this rank's next stage begins.
 
         Returns:
-            For each batch, the logits and the pending work that receives them; on the last rank, None for the work.
+            For each batch, the logits and the pending work that receives them; the work is None on the last rank.
         """
         assert not self.module.training
         pipeline, started = self.pipeline, list[tuple[torch.Tensor, Any]]()
@@ -267,7 +267,7 @@ class PipelineEngine(TorchEngine):
 
     @contextmanager
     def forward_of(self, stage: int, leaf: int) -> Iterator[None]:
-        """Prepare for the forward pass of a leaf, and pass the random generator's state to the next stage after it."""
+        """Prepare for the forward pass of a leaf, and then send the random generator's state to the next stage."""
         self.buffers.select(leaf)
         # The group and the tags differ from those of the schedule's messages.
         group, tag = self.pipeline.signal_group, stage * self._accumulation_steps + leaf

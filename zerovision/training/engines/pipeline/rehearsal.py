@@ -148,7 +148,7 @@ def images_to_try(setup: EngineSetup) -> torch.Tensor:
 
 
 def _runs(world: World) -> bool:
-    """Return whether this rank measures, because it is rank 0 or computes layers together with rank 0."""
+    """Return whether this rank is rank 0, or computes layers together with rank 0; only these ranks measure."""
     return world.data.is_main and world.dimension("pipeline_parallel").is_main
 
 

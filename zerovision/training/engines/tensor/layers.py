@@ -255,7 +255,7 @@ def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], 
 
 
 def _share(units: int, group: World) -> tuple[int, int]:
-    """Return the first index and the number of this rank's heads or features; ranks differ by at most one."""
+    """Return the first index and the number of this rank's heads or features; numbers differ by at most one."""
     low, high = (units * rank // group.size for rank in (group.rank, group.rank + 1))
     return low, high - low
 
