@@ -1,1 +1,1 @@
-"""The reports of a training: logs, measurements, heartbeats, and the files of a run."""
+"""Reporting of a training run: logs, measurements, observers of its steps, and the run's files."""

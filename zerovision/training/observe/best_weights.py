@@ -1,4 +1,4 @@
-"""The best epoch's weights: their epoch, their file, and the copy for a run that resumes elsewhere."""
+"""Writes the best epoch's weights, reads their epoch, and copies them for a run that resumes in another folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerovision.training.tasks.scores import Scores
 
 
 def epoch_of(weights: Path) -> int | None:
-    """Return the epoch of a weights file, from 1; None without a file or an epoch."""
+    """Return the epoch that a weights file is from, counted from 1; None if the file or its epoch is missing."""
     try:
         return read_metadata(weights)["extra"].get("epoch")
     except (UserError, AttributeError):
@@ -39,15 +39,15 @@ def write_best(
     scores: Scores,
     judged: dict[str, Any],
 ) -> Callable[[], None]:
-    """Return a function that writes an epoch's weights and scores; rank 0 calls it.
+    """Return a function that writes an epoch's weights and scores; only rank 0 calls this function.
 
     Args:
         folder: the run's folder.
         weights: fp32 tensors by name.
         built: the model.
-        data: its classes, preprocessing and validation set.
+        data: the data, with its classes, preprocessing and validation set.
         scores: scores of the validation set.
-        judged: the epoch (from 1) and the user's name for the data.
+        judged: `epoch`, counted from 1, and `data`, the value of `--data`.
     """
     more = {} if scores.thresholds is None else {THRESHOLDS: scores.thresholds.tolist()}
     more |= {IN_FILES: names_of(loaded())} if loaded() else {}
@@ -69,16 +69,16 @@ def write_best(
 
 
 def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | None:
-    """Keep the weights of a run that returns to an earlier epoch to train for more epochs; only on rank 0.
+    """Keep the finished weights when a run returns to an earlier epoch to train for more epochs; only on rank 0.
 
     Args:
         folder: the run's folder.
-        manifest: manifest of the checkpoint from which it resumes.
-        epochs: the run's epochs from now on.
+        manifest: manifest of the checkpoint from which the run resumes.
+        epochs: the run's new number of epochs.
 
     Returns:
-        A line for the log; None if the run has no more epochs than before, does not go back before the weights, or has
-            already kept them.
+        A line for the log; None if the number of epochs does not increase, if no weights are newer than the checkpoint,
+            or if the weights have already been kept.
     """
     before = manifest.config.get("epochs")
     if type(before) is not int or before >= epochs:
@@ -87,24 +87,25 @@ def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | N
     if epoch is None or epoch <= manifest.progress.epoch or kept.exists():
         return None
     try:
-        os.link(folder.weights, kept)  # new weights come under a name of their own, and then replace the old name
+        os.link(folder.weights, kept)  # new weights are written to another file, which then replaces the old name
     except OSError as error:
         return f"note: the weights of the run of {before} epochs could not be kept as {kept} ({error.strerror})"
     return f"the weights of epoch {epoch}, of the run of {before} epochs, are kept as {kept.name}"
 
 
 def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | None:
-    """Copy the best weights so far, with their scores, from the run of a checkpoint; only on rank 0.
+    """Copy the best weights so far, with their scores, from the run that saved a checkpoint; only on rank 0.
 
-    A run that resumes in its own folder already has them. A kill leaves the previous file or the whole new one.
+    A run that resumes in its own folder already has these weights. If the process is killed, either the previous file
+    or the complete new file remains.
 
     Args:
-        checkpoint: RUN/checkpoints/NAME.
-        folder: folder of the run that resumes from it.
-        best_epoch: the checkpoint's best epoch; 0 for none yet.
+        checkpoint: path of the checkpoint, RUN/checkpoints/NAME.
+        folder: folder of the run that resumes from the checkpoint.
+        best_epoch: number of the checkpoint's best epoch; 0 if it has none yet.
 
     Returns:
-        A line for the log; None if there is nothing to say.
+        A line for the log, or None if there is nothing to copy.
     """
     run = checkpoint.absolute().parent.parent
     if best_epoch == 0 or run.resolve() == folder.path.resolve():

@@ -1,7 +1,8 @@
-"""Measures the utilization of a run's devices, and its memory: used, at the peak, and still available.
+"""Measures the utilization of a run's devices, and the memory that is used, was used at the peak, and is available.
 
-On a GPU, a rank may take what PyTorch's allocator has free and can still get. On a CPU, it may take its share of what
-the machine and control group have left, or less under the process's limits (RLIMIT_DATA, RLIMIT_AS).
+On a GPU, the available memory is what PyTorch's allocator has unused and what the GPU has free. On a CPU, it is the
+rank's share of the memory that the machine and control group have free, or less if the limits of the process
+(RLIMIT_DATA, RLIMIT_AS) are lower.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from zerovision.training.engines.flops import TrainingFlops, peak_tflops
 from zerovision.training.world.collectives import gather_objects
 from zerovision.training.world.world import World
 
-FILL = 0.9  # share of the room that is planned for: other steps may need more, and other processes too
+FILL = 0.9  # share of the available memory to plan with, because other steps and processes may need more
 
 
 def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
-    """Return the bytes that this rank may take in addition.
+    """Return the number of bytes that this rank can still allocate.
 
     Args:
         device: the rank's device.
@@ -47,7 +48,7 @@ def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return the bytes that this rank uses: of tensors on a GPU, else resident, with pages that others share."""
+    """Return the bytes that this rank uses: its tensors on a GPU, or resident memory, including shared pages."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return bytes_by_name((ROOT / "proc/self/status").read_text())["VmRSS"]
@@ -58,16 +59,16 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = bytes_by_name((ROOT / "proc/self/status").read_text())
-    return max(status["VmRSS"], status.get("VmHWM", 0))  # not every sandbox has the peak
+    return max(status["VmRSS"], status.get("VmHWM", 0))  # not every sandbox reports the peak
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new peak; if the kernel does not allow this, the old peak remains, which is never too low."""
+    """Reset the peak to the current use; if the kernel does not allow this, the old peak remains, never too low."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):
-            (ROOT / "proc/self/clear_refs").write_text("5")  # proc(5): the peak of resident memory
+            (ROOT / "proc/self/clear_refs").write_text("5")  # resets the peak of resident memory; see proc(5)
 
 
 SECONDS_BETWEEN_UTILIZATIONS = 5.0
@@ -79,7 +80,7 @@ class DeviceGauge:
     Args:
         world: the ranks.
         folder: the run's folder.
-        flops: counts the model's operations, or None.
+        flops: counter of the model's operations, or None.
     """
 
     def __init__(self, world: World, folder: RunFolder, flops: TrainingFlops | None) -> None:
@@ -91,7 +92,7 @@ class DeviceGauge:
         """Return this process's memory, the devices' utilization, and the free disk space.
 
         Args:
-            images_per_second: the speed of all ranks together.
+            images_per_second: combined speed of all ranks.
         """
         world = self._world
         tflops = mfu = utilization = free = None
@@ -106,22 +107,22 @@ class DeviceGauge:
         return DeviceUse(*_memory(world.device), tflops, mfu, utilization, free)
 
     def _gpu_utilization(self) -> float | None:
-        """Return NVML's recent share of the time in which any kernel ran; the query takes milliseconds."""
+        """Return the recent share of time in which any kernel ran, from NVML; the query takes milliseconds."""
         now = time.monotonic()
         if now - self._asked_at >= SECONDS_BETWEEN_UTILIZATIONS:
             self._asked_at, self._utilization = now, None
-            # NVML, and its two dozen errors: in a container without the right, of a part of a GPU (MIG).
+            # NVML has two dozen errors, such as in a container without permission or on a part of a GPU (MIG).
             with contextlib.suppress(Exception):
                 self._utilization = torch.cuda.utilization(self._world.device) / 100
         return self._utilization
 
 
 def run_point(step: int, images: int, spans: dict[str, float], gauge: DeviceGauge, world: World) -> RunPoint:
-    """Return the numbers of a run; a collective.
+    """Return the numbers that a run logs at its end; a collective.
 
     Args:
         step: the run's last step.
-        images: images trained by all ranks since the clock was started.
+        images: number of images on which all ranks have trained since the clock started.
         spans: seconds of each span of this rank's clock.
         gauge: gauge of this process.
         world: the ranks.
@@ -142,7 +143,7 @@ def run_point(step: int, images: int, spans: dict[str, float], gauge: DeviceGaug
 
 
 def peak_memory_per_rank(world: World) -> list[int]:
-    """Return the peak memory of every rank in bytes, as in `DeviceUse`; a collective."""
+    """Return the peak memory of each rank in bytes, as defined in `DeviceUse`; a collective."""
     return gather_objects(_memory(world.device)[0], world)
 
 

@@ -1,6 +1,6 @@
-"""The environment of a run: versions, code, hardware, command.
+"""Describes the environment of a run: versions, code, hardware and command.
 
-Launchers and the doctor use it, so it does not import torch.
+Importing this module does not import torch, because launchers and `doctor` use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zerovision.training.data.datasets import DatasetPair
     from zerovision.training.world.world import World
 
-LIBRARIES = ("torch", "torchvision", "deepspeed", "timm")  # that all machines of a training need in the same version
+LIBRARIES = ("torch", "torchvision", "deepspeed", "timm")  # must have the same version on all machines of a training
 PACKAGES = (*LIBRARIES, "tensorboard", "numpy", "pillow", "safetensors")
 CODE = ("models", "zerovision", "scripts", "deepspeed_configs") if CHECKOUT else (".",)
 CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
@@ -67,7 +67,7 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
 
 
 def software(plugins: str = "") -> dict[str, str]:
-    """Return what must be equal on all machines of a training: Python, libraries, hashes of code and plug-ins."""
+    """Return what must match on all machines: the versions of Python and libraries, and hashes of code and plug-ins."""
     libraries = {name: package_version(name) or "none" for name in LIBRARIES}
     return {"Python": platform.python_version(), **libraries, "code": code_fingerprint(REPO_ROOT)} | {
         file.rpartition("@")[0]: _sha256(file.rpartition("@")[0]) for file in plugins.split(",") if file
@@ -82,7 +82,7 @@ def _sha256(path: str) -> str:
 
 
 def code_fingerprint(root: Path) -> str:
-    """Return a sha256 over names and content of the code that a training runs, with uncommitted changes."""
+    """Return a SHA-256 hash of the names and contents of all code files, including uncommitted changes."""
     digest = hashlib.sha256()
     for folder in CODE:
         for path in sorted(path for path in (root / folder).rglob("*") if path.suffix in CODE_SUFFIXES):
@@ -97,7 +97,7 @@ def usual_value(values: Sequence[T], decisive: T) -> T:
 
 
 def package_version(name: str) -> str | None:
-    """Return an installed package's version, None if it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -105,8 +105,8 @@ def package_version(name: str) -> str | None:
 
 
 def git(*arguments: str) -> str | None:
-    """Return git's answer for this repository, whoever owns its files; None outside a checkout, or if git fails."""
-    if not CHECKOUT:  # the folder of packages may lie in a repository of somebody else
+    """Return git's output for this repository, whoever owns its files; None outside a checkout or if git fails."""
+    if not CHECKOUT:  # site-packages may be inside another repository
         return None
     command = ["git", "-c", "safe.directory=*", "-C", str(REPO_ROOT), *arguments]
     try:

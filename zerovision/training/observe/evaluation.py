@@ -1,4 +1,4 @@
-"""The content of scores.json: every number of an evaluation, computed from `SampleScores`."""
+"""Computes the content of scores.json, which is every number of an evaluation, from `SampleScores`."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
     """Return the content of scores.json.
 
     Args:
-        scores: the result of `SampleRecorder.gather`, with details.
-        class_names: the name of each class, C of them.
-        name_of: returns the path of the sample at a position, or the position as text.
+        scores: the result of `SampleRecorder.gather`, which includes details.
+        class_names: names of the C classes.
+        name_of: function that maps a sample's position in the data set to its path, or to the position as text.
 
     Returns:
-        samples, loss (nats) and loss_standard_error, top1, top5, balanced_accuracy, ece, and auroc and map if known;
-            `macro` and `weighted`, each with precision, recall and f1; `classes`; see `class_scores`;
-        `calibration`; see `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without
-        zeros; `worst` and `typical`; see `worst_samples` and `typical_samples`; `judged`; see `judged_images`. Shares
-        are in 0..1. With several labels, there is `task`, classes also have a `threshold`, and `confusion`, `worst` and
-            `typical` are empty.
+        A dict with `samples`, `loss` (nats), `loss_standard_error`, `top1`, `top5`, `balanced_accuracy` and `ece`;
+            `auroc` and `map` if they were computed; `macro` and `weighted`, each with precision, recall and f1;
+            `classes` (see `class_scores`); `calibration` (see `calibration_bins`); `confusion` (see `confusion_cells`);
+            `worst` and `typical` (see `worst_samples` and `typical_samples`); and `judged` (see `judged_images`).
+            Shares are in 0..1. With several labels per image, the dict also contains `task`, each class has a
+            `threshold`, and `confusion`, `worst` and `typical` are empty.
     """
     details = scores.details
     if details is None:
@@ -70,13 +70,13 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Return what `write_scores` wrote into a folder, None if it wrote nothing there."""
+    """Return the content of a folder's scores.json, or None if the folder has no such file."""
     path = folder / SCORES
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def write_scores(folder: Path, facts: dict[str, Any]) -> None:
-    """Write only scores.json, which replaces all files of an earlier evaluation in the folder."""
+    """Write scores.json into a folder, and remove all other files of an earlier evaluation from the folder."""
     check_replaceable(folder)
     with replacing_folder(folder) as new:
         write_json(new / SCORES, facts)
@@ -85,23 +85,23 @@ def write_scores(folder: Path, facts: dict[str, Any]) -> None:
 def check_replaceable(
     folder: Path, mark: str = SCORES, kind: str = "evaluation", cure: str = "choose another folder"
 ) -> None:
-    """Raise an error for a folder that contains anything but an evaluation, or lacks the file `mark`.
+    """Check that replacing a folder would remove nothing but an earlier result, which contains the file `mark`.
 
     Raises:
-        UserError: for such a folder, or a file.
+        UserError: if `folder` is a file, or if it is not empty and does not contain `mark`.
     """
     if folder.exists() and not (folder / mark).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"'{folder}' exists and contains no {kind}: move it away, or {cure}.")
 
 
 def confusion_cells(details: SampleScores, num_classes: int) -> list[list[int]]:
-    """Return [true class, predicted class, samples] of every pair that occurs, in order."""
+    """Return [true class, predicted class, number of samples] for every pair of classes that occurs, sorted."""
     cells, counts = torch.unique(details.labels * num_classes + details.predictions, return_counts=True)
     return [[*divmod(cell, num_classes), count] for cell, count in zip(cells.tolist(), counts.tolist(), strict=True)]
 
 
 def dense_confusion(cells: Sequence[Sequence[int]], num_classes: int) -> torch.Tensor:
-    """Return `confusion_cells` as int64 [true classes, predicted classes]."""
+    """Convert the result of `confusion_cells` to a matrix, int64 [true classes, predicted classes]."""
     confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
     for true, predicted, count in cells:
         confusion[true, predicted] = count
@@ -109,7 +109,7 @@ def dense_confusion(cells: Sequence[Sequence[int]], num_classes: int) -> torch.T
 
 
 def class_scores(counts: ClassCounts, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return name, support (samples), predicted (samples), precision, recall and f1 of each class.
+    """Return the name, support, predicted, precision, recall and f1 of each class; see `ClassCounts`.
 
     A ratio with denominator 0 is 0, as in scikit-learn with zero_division=0.
     """
@@ -119,10 +119,10 @@ def class_scores(counts: ClassCounts, class_names: Sequence[str]) -> list[dict[s
 
 
 def calibration_bins(details: SampleScores) -> list[dict[str, Any]]:
-    """Return lower, upper, samples, confidence (mean) and accuracy for each of 15 equal confidence bins.
+    """Return the bounds, number of samples, mean confidence and accuracy of each of 15 equal-width confidence bins.
 
     Bin m of M contains the confidences in ((m - 1) / M, m / M], as in Guo et al. 2017 (arXiv:1706.04599), section 2.
-    An empty bin has None for both means.
+    The mean confidence and the accuracy of an empty bin are None.
     """
     confidences, is_right = details.confidences.numpy(), details.is_right.numpy()
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)
@@ -144,7 +144,7 @@ def calibration_bins(details: SampleScores) -> list[dict[str, Any]]:
 
 
 def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
-    """Return ECE: the mean distance of accuracy and confidence over the bins, weighted by their samples.
+    """Return the expected calibration error: the mean gap between accuracy and confidence, weighted by bin size.
 
     Source: Guo et al. 2017 (arXiv:1706.04599), equation 3.
     """
@@ -154,15 +154,18 @@ def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
 
 
 def worst_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Return at most 24 samples, wrong ones first, by decreasing loss: index, name, label, prediction, both scores."""
+    """Return up to 24 samples by decreasing loss, misclassified samples first.
+
+    Each sample is a dict with its index, name, label, prediction, confidence and loss.
+    """
     order = np.lexsort((-details.losses.numpy(), details.is_right.numpy()))[:WORST_SAMPLES]
     return _described(details, order, name_of)
 
 
 def typical_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Return, for each of the first 24 classes with a correct sample, the one with the smallest loss.
+    """Return the correctly classified sample with the smallest loss of each class, for up to 24 classes.
 
-    See `worst_samples`.
+    Classes without a correctly classified sample are skipped. For the fields of a sample, see `worst_samples`.
     """
     right = details.is_right.numpy().nonzero()[0]
     order = right[np.argsort(details.losses.numpy()[right], kind="stable")]
@@ -185,14 +188,14 @@ def _described(details: SampleScores, places: np.ndarray, name_of: Callable[[int
 
 
 def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[str, str]:
-    """Return the data to compare two evaluations image by image.
+    """Return the data for comparing two evaluations image by image.
 
     Returns:
-        `images`, a hash of the names below the common folder and of the classes; `right`, for each image in order, 1 if
-            the predicted class is the true one, else 0.
+        `images`, a hash of the images' labels and of their paths relative to their common folder; `right`, a string
+            with one digit per image, in order: 1 if its class was predicted correctly, otherwise 0.
     """
     names = [name_of(index) for index in details.indices.tolist()]
-    # Cut to a folder; `commonpath` would raise for relative paths beside absolute ones.
+    # Cut the prefix after a folder; `commonpath` would raise for a mix of relative and absolute paths.
     start = os.path.commonprefix(names).rfind(os.sep) + 1  # noqa: RUF071
     lines = (f"{label}\0{name[start:]}\n" for label, name in zip(details.labels.tolist(), names, strict=True))
     digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape"))

@@ -1,9 +1,9 @@
-"""The folder of a run: found by its name, or created and locked.
+"""Finds the folder of a run by its name, or creates and locks it.
 
-Only one training at a time uses it: rank 0 holds a lock that the kernel releases when the process dies. It is a
-byte-range lock (`fcntl.lockf`), which an NFS server keeps, so it works across machines; `flock` does not work
-everywhere. A process loses such a lock as soon as it closes *any* descriptor of the file, so nothing else in a training
-may open it.
+Only one training at a time may use a run's folder: rank 0 holds a lock that the kernel releases when the process dies.
+It is a byte-range lock (`fcntl.lockf`), which an NFS server manages, so it works across machines; `flock` does not work
+everywhere. A process loses a byte-range lock as soon as it closes *any* descriptor of the file, so no other code of the
+training may open the lock file.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from zerovision.training.config import TrainConfig
 
 LOCK = ".lock"
-WAIT_SECONDS = 15.0  # for the end of a training that is just leaving
+WAIT_SECONDS = 15.0  # for a training that is about to end
 POLL_SECONDS = 0.2
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-LARGEST = 4096  # bytes of a lock file
+LARGEST = 4096  # bytes of a lock file that are read
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Origin:
     """What started a training.
 
     Attributes:
-        launch: the launch's mark, '' without our launcher.
-        restarts: how often that launch has restarted it.
-        job: Slurm's job number, '' without one.
-        requeues: how often Slurm has requeued the job.
+        launch: ID of the launch, '' without our launcher.
+        restarts: number of times that the launch has restarted the training.
+        job: Slurm job ID, '' outside Slurm.
+        requeues: number of times that Slurm has requeued the job.
     """
 
     launch: str = ""
@@ -58,7 +58,7 @@ class Origin:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Origin:
-        """Read the environment variables of the launcher and of Slurm."""
+        """Read the origin from the environment variables of the launcher and of Slurm."""
 
         def number(name: str) -> int:
             text = environment.get(name, "")
@@ -74,7 +74,7 @@ class Origin:
     def was_before(self, other: Origin) -> bool:
         """Return whether `other` is a later start of the same launch, or of the same Slurm job.
 
-        A launch or job restarts its ranks only after it has ended the earlier ones, or lost their machine.
+        A launch or job restarts its ranks only after it has ended the earlier ranks or lost their machine.
         """
         same_launch = self.launch != "" and self.launch == other.launch and self.restarts < other.restarts
         same_job = self.job != "" and self.job == other.job and self.requeues < other.requeues
@@ -82,19 +82,19 @@ class Origin:
 
 
 def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[bytes]:
-    """Take the lock of a run; closing the returned file, or the end of this process, releases it.
+    """Acquire the lock of a run; it is released when the returned file is closed or this process ends.
 
-    If a lock outlives its process, because the machine was lost and the file server waits for it, a later start of the
-    same launch or job creates a new file.
+    A lock outlives its process if the machine was lost and the file server still waits for that machine. A later start
+    of the same launch or job then creates a new lock file.
 
     Args:
-        path: the lock file; it stays when the lock is released.
+        path: path of the lock file, which remains when the lock is released.
         origin: what started this training.
         wait_s: seconds to wait for a training that is stopping.
 
     Raises:
-        UserError: if another training holds it.
-        OSError: if the file cannot be created.
+        UserError: if another training holds the lock.
+        OSError: if the lock file cannot be created.
     """
     own = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     deadline = time.monotonic() + wait_s
@@ -102,10 +102,10 @@ def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[byt
     while True:
         file = path.open("a+b", buffering=0)
         if _lock(file):
-            if not _is_at(path, file):  # a later start has replaced it
+            if not _is_at(path, file):  # a later start has replaced the file
                 file.close()
                 continue
-            with contextlib.suppress(OSError):  # a full disk: locked all the same, without a name
+            with contextlib.suppress(OSError):  # on a full disk, the lock works but does not name its holder
                 file.truncate(0)
                 file.write(json.dumps(own | {"origin": dataclasses.asdict(origin)}).encode())
             return file
@@ -139,14 +139,14 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Return whether the file still has that name."""
+    """Return whether `path` is still the name of this open file."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
 def _read(file: IO[bytes]) -> tuple[str, Origin]:
-    """Return who holds a lock and what started it, from what `lock_run` wrote into the file."""
+    """Return a lock's holder and the origin of the holder, which `lock_run` wrote into the file."""
     try:
         file.seek(0)
         content = json.loads(file.read(LARGEST))
@@ -160,15 +160,15 @@ def _read(file: IO[bytes]) -> tuple[str, Origin]:
     return one_line(f"pid {place[1]} on {place[0]} since {place[2]}"), origin
 
 
-LONGEST_NAME = 60  # of data, in the name of a run
+LONGEST_NAME = 60  # characters of the data's name in the name of a run
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
-    """Return the folder of the run that a configuration names; `name` is used if it has none.
+    """Return the folder of the run that a configuration names, or of the run `name` if it names none.
 
     Raises:
-        UserError: if `--log-dir` cannot be a folder.
+        UserError: if the path in `--log-dir` cannot be used.
     """
     folder = RunFolder(log_folder(), config.run_name or name)
     try:
@@ -182,9 +182,9 @@ def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
 
 
 def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
-    """Raise a UserError if the folder contains a run that is not to be resumed.
+    """Raise a UserError if the folder contains a run and the configuration forbids resuming.
 
-    Files of a start that failed before it wrote a line of metrics.jsonl are not a run.
+    The files of a start that failed before it wrote a line to metrics.jsonl are not regarded as a run.
     """
     if config.resume == "never" and folder.metrics.exists() and folder.metrics.stat().st_size:
         raise UserError(
@@ -194,18 +194,19 @@ def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
 
 
 def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
-    """Create the folders of a run and lock it; only called on rank 0.
+    """Create the folders of a run and lock the run; only called on rank 0.
 
     Args:
         config: the configuration.
         origin: what started the training; a training restarted by the launcher continues in its own folder.
 
     Returns:
-        The paths, with the file whose lock keeps other trainings out until it is closed.
+        The run's paths, with the locked file, which keeps other trainings out until it is closed.
 
     Raises:
-        UserError: if a folder cannot be written, or a run of that name exists and is not resumed, or is being trained.
-        AnotherStartNeededError: if the disk is full for a training that the launcher restarted.
+        UserError: if a folder cannot be written, or if a run of this name exists and is not to be resumed or is being
+            trained.
+        AnotherStartNeededError: if the disk is full when the launcher has restarted a training.
     """
     folder = run_folder(config)
 
@@ -222,9 +223,9 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
         folder = dataclasses.replace(folder, made=made if config.run_name else (folder.path, *made))
         refuse_another_run()
         lock = lock_run(folder.path / LOCK, origin)
-        refuse_another_run()  # one that was being trained until now
+        refuse_another_run()  # again, because the run may have been trained until now
         remove_leftovers_of_run(folder.path, ours=(WEIGHTS, LAST))
-        for left in folder.checkpoints.glob(".step-*.tmp"):  # a checkpoint that no living training writes
+        for left in folder.checkpoints.glob(".step-*.tmp"):  # checkpoints that no running process is writing
             shutil.rmtree(left, ignore_errors=True)
         _check_renames(folder)
         with folder.text_log.open("a", encoding="utf-8"), folder.metrics.open("a", encoding="utf-8"):
@@ -239,7 +240,7 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
 
 
 def make_folders(folder: RunFolder) -> tuple[Path, ...]:
-    """Create the missing folders of a run; return them."""
+    """Create the missing folders of a run, and return their paths."""
     made = []
     for path in (folder.path, folder.tensorboard, folder.checkpoints):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +252,7 @@ def make_folders(folder: RunFolder) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def removed_if_refused(folder: RunFolder) -> Iterator[None]:
-    """Remove the folders that this start created if a user's mistake ends it before the first step."""
+    """If a UserError ends the block, remove the folders that this start created."""
     try:
         yield
     except UserError:
@@ -261,7 +262,7 @@ def removed_if_refused(folder: RunFolder) -> Iterator[None]:
 
 
 def new_name(log_dir: Path, name: str) -> str:
-    """Create the folder of an unnamed run; return its name, ending in -2, -3, ... if the name is taken."""
+    """Create the folder of an unnamed run, and return its name: `name`, followed by -2, -3, ... if it is taken."""
     runs = log_dir / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     for number in count(1):
@@ -273,7 +274,7 @@ def new_name(log_dir: Path, name: str) -> str:
 
 
 def named_after_data(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with a run name: if none was chosen, that of its data, for which a folder is created."""
+    """Return the configuration with a run name; if it had none, name the run after its data and create its folder."""
     if config.run_name:
         return config
     stem = Path(os.path.expanduser(config.data.rstrip("/"))).name.partition(".")[0]
@@ -285,7 +286,7 @@ def _check_renames(folder: RunFolder) -> None:
     try:
         check_renames(folder.checkpoints)
     except OSError as error:
-        if error.filename2 is None:  # it was no renaming: no room, or no rights
+        if error.filename2 is None:  # not a failed renaming: there is no space or no permission
             raise
         raise UserError(
             f"--log-dir {folder.log_dir}: files cannot be renamed there ({error.strerror}), which checkpoints need. "
@@ -294,7 +295,7 @@ def _check_renames(folder: RunFolder) -> None:
 
 
 def remove_leftovers_of_run(run: Path, ours: Collection[str] = ()) -> None:
-    """Remove unfinished files of dead processes in a run's own folders; see `remove_leftovers`."""
+    """Remove the unfinished files that dead processes left in a run's own folders; see `remove_leftovers`."""
     checkpoints = run / CHECKPOINTS
     for folder in (run, run / EXPORT, checkpoints, *checkpoints.glob("step-*")):
         remove_leftovers(folder, ours, of_library=True)

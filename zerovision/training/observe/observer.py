@@ -1,4 +1,4 @@
-"""Observers of a training's steps, in a list that is built once."""
+"""Observers of training steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Seen(NamedTuple):
         batch: the micro-batch.
         losses: [B].
         logits: [B, classes], or [B, classes, members].
-        evidence: [B], not finite for a bad sample.
+        evidence: [B], non-finite for a bad sample.
     """
 
     batch: Batch
@@ -34,7 +34,7 @@ class StepDone(NamedTuple):
     """A completed optimizer step.
 
     Attributes:
-        position: number of optimizer steps of the run before it.
+        position: number of the run's optimizer steps before this one.
         result: the engine's result after the last micro-batch.
     """
 
@@ -48,45 +48,48 @@ class StepDone(NamedTuple):
 
 
 class Observer:
-    """Watches the steps of a training; a subclass overrides the methods it needs. All ranks have the same observers.
+    """Observes training steps; a subclass overrides the methods that it needs.
+
+    All ranks have the same observers, except for the profiler, which only rank 0 has.
 
     Attributes:
-        span: the clock's span to which its time after the steps is attributed.
+        span: name of the clock's span that measures the methods called after a step.
     """
 
     span = "other"
 
     def before_step(self, position: int) -> None:
-        """Prepare for the step after `position` steps of the run."""
+        """Prepare for the next step; `position` is the number of the run's earlier steps."""
 
     def seen(self, seen: Seen) -> None:
-        """Take a micro-batch of the step; must not wait for the device."""
+        """Process the results of a micro-batch; must not wait for the device."""
 
     def after_step(self, done: StepDone) -> None:
-        """Take a completed step; a collective."""
+        """Process a completed step; a collective."""
 
     def between_steps(self, *, save_due: bool, failed: bool) -> None:
-        """Use the time before the next step of the epoch; a collective.
+        """Do the work that is due between two steps of an epoch; a collective.
 
         Args:
-            save_due: whether a rank has requested a checkpoint.
-            failed: whether this rank cannot continue: its micro-batches were empty, and all ranks stop after the next
+            save_due: whether any rank has requested a checkpoint.
+            failed: whether this rank has failed; its micro-batches are then empty, and all ranks stop after the next
                 step.
         """
 
     def after_steps(self) -> None:
-        """Complete pending work after the last step of an epoch, or before a stop; a collective."""
+        """Complete pending work after the last step of an epoch or before a stop; a collective."""
 
     def after_epoch(self, write_best: Callable[[], None] | None) -> None:
-        """Take the end of an epoch, evaluated or stopped; a collective.
+        """Process the end of an epoch, after its evaluation or a stop; a collective.
 
         Args:
-            write_best: writes the epoch's weights if they are the best so far; only for rank 0.
+            write_best: function that writes the epoch's weights, to be called only on rank 0; None if they are not the
+                best so far.
         """
 
 
 class Observers(Observer):
-    """Passes every call to each observer, in order."""
+    """Passes each call to all observers, in order."""
 
     def __init__(self, observers: Sequence[Observer], clock: SpanClock) -> None:
         self._observers, self._clock = observers, clock

@@ -1,4 +1,4 @@
-"""`--profile N`: writes a trace of N steps of rank 0, for Perfetto or TensorBoard, and the costliest operators."""
+"""`--profile N`: writes a trace of N steps of rank 0 for Perfetto or TensorBoard, and lists the costliest operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerovision.training.base.points import Loggers
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.observe.observer import Observer, StepDone
 
-WARM_UP_STEPS = 5  # before the trace, unless the epoch is too short for them
+WARM_UP_STEPS = 5  # before the trace; fewer if the epoch is too short
 OPERATORS_LISTED = 10
 
 
@@ -22,14 +22,14 @@ class StepProfiler(Observer):
     """Traces steps of the first epoch that this process trains."""
 
     def __init__(self, steps: int, steps_per_epoch: int, folder: Path, clock: SpanClock, loggers: Loggers) -> None:
-        """Prepare; nothing runs yet.
+        """Prepare the profiler without starting it.
 
         Args:
-            steps: optimizer steps to trace; 0 for none.
-            steps_per_epoch: optimizer steps per epoch.
+            steps: number of optimizer steps to trace; 0 for no trace.
+            steps_per_epoch: number of optimizer steps per epoch.
             folder: folder for `trace.json.gz` and `summary.txt`.
-            clock: its spans appear in the trace.
-            loggers: get one line when the trace is written or fails.
+            clock: clock whose spans appear in the trace.
+            loggers: loggers that receive one line when the trace has been written or could not be written.
         """
         self._steps, self._steps_per_epoch = steps, steps_per_epoch
         self._folder, self._clock, self._loggers = folder, clock, loggers
@@ -37,13 +37,13 @@ class StepProfiler(Observer):
         self._warm_up_steps = 0
 
     def before_step(self, position: int) -> None:
-        """Begin the trace before the first step of this process."""
+        """Start the profiler before the first step of this process."""
         if self._steps == 0:
             return
         steps = self._steps_per_epoch - position % self._steps_per_epoch
         self._steps, asked = 0, self._steps
         self._warm_up_steps = warm_up = max(0, min(WARM_UP_STEPS, steps - asked))
-        with warnings.catch_warnings(action="ignore"):  # of no warm-up
+        with warnings.catch_warnings(action="ignore"):  # about a missing warm-up
             actions = schedule(wait=0, warmup=warm_up, active=min(asked, steps), repeat=1)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         self._profile = profile(activities=activities, schedule=actions, on_trace_ready=self._write)
@@ -51,7 +51,7 @@ class StepProfiler(Observer):
         self._clock.is_recording = warm_up == 0
 
     def after_step(self, done: StepDone) -> None:
-        """Count an optimizer step; after the last traced step, write the files."""
+        """Count an optimizer step, and write the files after the last traced step."""
         if self._profile is None:
             return
         self._profile.step()
@@ -80,9 +80,9 @@ class StepProfiler(Observer):
 
 
 def costliest_operators(trace: profile, steps: int) -> str:
-    """Return a table of the operators with the most time of their own, on the GPU if there is one."""
+    """Return a table of the operators with the most self time, on the GPU if one is used."""
     events = [event for event in trace.key_averages() if not event.is_user_annotation]
-    # What ran on a GPU has rows of its own, kernel by kernel, and counts for the operator that launched it as well.
+    # Each GPU kernel has a row of its own, and its time is also attributed to the operator that launched it.
     operators = [event for event in events if event.device_type == DeviceType.CPU]
     kernels = [event for event in events if event.device_type != DeviceType.CPU]
     key = "self_device_time_total" if kernels else "self_cpu_time_total"

@@ -1,4 +1,4 @@
-"""Records the network's predictions for each training image, by epoch; an audit checks labels with them."""
+"""Records the network's predictions for each training image in each epoch, for the audit of labels."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from zerovision.training.observe.observer import Observer, Seen
 from zerovision.training.tasks.scores import rows_of_all
 from zerovision.training.world.world import World
 
-HISTORY = "history"  # folder of a run: 001.npy and so on
+HISTORY = "history"  # subfolder of the run's folder, with 001.npy and so on
 ROW = np.dtype([("image", "<i4"), ("label", "<i4"), ("other", "<i4"), ("own_log", "<f4"), ("other_log", "<f4")])
-MOST_IMAGES = 100_000  # of which an audit judges labels, and looks for neighbors among all
-MOST_EPOCHS = 16  # that are kept, at equal distances
-HELD_NUMBERS = 2**20  # logits that wait on the device
+MOST_IMAGES = 100_000  # in the largest data set whose labels and outliers an audit checks
+MOST_EPOCHS = 16  # recorded, at equal distances
+HELD_NUMBERS = 2**20  # logits kept on the device before they are reduced
 
 
 class SampleHistory(Observer):
-    """Keeps two log-probabilities of each training image per epoch, before the step that uses it.
+    """Records two log-probabilities of each training image per epoch, before the step that trains on the image.
 
-    These are the label's, which is the loss, and the most probable other class's; their difference is the margin.
-    Images of mixed batches, and images without finite numbers, are left out.
+    One is that of the label, the negative cross-entropy; the other is that of the most probable other class. Their
+    difference is the margin. Images in mixed batches and images with non-finite log-probabilities are left out.
 
     Args:
         folder: the run's folder.
         world: the ranks.
-        epochs: the run's epochs.
+        epochs: number of epochs of the run.
         steps_per_epoch: number of optimizer steps per epoch.
     """
 
@@ -51,18 +51,18 @@ class SampleHistory(Observer):
         batch, logits = seen.batch, seen.logits
         if (self._epoch + 1) % self._every:
             return
-        is_mixed = batch.targets is not None  # on this rank: every rank has as many rows
+        is_mixed = batch.targets is not None  # on this rank; every rank must have the same number of rows
         weights = torch.zeros_like(batch.weights) if is_mixed else batch.weights
-        # A recorded graph writes its logits there again.
+        # A replayed CUDA graph overwrites these logits.
         self._held.append((weights, batch.indices, batch.labels, logits.detach().clone()))
         if len(self._held) * logits.numel() > HELD_NUMBERS:
             self._reduce()
 
     def after_steps(self) -> None:
-        """Write the rows of all ranks since the last call, in addition to the epoch's earlier rows; a collective.
+        """Add the rows that all ranks have recorded since the last call to the epoch's file; a collective.
 
-        A step that is repeated after an interruption gives the same rows, which are kept once. Rows that cannot be
-        written are lost.
+        A step that is repeated after an interruption produces the same rows, which are stored only once. Rows that
+        cannot be written are lost.
         """
         self._reduce()
         rows, self._rows = self._rows, []
@@ -95,10 +95,10 @@ class SampleHistory(Observer):
 
 
 def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Return a run's predictions for each training image, averaged over the epochs, float64 [N, C].
+    """Return a run's predicted probabilities for each training image, averaged over its epochs, float64 [N, C].
 
-    The remaining probability is divided among the other classes. Images without any epoch get NaN; so do all images if
-    the labels differ.
+    The probability that the two recorded classes leave is divided equally among all other classes. Images without
+    records have NaN; if the records do not match `labels`, all images have NaN.
 
     Args:
         run: the run's folder.
@@ -125,7 +125,7 @@ def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.nd
 
 
 def _rows_of(path: Path) -> np.ndarray:
-    """Return the rows of a file; none if it is missing or damaged."""
+    """Return the rows of a file, or no rows if the file is missing or damaged."""
     with suppress(OSError, ValueError, EOFError):
         rows = np.load(path)
         if rows.dtype == ROW:

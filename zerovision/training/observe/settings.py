@@ -10,12 +10,12 @@ from zerovision.training.checkpoint.settings import CheckpointSettings
 from zerovision.training.engines.settings import EngineSettings
 from zerovision.training.tasks.settings import TaskSettings
 
-TRACKERS = ("wandb", "mlflow", "trackio")  # packages
+TRACKERS = ("wandb", "mlflow", "trackio")  # names of the packages
 
 
 @dataclasses.dataclass(frozen=True)
 class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
-    """Where a run's files go, and what is in them."""
+    """Settings of where a run's files go and what they contain."""
 
     run_name: str = option("", "Name of the run's folder; default: date, time, model, strategy.")
     log_dir: str = option("", "Folder of all logs; default: logs/ of the checkout, else of the current folder.")
@@ -43,6 +43,6 @@ class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
 
     @property
     def destinations(self) -> list[str]:
-        """The names in `loggers`, without those turned off."""
+        """The names in `loggers`, without tensorboard if it is turned off."""
         names = [name.strip() for name in self.loggers.split(",")]
         return [name for name in names if name != "none" and (name != "tensorboard" or self.tensorboard)]

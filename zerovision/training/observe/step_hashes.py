@@ -1,4 +1,4 @@
-"""Hashes of a step's inputs and results, to compare two runs that should be equal."""
+"""Hashes the inputs and results of steps, to compare two runs that should be identical."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zerovision.training.observe.observer import Observer, Seen, StepDone
 from zerovision.training.world.collectives import gather_objects
 from zerovision.training.world.world import World
 
-HASHES = "hashes"  # the kind of their lines in metrics.jsonl
+HASHES = "hashes"  # the `kind` of lines with hashes in metrics.jsonl
 DIGEST_BYTES = 8
 OF_LEAF = ("images", "outputs", "gradients")  # in the order in which a step computes them
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
-    """Return BLAKE2b of a tensor's values in the order of its dimensions, 16 hexadecimal digits; a sync on a GPU."""
+    """Return the BLAKE2b hash of a tensor's values in row-major order, 16 hexadecimal digits; a sync on a GPU."""
     return hashlib.blake2b(_content(tensor), digest_size=DIGEST_BYTES).hexdigest()
 
 
@@ -39,14 +39,14 @@ def hashed_parameters(engine: Engine, world: World) -> dict[str, torch.Tensor]:
 
 
 class StepHashes(Observer):
-    """Every few steps, hashes each leaf on the rank that computes it, and all parameters after the step.
+    """Every few steps, hashes each leaf (micro-batch) on the rank that computes it, and all parameters after the step.
 
     Args:
-        every: number of optimizer steps between hashed steps; 0 for none.
+        every: number of optimizer steps between hashed steps; 0 to hash no step.
         world: the ranks.
         leaves: the step's leaves.
-        engine: engine whose gradients are hashed leaf by leaf before they are added up, if ranks have whole parameters.
-        loggers: get one line per hashed step.
+        engine: the engine; if ranks have whole parameters, the gradients of each leaf are hashed before they are added.
+        loggers: loggers that receive one line per hashed step.
     """
 
     span = "logging"
@@ -55,7 +55,7 @@ class StepHashes(Observer):
         self._every, self._world, self._step_leaves = every, world, leaves
         self._engine, self._loggers, self._position = engine, loggers, 0
         named = [*engine.module.named_parameters()] if every else []
-        is_whole = world.replica.size == 1  # else gradients are of a part of the network
+        is_whole = world.replica.size == 1  # otherwise a rank has the gradients of only a part of the network
         is_whole = is_whole and not any(isinstance(parameter, DTensor) for _, parameter in named)
         self._trained = [item for item in named if item[1].requires_grad and is_whole]
         self._hooks: list[Any] = []
@@ -63,11 +63,11 @@ class StepHashes(Observer):
         self._leaves: list[list[str]] = []
 
     def before_step(self, position: int) -> None:
-        """Prepare to hash the gradients of a step that is due."""
+        """Prepare to hash the gradients if this step is to be hashed."""
         self._position = position
 
         def hash_gradient(gradient: torch.Tensor, name: str) -> None:
-            # CRC-32 sees each change of neighboring bits, in a fifth of the time; a run has many leaves.
+            # CRC-32 detects any change of neighboring bits in a fifth of BLAKE2b's time; a run has many leaves.
             self._gradients[name] = zlib.crc32(_content(gradient))
 
         if self._is_due():
@@ -76,7 +76,7 @@ class StepHashes(Observer):
             ]
 
     def seen(self, seen: Seen) -> None:
-        """Hash a micro-batch and its outputs, after its backward."""
+        """Hash a micro-batch and its outputs, after its backward pass."""
         if self._is_due():
             of_all = hashlib.blake2b(repr(sorted(self._gradients.items())).encode(), digest_size=DIGEST_BYTES)
             gradients = [of_all.hexdigest()] if self._gradients else []
@@ -90,7 +90,7 @@ class StepHashes(Observer):
             self._loggers.event(HASHES, line)
 
     def line(self) -> dict[str, Any]:
-        """Return the values of a due step's line on rank 0; a collective."""
+        """Return the values of a hashed step's line on rank 0, and an empty dict on other ranks; a collective."""
         for hook in self._hooks:
             hook.remove()
         parameters = hashed_parameters(self._engine, self._world)

@@ -1,6 +1,6 @@
-"""The destinations of a run's numbers: console, text log, JSON lines, TensorBoard and trackers.
+"""The loggers of a run: console, text log, JSON lines, TensorBoard and trackers.
 
-A new logger is one subclass of `RunLogger` and one line in `LOGGERS`. Only rank 0 has loggers.
+To add a logger, write a subclass of `RunLogger` and a line in `LOGGERS`. Only rank 0 has loggers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _tracker(name: str, *of_run: Any) -> RunLogger:
     return TrackerLogger(name, folder, settings, first_step)
 
 
-# By the name in `--loggers`: what makes a destination from the run's folder, its settings by name, the facts and the
-# first step of `open_loggers`.
+# The name in `--loggers` -> a function that creates the logger from the run's folder, its settings by name, and the
+# arguments `facts` and `first_step` of `open_loggers`.
 LOGGERS: dict[str, Callable[[RunFolder, dict[str, Any], dict[str, Any], int], RunLogger]] = {
     "tensorboard": _tensorboard,
     **{name: partial(_tracker, name) for name in TRACKERS},
@@ -41,14 +41,14 @@ LOGGERS: dict[str, Callable[[RunFolder, dict[str, Any], dict[str, Any], int], Ru
 def open_loggers(
     settings: ObserveSettings, folder: RunFolder, facts: dict[str, Any], more: dict[str, Any], first_step: int
 ) -> Loggers:
-    """Build rank 0's loggers and write the files that describe the run.
+    """Create rank 0's loggers, and write the files that describe the run.
 
     Args:
-        settings: the run's whole configuration.
-        folder: where the files go.
+        settings: the run's complete configuration.
+        folder: the run's folder.
         facts: the result of `zerovision.training.observe.environment.describe_run`.
-        more: more files that describe it, name -> content.
-        first_step: the run's first step, 0 unless it resumes; earlier logs of later steps are void.
+        more: additional files that describe the run, name -> content.
+        first_step: the run's first step, 0 unless the run resumes; anything logged earlier for later steps is void.
     """
     from zerovision.training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
 

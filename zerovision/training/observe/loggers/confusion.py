@@ -1,4 +1,4 @@
-"""Draws a confusion matrix with Pillow, because a plotting library would take a tenth of a short epoch."""
+"""Draws a confusion matrix with Pillow, because a plotting library would take a tenth of the time of a short epoch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from zerovision.training.base.errors import printable
 
-LARGEST_WITH_NUMBERS = 20  # classes; more have neither numbers nor names
+LARGEST_WITH_NUMBERS = 20  # classes; a larger matrix shows neither numbers nor names
 LONGEST_NAME = 24
 LIGHT, DARK = np.array([247, 251, 255]), np.array([8, 48, 107])
 CELL_PIXELS, SMALL_CELL_PIXELS, CAPTION_PIXELS, FONT_PIXELS = 30, 4, 24, 12
@@ -18,14 +18,14 @@ CAPTION = "rows: true class; columns: predicted class, in the same order"
 
 
 def confusion_picture(confusion: torch.Tensor, class_names: Sequence[str]) -> np.ndarray:
-    """Draw a confusion matrix; darker cells have a larger share of the true class.
+    """Draw a confusion matrix; darker cells contain a larger share of the true class.
 
     Args:
-        confusion: int64 [classes, classes], rows are true classes, columns predicted ones.
-        class_names: the names of the rows.
+        confusion: int64 [classes, classes]; rows are true classes, columns are predicted classes.
+        class_names: names of the classes.
 
     Returns:
-        uint8 [height, width, 3]; the cells end at the right edge.
+        The picture, uint8 [height, width, 3], with the matrix at its right edge.
     """
     has_numbers = len(confusion) <= LARGEST_WITH_NUMBERS
     cell = CELL_PIXELS if has_numbers else SMALL_CELL_PIXELS

@@ -1,4 +1,4 @@
-"""Writes to TensorBoard: scalars, the configuration, a sample of augmented images, and the confusion matrix."""
+"""Writes scalars, the configuration, a sample of augmented images and confusion matrices for TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SECONDS_BETWEEN_PICTURES = 30.0  # drawing one takes as long as a step
 
 
 class TensorBoardLogger(RunLogger):
-    """Writes event files into logs/tensorboard/<run>/."""
+    """Writes event files to logs/tensorboard/<run>/."""
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], facts: dict[str, Any], first_step: int) -> None:
-        # After a resume, steps from before it that are run again are void.
+        # After a resume, the earlier values of steps that are repeated are void.
         purge_step = first_step + 1 if first_step else None
         self._next_picture = 0.0
         self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10, purge_step=purge_step)
@@ -49,7 +49,7 @@ class TensorBoardLogger(RunLogger):
         self._write_scalars(scalars | _time_and_speed(point), point.step)
 
     def epoch(self, point: EpochPoint) -> None:
-        """Write the scalars of an epoch, and the confusion matrices of the first, the last, and some other epochs."""
+        """Write the scalars of an epoch, and the confusion matrix in the first, the last and some other epochs."""
         scalars = {
             "epoch/train_loss": point.train_loss,
             "epoch/train_top1": point.train_top1,
@@ -68,7 +68,7 @@ class TensorBoardLogger(RunLogger):
             self._writer.add_image("confusion matrix", picture, point.epoch, dataformats="HWC")
 
     def end(self, point: RunPoint) -> None:
-        """Write the whole run's numbers, one point each."""
+        """Write the numbers of the whole run, one point per number."""
         scalars = {"speed/images_per_second": point.images_per_second} | _time_and_speed(point)
         self._write_scalars({f"run/{tag}": value for tag, value in scalars.items()}, point.step)
 

@@ -1,4 +1,4 @@
-"""The console, and loggers that write lines: to the console, logs/training.log and the run's metrics.jsonl."""
+"""The console, and the loggers that write lines to it, to logs/training.log and to the run's metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from zerovision.training.base.run_folder import RunFolder
 def open_console(*, stderr: bool = False, is_forced: bool = False) -> Console:
     """Return a console that writes plain lines to anything but a terminal.
 
-    By default rich also draws if FORCE_COLOR is set, as in notebooks and CI, and produces HTML in notebooks.
+    By default, rich also draws if FORCE_COLOR is set, as in notebooks and CI, and produces HTML in notebooks.
 
     Args:
-        stderr: whether it writes to standard error.
+        stderr: whether to write to standard error instead of standard output.
         is_forced: whether to treat the stream as a terminal.
     """
     stream = sys.stderr if stderr else sys.stdout
     is_terminal = stream is not None and stream.isatty()
-    force = True if is_forced else None if is_terminal else False  # None: as rich finds that terminal to be
+    force = True if is_forced else None if is_terminal else False  # None: rich examines the terminal
     return Console(stderr=stderr, force_terminal=force, force_jupyter=False, highlight=False, markup=False, emoji=False)
 
 
@@ -45,7 +45,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class LineLogger(RunLogger):
-    """Turns everything into lines of text."""
+    """Logs everything as lines of text."""
 
     def steps(self, point: StepPoint) -> None:
         self.message(step_line(point))
@@ -62,7 +62,7 @@ class ConsoleLogger(LineLogger):
     """Prints messages, and progress as a bar on a terminal or as plain lines elsewhere.
 
     Args:
-        mode: 'auto', 'bar', 'lines', or 'off' for only messages.
+        mode: 'auto', 'bar', 'lines', or 'off' to print only messages.
     """
 
     def __init__(self, mode: str) -> None:
@@ -73,11 +73,11 @@ class ConsoleLogger(LineLogger):
         self._last_line_at = time.monotonic()
 
     def message(self, message: str) -> None:
-        """Print the line, above the bar if there is one."""
+        """Print a message, above the progress bar if one is shown."""
         self._console.print(message, soft_wrap=True)
 
     def steps(self, point: StepPoint) -> None:
-        """Move the bar, or print a line every ten seconds."""
+        """Update the progress bar, or print a line every ten seconds."""
         if self._is_quiet:
             return
         if self._use_bar:
@@ -87,13 +87,13 @@ class ConsoleLogger(LineLogger):
             self._last_line_at = time.monotonic()
 
     def epoch(self, point: EpochPoint) -> None:
-        """Replace the bar with the epoch's line."""
+        """Replace the progress bar with the epoch's line."""
         self.close()
         if not self._is_quiet:
             super().epoch(point)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -114,7 +114,7 @@ class ConsoleLogger(LineLogger):
 
 
 class TextLogger(LineLogger):
-    """Appends to logs/training.log, which all runs share, with time and run name before each line."""
+    """Appends lines to logs/training.log, which all runs share; each line starts with the time and the run's name."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._file = folder.text_log.open("a", encoding="utf-8", buffering=1)
@@ -129,7 +129,7 @@ class TextLogger(LineLogger):
 
 
 class EventLogger(RunLogger):
-    """Turns everything into events, including logging points ('step'), epochs ('epoch') and the run's end ('end')."""
+    """Logs everything as events, including logging points ('step'), epochs ('epoch') and the run's end ('end')."""
 
     def steps(self, point: StepPoint) -> None:
         self.event("step", flatten(point))
@@ -147,7 +147,7 @@ class EventLogger(RunLogger):
 class JsonLinesLogger(EventLogger):
     """Writes metrics.jsonl: one JSON object per event, with its 'kind'.
 
-    After a resume, steps appear again; the later line of a step is valid.
+    After a resume, some steps appear twice; the later line of a step is the valid one.
     """
 
     def __init__(self, folder: RunFolder) -> None:

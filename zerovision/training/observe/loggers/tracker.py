@@ -1,7 +1,7 @@
-"""Trackers such as Weights & Biases; a separate process feeds each; see `loggers.tracker_process`.
+"""Sends events to trackers such as Weights & Biases, each through its own process; see `loggers.tracker_process`.
 
-A tracker's library takes seconds to import, waits for networks and catches signals. A step only puts a dict into a
-queue, or drops it if the queue is full.
+A tracker's library takes seconds to import, waits for the network and catches signals. A training step therefore only
+puts a dict into a queue, or drops the dict if the queue is full.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from zerovision.training.base.run_folder import PACKAGE, TRACKERS, RunFolder
 from zerovision.training.observe.loggers.text import EventLogger
 
 MOST_WAITING = 1000  # events
-ENDING_SECONDS = 120.0  # that a run which has ended waits for its tracker
+ENDING_SECONDS = 120.0  # that a run waits for its tracker at its end
 MODULE = "zerovision.training.observe.loggers.tracker_process"
 
 
 class TrackerLogger(EventLogger):
-    """Passes events to a tracker's process; nothing waits before the run's end.
+    """Passes events to a tracker's process; training does not wait for this process before the run's end.
 
     Raises:
-        OSError: if the folder for its log cannot be written, or the process cannot be started.
+        OSError: if the folder for the process's log cannot be written, or the process cannot be started.
     """
 
     def __init__(self, name: str, folder: RunFolder, config: Mapping[str, Any], first_step: int) -> None:
@@ -43,7 +43,7 @@ class TrackerLogger(EventLogger):
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-                start_new_session=True,  # no Ctrl-C: it ends with what it reads
+                start_new_session=True,  # it does not receive Ctrl-C, and ends when its input ends
             )
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
         self._teller = threading.Thread(target=self._tell, daemon=True)
@@ -60,7 +60,7 @@ class TrackerLogger(EventLogger):
                 self._note(f"{MOST_WAITING} lines are waiting: more are dropped for now; training goes on")
 
     def delivered(self) -> None:
-        """Let the tracker take the run's files, and wait for that, but not forever."""
+        """Have the tracker's process send the run's files, and wait for it for a limited time."""
         if self._is_done:
             return
         self._is_done = True
@@ -80,19 +80,19 @@ class TrackerLogger(EventLogger):
         self.delivered()
 
     def _feed(self) -> None:
-        """Write events to the process; in a thread."""
+        """Write events to the process; runs in a thread."""
         assert self._process.stdin is not None
         try:
             with self._process.stdin as pipe:
                 while (event := self._events.get()) is not None:
                     pipe.write(json.dumps(event, default=str).encode() + b"\n")
                     pipe.flush()
-        except OSError:  # the process has ended, and has said why
+        except OSError:  # the process has ended and has printed why
             while self._events.get() is not None:
                 pass
 
     def _tell(self) -> None:
-        """Print the process's messages; in a thread."""
+        """Print the process's messages; runs in a thread."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._note(line.decode(errors="replace").rstrip())

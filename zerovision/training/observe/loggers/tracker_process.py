@@ -1,11 +1,11 @@
-"""The process that feeds one tracker with events from its standard input, and a run in each tracker.
+"""The process that sends events from its standard input to one tracker, and a class for a run in each tracker.
 
-It survives Ctrl-C and a killed trainer, whose run it marks as killed. The first error of the tracker's library becomes
-one line on standard output; its other output goes to a log.
+The process survives Ctrl-C and the death of the trainer, whose run it then marks as killed. The first error of the
+tracker's library becomes one line on standard output; the library's other output goes to a log.
 
-Each run writes where its library's variables say, or else into the folder of all logs. `picture` and `file` get the
-run's final files; `close` gets 'finished', 'failed' or 'killed'; `refused` names the settings that the tracker refused.
-Methods may raise any error of the tracker's library.
+Each class writes to the place that its library's environment variables name, or by default into the folder of all logs.
+`picture` and `file` receive the run's final files, `close` receives 'finished', 'failed' or 'killed', and `refused`
+contains the names of the settings that the tracker rejected. Methods may raise any error of the tracker's library.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from zerovision.training.base.run_folder import RunFolder
 
 PROJECT = "zerovision"
 OPENING_SECONDS = 60
-LONGEST_VALUE, LONGEST_TAG = 6000, 5000  # characters, of MLflow
+LONGEST_VALUE, LONGEST_TAG = 6000, 5000  # characters; limits of MLflow
 
 
 class WandbRun:
-    """Weights & Biases: on the server of `wandb login`, or with WANDB_MODE=offline in <log folder>/wandb."""
+    """A run in Weights & Biases, on the server of `wandb login`, or with WANDB_MODE=offline in <log folder>/wandb."""
 
     refused: Sequence[str] = ()
 
@@ -48,7 +48,7 @@ class WandbRun:
             "name": folder.name,
             "dir": os.environ.get("WANDB_DIR", str(folder.log_dir)),
             "config": config,
-            # Its measurements of CPU, GPU, memory and disk are those of the trainer.
+            # W&B then measures the CPU, GPU, memory and disk use of the trainer.
             "settings": wandb.Settings(console="off", init_timeout=OPENING_SECONDS, x_stats_pid=os.getppid()),
         }
         try:
@@ -57,7 +57,7 @@ class WandbRun:
         except wandb.Error:
             if known_as is None:
                 raise
-            # Not every server rewinds. One that only appends ignores the steps that it has, which are the same again.
+            # Not every server can rewind. A server that only appends ignores repeated steps, which have equal values.
             self._run = wandb.init(**settings, resume="allow")
 
     def scalars(self, values: dict[str, float], step: int) -> None:
@@ -79,12 +79,12 @@ class WandbRun:
 
 
 class MlflowRun:
-    """MLflow: on the server of MLFLOW_TRACKING_URI, or in <log folder>/mlflow; steps that are run again stay."""
+    """A run in MLflow, on the server of MLFLOW_TRACKING_URI, or in <log folder>/mlflow; repeated steps stay in it."""
 
     refused: Sequence[str] = ()
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], known_as: str | None, first_step: int) -> None:
-        # Before the import: a request to a server that is not there would be repeated for minutes.
+        # Set before the import, because requests to an unreachable server would be retried for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         import mlflow
@@ -97,16 +97,16 @@ class MlflowRun:
             artifacts = (own / "artifacts").as_uri()
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         if mlflow.get_experiment_by_name(experiment) is None:
-            with contextlib.suppress(mlflow.MlflowException):  # another run was first
+            with contextlib.suppress(mlflow.MlflowException):  # another run has just created it
                 mlflow.create_experiment(experiment, artifacts)
         mlflow.set_experiment(experiment)
         self.known_as = mlflow.start_run(known_as, run_name=folder.name, log_system_metrics=True).info.run_id
-        if known_as is None:  # of a run that has some MLflow refuses others
+        if known_as is None:  # MLflow rejects other values for parameters that a run already has
             end = time.monotonic() + OPENING_SECONDS
             self.refused = self._set({key: str(value)[:LONGEST_VALUE] for key, value in config.items()}, end)
 
     def _set(self, parameters: dict[str, str], end: float) -> list[str]:
-        """Log parameters, and return those refused; a server accepts a batch completely or not at all."""
+        """Log parameters, and return the names of rejected ones; a server accepts a batch completely or not at all."""
         try:
             self._mlflow.log_params(parameters)
         except self._mlflow.MlflowException:
@@ -135,12 +135,12 @@ class MlflowRun:
 
 
 class TrackioRun:
-    """Trackio: in the files of <log folder>/trackio; steps that are run again stay."""
+    """A run in Trackio, in the files of <log folder>/trackio; repeated steps stay in it."""
 
     refused: Sequence[str] = ()
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], known_as: str | None, first_step: int) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(folder.log_dir.resolve() / "trackio"))  # read by the import
+        os.environ.setdefault("TRACKIO_DIR", str(folder.log_dir.resolve() / "trackio"))  # read at import
         import trackio
 
         self._trackio, self.known_as = trackio, folder.name
@@ -166,11 +166,11 @@ class TrackioRun:
 TRACKER_RUNS: dict[str, Any] = {"wandb": WandbRun, "mlflow": MlflowRun, "trackio": TrackioRun}
 
 
-SECONDS_AFTER_TRAINER = 60.0  # that it has to end in if the trainer is gone
-PREFIXES = {"step": "train", "end": "run"}  # of an event's numbers; else its kind
-# Of an epoch's numbers those of the best one so far: what a tracker lists of a run is the last that it got.
+SECONDS_AFTER_TRAINER = 60.0  # in which this process must end after the trainer has ended
+PREFIXES = {"step": "train", "end": "run"}  # of the names of an event's numbers; the default is the event's kind
+# An epoch's numbers that are also sent as those of the best epoch so far, because trackers list the last value sent.
 BEST = ("epoch", "score", "val_loss", "val_top1", "val_top5")
-ALERTS = ("checkpoint_failed", "diverged", "gave_up")  # what a person should know at once
+ALERTS = ("checkpoint_failed", "diverged", "gave_up")  # events that a person should learn of immediately
 FILES = (
     *(names.CONFIG, names.ENVIRONMENT, names.METRICS, names.EVALUATION, names.TEST_EVALUATION),
     *(names.CARD, names.REPORT, names.WEIGHTS),
@@ -186,10 +186,10 @@ class Feeder:
         os.dup2(2, 1)
         self._run = self._attempt(self._open, name, means="the run is not there")
         if self._has_failed:
-            os._exit(1)  # without waiting for whatever the library has begun
+            os._exit(1)  # without waiting for anything that the library has started
 
     def _open(self, name: str) -> Any:
-        """Open a run in a tracker, the same one as before if the run was started before."""
+        """Open the run in the tracker, or reopen it if an earlier start has opened it."""
         first = json.loads(sys.stdin.readline())
         memory = self._folder.path / names.TRACKERS / f"{name}.json"
         known_as = json.loads(memory.read_text()) if memory.exists() else None
@@ -200,10 +200,10 @@ class Feeder:
         return run
 
     def feed(self) -> None:
-        """Pass events on until the trainer reports the end of the run, or is gone."""
+        """Pass events on until the trainer reports the end of the run or dies."""
         step, status = 0, "killed"
         for text in sys.stdin:
-            if not text.endswith("\n"):  # of a trainer that was killed
+            if not text.endswith("\n"):  # the trainer was killed while writing it
                 break
             event = json.loads(text)
             kind = event.pop("kind")
@@ -223,7 +223,7 @@ class Feeder:
         self._attempt(self._run.close, status)
 
     def _hand_over(self, step: int) -> None:
-        """Give the tracker the run's final files."""
+        """Send the run's final files to the tracker."""
         for name, file in PICTURES.items():
             if (path := self._folder.path / names.EVALUATION / file).exists():
                 self._attempt(self._run.picture, name, path, step)
@@ -232,7 +232,7 @@ class Feeder:
                 self._attempt(self._run.file, path)
 
     def _attempt(self, action: Any, *values: Any, means: str = "some of it is missing there") -> Any:
-        """Call a function that may raise any error, and return its result."""
+        """Call a function that may raise any error; return its result, or None after an error."""
         try:
             return action(*values)
         except Exception as error:
@@ -250,7 +250,7 @@ def _numbers(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]
 
 
 def _end_after(trainer: int) -> None:
-    """End this process some time after its trainer, even if the library is waiting; in a thread."""
+    """End this process a while after the trainer has ended, even if the library is waiting; runs in a thread."""
     while os.getppid() == trainer:
         time.sleep(1)
     time.sleep(SECONDS_AFTER_TRAINER)
@@ -258,7 +258,7 @@ def _end_after(trainer: int) -> None:
 
 
 def main(name: str, log_dir: str, run: str) -> None:
-    """Feed a tracker with the run of this name."""
+    """Send the events of the run `run` to the tracker `name`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
