@@ -12,7 +12,7 @@ from zerovision.training.base.settings import TUNE_USAGE
 
 
 def read_tune(word: str) -> tuple[str, int]:
-    """Return the mode of `--tune`, 'full', 'head', 'layers' or 'lora', and its number, or 0.
+    """Return the mode of `--tune` ('full', 'head', 'layers' or 'lora') and its number, which is 0 if it has none.
 
     Raises:
         UserError: for any other word.

@@ -1,4 +1,4 @@
-"""Parameter groups, the optimizer, which may combine several rules, and its state as all engines use it."""
+"""Parameter groups, the optimizer (which may combine several rules), and the optimizer state that all engines use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zerovision.training.recipe.settings import RecipeSettings
 
 
 class Composite(torch.optim.Optimizer):
-    """Several optimizers as one, which owns their groups and state.
+    """Combines several optimizers into one, which shares their groups and state.
 
     Attributes:
-        rules: the optimizers; an engine that replaces a group's parameters also replaces them there.
+        rules: the optimizers; an engine that replaces a group's parameters also replaces them in the group's rule.
     """
 
     def __init__(self, rules: Sequence[torch.optim.Optimizer]) -> None:
@@ -38,14 +38,15 @@ class Composite(torch.optim.Optimizer):
 
 
 def rules_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Return the rules of a composite optimizer, or any other optimizer itself."""
+    """Return the rules of a composite optimizer; for any other optimizer, return a list of only itself."""
     return optimizer.rules if isinstance(optimizer, Composite) else [optimizer]
 
 
 class Fp32Muon(muon.Muon):
-    """timm's Muon, whose Newton-Schulz iterations are in fp32 instead of bf16.
+    """timm's Muon with Newton-Schulz iterations in fp32 instead of bf16.
 
-    On a CPU without bf16 instructions (AMD EPYC, family 25, model 1), they take 27 times as long in bf16 (`airbench`).
+    On a CPU without bf16 instructions (AMD EPYC, family 25, model 1), the iterations take 27 times as long in bf16,
+    measured for `airbench`.
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -58,21 +59,21 @@ class Fp32Muon(muon.Muon):
             muon.zeropower_via_newtonschulz = in_bf16
 
 
-# Options of timm's rules, beside the rate, the decay and the momentum.
+# Options of timm's rules, in addition to the learning rate, the weight decay and the momentum.
 OPTIONS: dict[str, dict[str, Any]] = {
-    # One pass over each flat tensor: 0.87 of the step time of PyTorch's default.
+    # One pass over each flat tensor: a step takes 0.87 of the time that it takes with PyTorch's default.
     **{name: {"fused": True} for name in ("adam", "adamw", "sgd", "momentum", "nesterov")},
-    # Gradient clipping is the engine's.
+    # The engine clips gradients.
     "lamb": {"max_grad_norm": None},
 }
-# What does not begin with zeros, by the rule's class.
+# How to initialize state that does not start with zeros, by the rule's class and the kind of state.
 STARTS = {("RMSpropTF", "square_avg"): torch.ones_like, ("MADGRAD", "x0"): torch.clone}
 
-AVERAGES = "averages"  # of a parameter group: names of the averages of its weights that are in the optimizer's state
+AVERAGES = "averages"  # key of a parameter group: names of the averages of its weights in the optimizer's state
 
 
 class ParameterSettings(NamedTuple):
-    """Whether a parameter has weight decay, and the factor on its learning rate."""
+    """Whether weight decay applies to a parameter, and the factor on the parameter's learning rate."""
 
     decays: bool
     rate_scale: float
@@ -81,14 +82,14 @@ class ParameterSettings(NamedTuple):
 def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, ParameterSettings]:
     """Return the settings of every trained parameter, by name.
 
-    Biases and norm weights are vectors: decaying them only hurts (Goyal et al. 2017, https://arxiv.org/abs/1706.02677,
-    section 3). With `--no-weight-decay model`, parameters named in a timm model's `no_weight_decay` do not decay
-    either. With `--layer-decay`, a layer's rate is that of the next layer, towards the head, times the decay (Bao et
-    al. 2021, https://arxiv.org/abs/2106.08254, appendix); the layers are timm's, see
-    `timm.optim.param_groups_layer_decay`.
+    Vectors, which are biases and norm weights, do not decay, because that would only hurt (Goyal et al. 2017,
+    https://arxiv.org/abs/1706.02677, section 3). With `--no-weight-decay model`, parameters named in a timm model's
+    `no_weight_decay` do not decay either. With `--layer-decay`, a layer's learning rate is that of the next layer
+    towards the head, times the layer decay (Bao et al. 2021, https://arxiv.org/abs/2106.08254, appendix). The layers
+    are those of `timm.optim.param_groups_layer_decay`.
 
     Raises:
-        UserError: for a layer decay if only one layer is trained, or timm does not divide the model into layers.
+        UserError: for a layer decay if only one layer is trained, or if timm does not divide the model into layers.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if config.layer_decay == 1 and config.no_weight_decay == "vectors":
@@ -117,21 +118,21 @@ def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, P
 def build_optimizer(
     module: nn.Module, config: RecipeSettings, head_parameter_names: Collection[str], *, discriminative: bool
 ) -> torch.optim.Optimizer:
-    """Build the optimizer with timm, with separate groups by weight decay and learning rate.
+    """Build the optimizer with timm, with parameter groups by weight decay and learning rate.
 
-    Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_backbone', whether it is frozen in the
-    head's epochs, and 'whole_parameters', whether its rule needs whole parameters.
+    Each group contains 'rate_scale', the factor on the schedule's learning rate; 'is_backbone', whether the group is
+    frozen while only the head is trained; and 'whole_parameters', whether the group's rule needs whole parameters.
 
     Args:
         module: the model.
-        config: the run's configuration with resolved `precision`, which Muon's products also use.
+        config: the run's configuration with resolved `precision`; with 'fp32', Muon also computes its products in fp32.
         head_parameter_names: names of the classifier's parameters.
         discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
 
     Raises:
-        UserError: if the rule rejects a value or would update nothing; see also `parameter_settings`.
+        UserError: if the rule rejects a value or would update no parameter; see also `parameter_settings`.
     """
-    assert config.learning_rate != "auto"  # chosen before
+    assert config.learning_rate != "auto"  # already chosen
     settings, fallback = parameter_settings(module, config), read_fallback(config.fallback_optimizer)
     groups: dict[tuple[float, float, bool, str], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
@@ -169,15 +170,15 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: RecipeSet
     from timm.optim import create_optimizer_v2, get_optimizer_class
 
     given = _given_options(name, config)
-    assert config.learning_rate != "auto"  # chosen before
+    assert config.learning_rate != "auto"  # already chosen
     is_fallback = name != config.optimizer
-    # The groups have their own rates; corrected decays refer to this one, the peak.
+    # The groups have their own learning rates; corrected weight decays are relative to the peak rate.
     peak = config.learning_rate * (read_fallback(config.fallback_optimizer).rate_scale if is_fallback else 1)
     options = {"lr": peak, "weight_decay": config.weight_decay, **given}
     momentum = given.get("momentum", config.momentum)
     if name in MATRIX_RULES:
         param_groups = [{**group, "use_muon": True} for group in param_groups]
-    # "momentum" is timm's name of SGD without Nesterov's rule, which refuses a momentum of 0.
+    # "momentum" is timm's name for SGD without Nesterov momentum; with Nesterov momentum, SGD rejects a momentum of 0.
     is_plain_sgd = name in ("sgd", "nesterov") and momentum == 0
     try:
         # timm passes the momentum only to the optimizers that have one.
@@ -195,7 +196,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
     """Return the options that the user gave for a rule.
 
     Raises:
-        UserError: for an option that the rule does not have.
+        UserError: for an option that the rule does not have, or a wrong number of betas.
     """
     from timm.optim import get_optimizer_class, get_optimizer_info
 
@@ -205,7 +206,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
     options = read_options(flag, text)
     known = {*inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters}
     if name in MATRIX_RULES:
-        known.remove("betas")  # which the class has for other rules
+        known.remove("betas")  # the class has betas only for its built-in fallback rule
     for option in options:
         if option not in known:
             allowed = ", ".join(sorted(OPTION_READERS.keys() & known)) or "none"
@@ -217,9 +218,9 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the optimizer's state tensors per weight; SGD without momentum has none.
+    """Return the names of the state tensors that the optimizer has for each weight; SGD without momentum has none.
 
-    They include averages of the weights; see `zerovision.training.steps.weight_average`.
+    The names include those of averages of the weights; see `zerovision.training.steps.weight_average`.
     """
     created = [_created_state(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
     moments = dict.fromkeys(kind for state in created for kind, value in state.items() if _is_moment(value))
@@ -227,21 +228,21 @@ def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def moments_of(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the live state tensors of a weight by kind, as far as it has those in `moment_kinds`."""
+    """Return the live state tensors of a weight by kind, limited to the kinds in `moment_kinds`."""
     state, kinds = optimizer.state[weight], moment_kinds(optimizer)
     return {kind: state[kind] for kind in kinds if kind in state}
 
 
 def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
-    """Create the optimizer's state for these weights as the first step would, before that step.
+    """Create the optimizer's state for weights before the first step, as that step would.
 
-    So every engine has moments to save, and a fused optimizer can skip its first step; otherwise SGD would use
-    uninitialized memory as momentum.
+    This gives every engine moments to save, and lets a fused optimizer skip its first step, after which SGD would
+    otherwise use uninitialized memory as momentum.
     """
     groups = _groups(optimizer)
     for weight in weights:
         rule, group = groups(weight)
-        # The fused kernels read the count on the weights' device, the others keep it on the CPU.
+        # Fused kernels read the step count on the weights' device; other rules keep it on the CPU.
         place = weight.device if group.get("fused") else torch.device("cpu")
         optimizer.state[weight] = {
             kind: _first_value(rule, kind, value, weight, place) for kind, value in _created_state(rule, group).items()
@@ -251,7 +252,7 @@ def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tenso
 
 @torch.no_grad()
 def restart(optimizer: torch.optim.Optimizer) -> None:
-    """Reset the state in place to that before the first step, except the averages of the weights."""
+    """Reset the state in place to what it was before the first step, except for the averages of the weights."""
     groups = _groups(optimizer)
     for weight, state in optimizer.state.items():
         rule, group = groups(weight)
@@ -264,7 +265,7 @@ def restart(optimizer: torch.optim.Optimizer) -> None:
 
 
 def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind: str) -> None:
-    """Swap the weights with one kind of the optimizer's state."""
+    """Swap the weights with the tensor of one kind in the optimizer's state."""
     kept = weights.clone()
     weights.copy_(state[kind])
     state[kind].copy_(kept)
@@ -276,7 +277,7 @@ def _groups(
     """Return a function that finds the rule and the group of a weight."""
     groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
     group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
-    return lambda weight: group_of.get(weight, groups[0])  # an engine may fill its groups in each step
+    return lambda weight: group_of.get(weight, groups[0])  # an engine may refill its groups in each step
 
 
 def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> None:
@@ -289,7 +290,7 @@ def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> N
 
 
 def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that a rule creates for a parameter in its first step, found once with a step on 2 x 2 zeros."""
+    """Return the state that a rule creates for a parameter in the first step, found once by a step on 2 x 2 zeros."""
     if "created_state" not in group:
         weight = nn.Parameter(torch.zeros(2, 2))
         weight.grad = torch.zeros(2, 2)
@@ -309,7 +310,7 @@ def _is_moment(value: Any) -> bool:
 def _first_value(
     rule: torch.optim.Optimizer, kind: str, created: Any, weight: torch.Tensor, place: torch.device
 ) -> Any:
-    """Return the initial value of one kind of a weight's state; `created` is the rule's own for 2 x 2 zeros."""
+    """Return the initial value of one kind of a weight's state; `created` is the rule's value for a 2 x 2 weight."""
     if _is_moment(created):
         return STARTS.get((type(rule).__name__, kind), torch.zeros_like)(weight.detach())
     return created.to(place, copy=True) if isinstance(created, torch.Tensor) else created

@@ -1,6 +1,6 @@
 """The table of update rules: timm's optimizers by name, and whether each needs whole parameters.
 
-This module imports neither torch nor timm, because it checks the command line.
+This module imports neither torch nor timm, because it is used to check the command line.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 from zerovision.training.base.errors import UserError, shown, unknown_name
 
-# An element's update depends on that element's history alone, so that flat parts of parameters can be updated as well
-# as whole ones: these work under every engine and strategy.
+# These rules work with every engine and strategy: an element's update depends only on that element's history, so flat
+# parts of parameters can be updated like whole parameters.
 ELEMENT_WISE = [*("adamw", "adam", "sgd", "momentum", "nesterov", "lion", "adan", "madgrad", "rmsprop", "rmsproptf")]
-# A small number is added to the learning rate: weights move at a rate of 0 too.
+# These rules add a small number to the learning rate, so weights change even at a rate of 0.
 SHIFTED_RATE = ("madgrad",)
-# Matrices and convolutions are updated by this rule, all else by `--fallback-optimizer`.
+# These rules update matrices and convolutions; `--fallback-optimizer` updates all other parameters.
 MATRIX_RULES = ("muon",)
-# A parameter's norm or its matrix is part of the update: each rank must have whole parameters.
+# These rules use the norm or the whole matrix of a parameter, so each rank must have whole parameters.
 WHOLE_PARAMETER = [*MATRIX_RULES, "lars", "lamb"]
-MOST_TIMES = 1000.0  # the learning rate that a fallback may have
+MOST_TIMES = 1000.0  # upper limit of a fallback's factor on the learning rate
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
-    """Return a reader of numbers from `low` to below `high`, whole numbers if `low` is an int."""
+    """Return a function that parses numbers from `low` to below `high`, or whole numbers if `low` is an int."""
 
     def read(word: str) -> float:
         value = type(low)(word)
@@ -36,7 +36,8 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return read
 
 
-# What the OPTIONS of `--optimizer` may be, in words, and how it is read. Others would make a rule another kind of rule.
+# For each of the OPTIONS of `--optimizer`, a description of its values and the function that parses them. Further
+# options of timm's rules would change what kind of rule they are.
 OPTION_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     **dict.fromkeys(("alpha", "momentum"), ("a number from 0 to below 1", _number(0.0, 1))),
     **dict.fromkeys(("eps", "trust_coeff"), ("a number above 0", _number(sys.float_info.min, math.inf))),
@@ -50,10 +51,10 @@ OPTION_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def read_options(flag: str, text: str) -> dict[str, Any]:
-    """Return the options of a rule, given as NAME=VALUE,NAME=VALUE.
+    """Parse the options of a rule, written as NAME=VALUE,NAME=VALUE.
 
     Raises:
-        UserError: for a value that cannot be read.
+        UserError: for an unknown name or an invalid value.
     """
     options = {}
     for word in text.split(",") if text else ():
@@ -72,7 +73,7 @@ def read_options(flag: str, text: str) -> dict[str, Any]:
 
 
 class Fallback(NamedTuple):
-    """The rule for parameters that a matrix rule does not update, its learning rate factor, and its options as text."""
+    """The rule for parameters that a matrix rule does not update, with a learning rate factor and options as text."""
 
     name: str
     rate_scale: float
@@ -80,10 +81,10 @@ class Fallback(NamedTuple):
 
 
 def read_fallback(text: str) -> Fallback:
-    """Return the value of `--fallback-optimizer`.
+    """Parse the value of `--fallback-optimizer`.
 
     Raises:
-        UserError: for a value that cannot be read.
+        UserError: for an invalid value.
     """
     name, scale, options = (*text.split(":", 2), "", "")[:3]
     if name not in ELEMENT_WISE:
@@ -100,17 +101,17 @@ def read_fallback(text: str) -> Fallback:
 
 
 def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_parameters: bool) -> None:
-    """Raise an error for a rule that does not exist, or does not work with the distribution of the training state.
+    """Check that an update rule exists and works with the strategy and the engine.
 
     Args:
-        flag: flag that gave the name.
+        flag: flag that selected the rule.
         name: name of the rule.
-        strategy: its name.
-        engine: 'auto' or an engine.
+        strategy: name of the strategy.
+        engine: name of the engine, or 'auto'.
         shards_parameters: whether the strategy shards parameters or their gradients.
 
     Raises:
-        UserError: with what to type instead.
+        UserError: if not; the message contains what to type instead.
     """
     if name not in (allowed := [*ELEMENT_WISE, *WHOLE_PARAMETER]):
         raise unknown_name("optimizer", name, allowed)

@@ -15,12 +15,12 @@ from zerovision.models import USUAL_RATE, model_spec
 from zerovision.training.base.errors import UserError, shown, unknown_name
 from zerovision.training.recipe import read_tune
 
-if TYPE_CHECKING:  # which imports the table of this module
+if TYPE_CHECKING:  # at run time, `recipe.settings` imports a table from this module
     from zerovision.training.recipe.settings import RecipeSettings
 
 
 def _cosine(progress: float) -> float:
-    """Return half a cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5)."""
+    """Return the cosine decay (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5)."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -28,35 +28,35 @@ def _polynomial(progress: float, power: float = 1.0) -> float:
     return (1 - progress) ** power
 
 
-SMALLEST, FEWEST_EPOCHS = sys.float_info.min, 0.1  # that may be given
-FEWEST_WARMUP_STEPS = 50  # of a network's own high rate: the first steps at it would throw a network off
+SMALLEST, FEWEST_EPOCHS = sys.float_info.min, 0.1  # lower limits of the numbers in `--schedule`
+FEWEST_WARMUP_STEPS = 50  # at a network's own high rate, which would be unstable in the first steps
 
-# How far the rate is above its final value, from 1 to 0, at each share of the decay.
+# The rate's distance from its final value, which falls from 1 to 0, as a function of the share of the decay completed.
 SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": _cosine,
     "linear": _polynomial,
-    "sqrt": lambda progress: 1 - math.sqrt(progress),  # best for a stable rate: Haegele et al. 2024, arXiv:2405.18392
+    "sqrt": lambda progress: 1 - math.sqrt(progress),  # best after a stable rate: Haegele et al. 2024, arXiv:2405.18392
 }
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, a stable rate up to `stable_steps`, decay, and the final rate.
+    """A learning rate schedule: linear warm-up, a stable rate until `stable_steps`, decay, and the final rate.
 
-    With `base_batch_size` the peak follows the linear scaling rule of Goyal et al. 2017
+    With `base_batch_size`, the peak follows the linear scaling rule of Goyal et al. 2017
     (https://arxiv.org/abs/1706.02677, section 2.1): peak = learning_rate * global_batch / base_batch_size.
 
     Attributes:
         peak: highest rate.
-        total_steps: optimizer steps of the run.
+        total_steps: number of optimizer steps of the run.
         warmup_steps: number of steps until the peak.
         final_scale: final rate as a share of the peak.
         head_steps: number of steps in which the backbone is frozen.
         shape: shape of the decay, as in `SHAPES`.
-        stable_steps: number of steps before the decay, if more than the warm-up.
-        cooldown_steps: number of last steps, at the final rate.
+        stable_steps: number of steps before the decay, if more than `warmup_steps`.
+        cooldown_steps: number of steps at the end of the run, which have the final rate.
         drops: steps at which the rate is multiplied by `drop_rate`, in ascending order.
-        drop_rate: the factor.
+        drop_rate: factor on the rate at each of `drops`.
     """
 
     peak: float
@@ -71,7 +71,7 @@ class Schedule:
     drop_rate: float = 1.0
 
     def shortened(self, total_steps: int, *, only_head: bool) -> Schedule:
-        """Return the schedule over another number of steps, training only the head or all layers from the start."""
+        """Return the schedule scaled to another number of steps, in all of which only the head or all layers train."""
         share = total_steps / self.total_steps
         return dataclasses.replace(
             self,
@@ -104,12 +104,12 @@ class Schedule:
 
 
 def has_slow_backbone(config: RecipeSettings) -> bool:
-    """Return whether a published backbone is trained below a new head, at its own rate."""
+    """Return whether a pretrained backbone is trained with its own learning rate below a new head."""
     return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
 
 
 def head_epochs_of(config: RecipeSettings) -> int:
-    """Return the epochs in which only the new head is trained."""
+    """Return the number of epochs in which only the new head is trained."""
     return config.head_epochs if has_slow_backbone(config) else 0
 
 
@@ -118,11 +118,11 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
 
     Args:
         config: the run's configuration.
-        steps_per_epoch: optimizer steps per epoch.
-        global_batch: images per optimizer step over all ranks and micro-steps.
-        head_epochs: epochs in which only the new head is trained; 0 to train all layers from the start.
+        steps_per_epoch: number of optimizer steps per epoch.
+        global_batch: number of images per optimizer step, over all ranks and micro-steps.
+        head_epochs: number of epochs in which only the new head is trained; 0 to train all layers from the start.
     """
-    assert config.learning_rate != "auto"  # chosen before
+    assert config.learning_rate != "auto"  # already chosen
     batch_scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
     fields = {
         "final_scale": config.final_learning_rate_scale,
@@ -138,7 +138,7 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
 
 
 def stable_epochs(config: RecipeSettings) -> int:
-    """Return the whole epochs before the decay of wsd, which a longer run shares; 0 for other schedules."""
+    """Return the number of epochs before the decay of wsd, which a longer run has in common; 0 for other schedules."""
     return schedule_fields(config.schedule, config, 1).get("stable_steps", 0)
 
 
@@ -154,7 +154,7 @@ def _polynomial_fields(_config: RecipeSettings, _steps: int, power: str = "1") -
 
 
 def _step_fields(config: RecipeSettings, steps: int, at: str = "auto", factor: str = "0.1") -> dict[str, Any]:
-    """Return the fields for steps as in `torch.optim.lr_scheduler.MultiStepLR` and `StepLR`, counting the warm-up."""
+    """Return the fields for drops as in PyTorch's `MultiStepLR` and `StepLR`; epochs include the warm-up."""
     if "," in at:
         epochs = sorted(_number(word, 0) for word in at.removesuffix(",").split(","))
     else:
@@ -171,11 +171,11 @@ def _stable_fields(config: RecipeSettings, steps: int, decay: str = "auto", shap
 
 
 class Form(NamedTuple):
-    """A form of the rate's decay.
+    """A form of learning rate decay.
 
     Attributes:
-        fields: returns the fields of `Schedule`, given the settings, the steps per epoch, and the words after the name.
-        usage: the name and what may follow it.
+        fields: function from the settings, the steps per epoch and the words after the name to fields of `Schedule`.
+        usage: the name of the form, and the options that may follow it.
     """
 
     fields: Callable[..., dict[str, Any]]
@@ -196,19 +196,19 @@ def schedule_fields(text: str, config: RecipeSettings, steps_per_epoch: int) -> 
     """Return the fields of `Schedule` for a value of `--schedule`.
 
     Raises:
-        UserError: for an unknown schedule, or wrong options after its name.
+        UserError: for an unknown schedule, or for invalid options after its name.
     """
     name, *words = text.split(":")
     if name not in SCHEDULES:
         raise unknown_name("schedule", name, SCHEDULES)
     try:
         return SCHEDULES[name].fields(config, steps_per_epoch, *words)
-    except (KeyError, TypeError, ValueError):  # of a shape, of too many words, of a number
+    except (KeyError, TypeError, ValueError):  # an unknown shape, too many words, an invalid number
         raise UserError(f"schedule {shown(text)}: expected {SCHEDULES[name].usage}.") from None
 
 
 def given_decay(text: str) -> float:
-    """Return the given epochs of wsd's decay, which must fit into the run; 0 for other schedules."""
+    """Return the epochs given for wsd's decay, which must fit into the run; 0 for 'auto' and other schedules."""
     name, decay, *_ = *text.split(":"), "auto"
     return 0.0 if name != "wsd" or decay == "auto" else float(decay)
 
@@ -222,7 +222,7 @@ def _warmup_steps(config: RecipeSettings, steps_per_epoch: int) -> int:
 
 
 def schedule_notes(schedule: Schedule) -> list[str]:
-    """Return notes for the log if most of the run is warm-up, or a step decay is after its end."""
+    """Return notes for the log if most of the run is warm-up, or if a step schedule has drops after the run's end."""
     notes = []
     if 2 * schedule.warmup_steps > schedule.total_steps:
         notes.append(

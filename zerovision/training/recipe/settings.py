@@ -13,7 +13,7 @@ from zerovision.training.recipe.schedule import SCHEDULES
 
 @dataclasses.dataclass(frozen=True)
 class RecipeSettings(RunSettings):
-    """Optimizer and schedule."""
+    """Settings of the optimizer and the schedule."""
 
     optimizer: str = option(
         "adamw",
@@ -76,7 +76,7 @@ class RecipeSettings(RunSettings):
 
     @property
     def default_rate(self) -> float:
-        """The default of --learning-rate: the measured one for AdamW from random weights, else the usual one."""
+        """The default of `--learning-rate`: the network's own rate for AdamW from random weights, or the usual rate."""
         spec = model_spec(self.model_type)
         is_trained = self.pretrained or bool(self.weights) or spec.always_pretrained
         return USUAL_RATE if is_trained or self.optimizer != "adamw" else spec.learning_rate

@@ -21,10 +21,10 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import cure_of_missing
 from zerovision.training.recipe import read_tune
 
-# Of others the sum of a layer's weight and an adapter's does not give the sum of their outputs.
+# In layers of other types, adding an adapter's weight to the layer's weight does not add the adapter's output.
 ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-SMALL_SHARE = 0.05  # of the model: adapters above it are told
+SMALL_SHARE = 0.05  # of the model; a note points out adapters that are larger
 
 
 def tune(built: BuiltModel, word: str) -> BuiltModel:
@@ -32,14 +32,14 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
 
     Args:
         built: the network with its trained weights, on the CPU.
-        word: 'full', 'head', 'layers:N' or 'lora:R'.
+        word: value of `--tune`: 'full', 'head', 'layers:N' or 'lora:R'.
 
     Returns:
         The same network with a note for the log.
 
     Raises:
-        UserError: for a network whose head is unknown, that has fewer layers or no layer for an adapter, or that does
-            not work with adapters.
+        UserError: if the network's head is unknown, if the network has fewer than N layers or no layer for an adapter,
+            or if the network does not work with adapters.
     """
     kind, number = read_tune(word)
     module, heads = built.module, built.head_parameter_names
@@ -49,7 +49,7 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
         raise UserError(f"--tune {word}: it is not known which layer of this model is its head: use --tune full.")
     trained = heads | (_last_layers(module, heads, number) if kind == "layers" else frozenset())
     trained &= {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    # Adapters are added first: peft freezes all else, the head too.
+    # Adapters are added first, because peft freezes everything else, including the head.
     adapted = _add_adapters(built, number) if kind == "lora" else 0
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trained or is_adapters(name))
@@ -65,7 +65,7 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
 
 
 def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> frozenset[str]:
-    """Return the names of the parameters in the last layers before the head, for each member of an ensemble."""
+    """Return the names of the parameters in the last `count` layers before the head, of each member of an ensemble."""
     if isinstance(module, Ensemble):
         names: frozenset[str] = frozenset()
         for prefix, member in ((f"members.{i}.", member) for i, member in enumerate(module.members)):
@@ -78,7 +78,7 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
             layers.setdefault(layer, []).append(name)
     parts: list[list[str]] = []
     for _, names_of_layer in sorted(layers.items()):
-        # A norm that timm counts as a layer of its own, such as that before the head, belongs to what it normalizes.
+        # A norm that timm counts as a separate layer, such as the one before the head, belongs to the layer before it.
         if parts and all(module.get_parameter(name).ndim < 2 for name in names_of_layer):
             parts[-1] += names_of_layer
         else:
@@ -89,24 +89,25 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
 
 
 def layer_of_parameters(module: nn.Module) -> dict[str, int]:
-    """Return the index of each parameter's layer, counted from the input, as timm groups them for layer-wise decay."""
+    """Return the index of each parameter's layer, counted from the input; layers are those of timm's layer decay."""
     matcher: Any = getattr(module, "group_matcher", None)
     return auto_group_layers(module) if matcher is None else group_parameters(module, matcher(), reverse=True)
 
 
 def _add_adapters(built: BuiltModel, rank: int) -> int:
-    """Add LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) to all layers larger than their adapter.
+    """Add LoRA adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685) to all layers larger than their adapter.
 
-    Layers that the network does not call get none: it reads their weights directly, as BEiT does for queries, keys and
-    values.
+    Layers that the network does not call receive no adapter, because the network reads their weights directly, as BEiT
+    does for queries, keys and values.
 
-    W x becomes W x + B A x; A has `rank` rows and starts random, B starts with zeros.
+    W x becomes W x + B A x, where A has `rank` rows and random initial values, and B is initialized with zeros.
 
     Returns:
-        The number of these layers.
+        The number of layers with an adapter.
 
     Raises:
-        UserError: without the package peft, if there is no such layer, or if the network does not work with adapters.
+        UserError: if the package peft is missing, if no layer can have an adapter, or if the network does not work with
+            adapters.
     """
     module, heads = built.module, built.head_parameter_names
     size, channels = built.description.image_size, built.description.image_channels
@@ -130,7 +131,7 @@ def _add_adapters(built: BuiltModel, rank: int) -> int:
         raise UserError(
             f"--tune lora:{rank}: the package peft cannot be imported ({error}): {cure_of_missing('peft')}."
         ) from None
-    # A pattern: of a list of names, peft would also adapt every layer whose name ends like one of them.
+    # A pattern, because with a list of names, peft would also adapt every layer whose name ends with one of them.
     pattern = "|".join(map(re.escape, names))
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern), module)
     failure = forward_failure(module, size, 2, channels)
@@ -144,7 +145,7 @@ def _adaptable(module: nn.Module, rank: int) -> Iterator[tuple[str, nn.Module]]:
         if type(layer) not in ADAPTABLE:
             continue
         assert isinstance(layer, nn.Linear | nn.Conv2d)
-        # peft adds no dilated adapter, and merges none of a grouped convolution.
+        # peft does not create dilated adapters, and does not merge adapters of grouped convolutions.
         is_plain = isinstance(layer, nn.Linear) or (
             layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
         )
@@ -154,7 +155,7 @@ def _adaptable(module: nn.Module, rank: int) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Adapters:
-    """The adapters of a network, if any, which can be merged into its weights.
+    """The adapters of a network, which can be merged into the network's weights.
 
     Args:
         module: the whole network.
@@ -168,32 +169,34 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights of the equivalent network without adapters, under its names.
+        """Return the weights of the equivalent network without adapters, by that network's names.
 
         Args:
-            weights: all tensors of the network by name, in CPU memory, or none; merged tensors are changed.
+            weights: all tensors of the network by name, in CPU memory, or an empty mapping; merged tensors are changed
+                in place.
         """
         merged = dict(weights)
         for name, empty in self._layers.items() if weights else ():
             layer = copy.deepcopy(empty)
             layer.load_state_dict({key: merged.pop(f"{name}.{key}") for key in layer.state_dict()}, assign=True)
-            layer.merge()  # adds to the base layer's weight, which nothing else holds
+            layer.merge()  # adds to the base layer's weight, to which there is no other reference
             merged |= {f"{name}.{key}": tensor for key, tensor in layer.get_base_layer().state_dict().items()}
         return merged
 
 
 class BackboneFreezer:
-    """Puts a model into training mode, except its frozen layers.
+    """Puts a model into training mode, except for its frozen layers.
 
-    BatchNorms of frozen layers normalize with their running statistics, and do not update them. In head-first
-    fine-tuning only the new head is trained for the first epochs: the graph is cut in front of it, so that no gradient
-    of the backbone is computed. Its parameters stay in the optimizer, at learning rate 0 (see
-    `Schedule.group_learning_rate`): sharding is fixed for the whole run. The optimizer is reset when the backbone
-    starts, because its zero moments would otherwise count as those of many steps (see `Engine.restart_optimizer`).
+    BatchNorms of frozen layers normalize with their running statistics and do not update them. In head-first
+    fine-tuning, only the new head is trained for the first epochs: the graph is cut in front of the head, so that no
+    gradient of the backbone is computed. The backbone's parameters stay in the optimizer, at learning rate 0 (see
+    `Schedule.group_learning_rate`), because sharding is fixed for the whole run. The optimizer is reset when training
+    of the backbone starts, because the backbone's zero moments would otherwise be treated as those of many steps (see
+    `Engine.restart_optimizer`).
     """
 
     def __init__(self, module: nn.Module, head_parameter_names: Collection[str]) -> None:
-        """Take the model with its frozen parameters; an engine may shard them afterwards."""
+        """Find the frozen layers of the model; an engine may shard its parameters afterwards."""
         self._module = module
         head_names = {name.rpartition(".")[0] for name in head_parameter_names}
         self._heads = [module.get_submodule(name) for name in sorted(head_names)]
@@ -203,7 +206,7 @@ class BackboneFreezer:
         ]
 
     def start_epoch(self, *, only_head: bool) -> None:
-        """Set the mode of every layer; must be repeated after each `module.train()`."""
+        """Set the mode of every layer; must be called again after each `module.train()`."""
         self._module.train()
         for norm in self._frozen_norms:
             norm.eval()
@@ -218,21 +221,21 @@ class BackboneFreezer:
 
 
 def freeze_statistics(module: nn.Module) -> None:
-    """Set every BatchNorm to evaluation mode: it normalizes with its running statistics and does not update them."""
+    """Set every BatchNorm to evaluation mode, so that it uses its running statistics and does not update them."""
     for child in module.modules():
         if isinstance(child, BATCHNORMS):
             child.eval()
 
 
 def is_adapters(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, by its name."""
+    """Return whether a parameter with this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def _is_frozen(module: nn.Module, name: str) -> bool:
     """Return whether no parameter of a layer is trained.
 
-    For a layer without parameters, the smallest module around it that has some decides.
+    For a layer without parameters, the innermost enclosing module that has parameters decides.
     """
     while not (parameters := [*module.get_submodule(name).named_parameters()]) and name:
         name = name.rpartition(".")[0]

@@ -1,8 +1,8 @@
-"""A first convolution that whitens small patches of the images, and is not trained.
+"""A frozen first convolution that whitens small patches of the images.
 
-Its filters are the eigenvectors with the largest eigenvalues of the covariance of training image patches, each divided
-by the root of its eigenvalue, and their negatives, because a ReLU often follows (Jordan 2024,
-https://arxiv.org/abs/2404.00498, and its code, `init_whitening_conv`).
+Half of its filters are the eigenvectors with the largest eigenvalues of the covariance of training image patches, each
+divided by the square root of its eigenvalue. The other half are the negatives of these, because a ReLU often follows
+(Jordan 2024, https://arxiv.org/abs/2404.00498, and its code, `init_whitening_conv`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ EPSILON = 5e-4  # added to the eigenvalues
 
 @torch.no_grad()
 def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None:
-    """Freeze a model's first convolution with whitening filters.
+    """Set the weights of a model's first convolution to whitening filters, and freeze them.
 
     Args:
         built: a model with `ModelSpec.whitens_stem`, on the CPU.
-        data: data whose training images, prepared as in evaluation, determine the filters: at most 1000, evenly spaced
-            over the set.
-        computes: whether to compute the filters; only one rank does, because all ranks get its frozen weights.
+        data: data whose training images determine the filters: at most 1000, evenly spaced over the set, and
+            preprocessed as in evaluation.
+        computes: whether to compute the filters; only one rank needs to, because all ranks receive its frozen weights.
     """
     stem: nn.Conv2d = built.module.get_submodule(built.module.default_cfg["first_conv"])  # type: ignore
     if computes:
@@ -39,10 +39,10 @@ def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None
 
 
 def whitening_filters(images: Iterable[torch.Tensor], size: tuple[int, ...]) -> torch.Tensor:
-    """Return the whitening filters of all patches, float32 [n, n], n = C x height x width, by decreasing eigenvalue.
+    """Return the whitening filters of all patches, float32 [n, n] with n = C x height x width, by falling eigenvalue.
 
     Args:
-        images: float32 [C, H, W] each.
+        images: images, each float32 [C, H, W].
         size: height and width of a patch.
     """
     products, patches = torch.zeros(()), 0
@@ -59,5 +59,5 @@ def _sample(data: DatasetPair) -> Iterator[torch.Tensor]:
     for number in range(count):
         try:
             yield images[0, number * len(images) // count][0]
-        except ImageError:  # reported when it is trained on
+        except ImageError:  # reported when the image is used in training
             continue

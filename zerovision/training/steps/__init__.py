@@ -1,1 +1,1 @@
-"""The processing of a step's micro-batches."""
+"""Training steps, and the work that is done before and after each step."""

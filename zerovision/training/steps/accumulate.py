@@ -1,4 +1,4 @@
-"""The usual step: gradients of micro-batches are added up."""
+"""The usual step, which accumulates the gradients of micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerovision.training.engines.engine import Engine, Loss, StepInput, StepResu
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Each micro-batch has its own loss, whose gradient is added to the earlier ones."""
+    """Computes the loss of each micro-batch separately, and accumulates the gradients."""
 
     loss: Loss
 
@@ -25,7 +25,7 @@ class Accumulate:
         return losses, logits, (losses * batch.weights).sum() * loss_scale
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
-        """See `Step`."""
+        """See `zerovision.training.engines.engine.Step`."""
         result = None
         for micro_step, batch in enumerate(given.batches):
             given.seed_leaf(micro_step)

@@ -1,9 +1,10 @@
-"""`--audit`: every N steps another rank repeats a rank's first micro-batch, and gradients are compared.
+"""`--audit`: every N steps, one rank repeats the first micro-batch of another rank, and the gradients are compared.
 
 Processors that silently compute wrong results are rare, but large clusters have some (Hochschild et al. 2021, "Cores
-that don't count", https://doi.org/10.1145/3458336.3465297). A leaf's gradient has the same bits on every rank, so any
-rank can check any other. If two differ, all ranks compute the leaf, the majority decides which was wrong, and the step
-starts again; it leaves the same bytes as a correct step.
+that don't count", https://doi.org/10.1145/3458336.3465297). The gradient of a leaf (micro-batch) has the same bits on
+every rank, so any rank can check any other. If the gradients of two ranks differ, all ranks compute the leaf, the
+majority decides which rank was wrong, and the step is repeated; its result has the same bytes as that of a correct
+step.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.world.collectives import copy_from_main, gather_objects
 from zerovision.training.world.world import World
 
-MOST_FINDINGS = 3  # about one rank: the last ends the run
-SENT = ("images", "labels", "weights", "targets", "loss_weights", "indices")  # of a batch, as far as it has them
+MOST_FINDINGS = 3  # about one rank; the last of them ends the run
+SENT = ("images", "labels", "weights", "targets", "loss_weights", "indices")  # fields of a batch, if present
 
 Hashes = dict[str, str]
 """The hashes of a leaf's gradients, by parameter."""
 
 
 def check_audit(config: ObserveSettings, world: World) -> None:
-    """Raise UserError if gradients cannot be compared: on a single rank, or on GPUs without repeatable bits."""
+    """Raise a UserError if gradients cannot be compared: on a single rank, or on GPUs without `--deterministic`."""
     every = config.audit
     if every and world.size == 1:
         raise UserError(
@@ -50,16 +51,16 @@ def check_audit(config: ObserveSettings, world: World) -> None:
 
 
 class _WrongLeafError(Exception):
-    """Raised on all ranks if two ranks have different gradients of a leaf."""
+    """Raised on all ranks if two ranks have computed different gradients of the same leaf."""
 
 
 class _Watched(TimedEngine):
-    """An engine that calls `check` with the hashes of the gradients of the first backward, before they are used.
+    """An engine that calls `check` with hashes of the gradients of its first backward pass, before they are used.
 
     Args:
-        engine: the engine.
-        hashes: whether to hash; otherwise `check` gets an empty dict.
-        check: may raise.
+        engine: the engine to wrap.
+        hashes: whether to compute hashes; if not, `check` receives an empty dict.
+        check: function of the hashes by parameter name; it may raise an error.
     """
 
     def __init__(self, engine: TimedEngine, check: Callable[[Hashes], None], *, hashes: bool) -> None:
@@ -86,16 +87,16 @@ class _Watched(TimedEngine):
 
 @dataclass(frozen=True)
 class Audited:
-    """A `zerovision.training.engines.engine.Step` that is checked every few steps.
+    """A step function (see `zerovision.training.engines.engine.Step`) that is checked every few steps.
 
     Attributes:
         step: the step function to check.
         every: number of optimizer steps between checks.
         world: the ranks, at least two.
-        leaves_per_rank: number of micro-batches of a rank in a step.
-        position: returns the number of earlier steps of the run.
+        leaves_per_rank: number of micro-batches that each rank has in a step.
+        position: function that returns the number of steps that the run has completed.
         loggers: the run's loggers.
-        most_findings: number of findings about one rank that end the run.
+        most_findings: number of findings about one rank that ends the run.
         findings: number of findings so far, by rank.
     """
 
@@ -119,7 +120,7 @@ class Audited:
             return self.step(engine, given)
         batches = iter(given.batches)
         first = next(batches)
-        # Each rank in turn; the one that checks it is another every time.
+        # Each rank is checked in turn, by a different rank every time.
         owner = audit % self.world.size
         checker = (owner + 1 + audit // self.world.size % (self.world.size - 1)) % self.world.size
         given = given._replace(batches=chain([first], batches))
@@ -155,12 +156,12 @@ class Audited:
                 continue
 
     def _share(self, own: Batch, loss_scale: float, owner: int) -> tuple[Batch, float] | None:
-        """Return the owner's micro-batch, and its factor on losses; None if a rank has no images; a collective."""
+        """Return the owner's micro-batch and loss scale, or None if a rank has no images; a collective."""
         given = {name: tensor for name in SENT if (tensor := getattr(own, name)) is not None}
         tensors: dict[str, Any] = {name: to_device(tensor, self.world.device) for name, tensor in given.items()}
         form = repr([(name, one.dtype, one.shape, one.stride()) for name, one in tensors.items()])
         rows = gather_objects((form, loss_scale), self.world)
-        if len({form for form, _ in rows}) > 1:  # after an image that cannot be read: all ranks stop after this step
+        if len({form for form, _ in rows}) > 1:  # because of an unreadable image: all ranks stop after this step
             return None
         if self.world.rank != owner:
             tensors = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
@@ -172,8 +173,8 @@ class Audited:
         """Log which rank was wrong, and end the run if that happened too often; a collective.
 
         Args:
-            first: the first gradients of the two compared ranks, by rank.
-            again: the gradients that every rank then computed.
+            first: hashes of the two gradients that were compared, by rank; empty for all other ranks.
+            again: hashes of the gradients that every rank computed afterwards, by rank.
             owner: the rank that owns the leaf.
             checker: the rank that checked it.
         """

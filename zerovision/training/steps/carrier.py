@@ -1,4 +1,4 @@
-"""The objects that make up a training."""
+"""The objects that make up a training run."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from zerovision.training.config import TrainConfig
 
 
-LATER: Any = None  # of a part that `setup.build` adds
+LATER: Any = None  # placeholder for a part that `setup.build` adds
 
 
 @dataclass(frozen=True)
 class Start:
-    """How this process comes to a run, with notes about that.
+    """The circumstances in which this process starts or resumes a run.
 
     Attributes:
-        origin: what started it and how often it was restarted.
-        heartbeat: signs of life for the launcher.
-        plan_memory: predicts, on rank 0, a rank's bytes under configurations of the run.
-        stop: the ranks' agreement on stopping.
-        found: the checkpoint to resume from, None for a fresh start.
+        origin: what started this process, and how often the launcher or Slurm has restarted it.
+        heartbeat: writer of this rank's heartbeats for the launcher.
+        plan_memory: function that predicts a rank's memory in bytes for configurations of the run; only on rank 0.
+        stop: the ranks' agreement on when to stop.
+        found: the checkpoint to resume from, or None for a fresh start.
         groups: number of equal groups of ranks, each of which trains independently.
         notes: lines for the log.
         events: the engine's events for metrics.jsonl: kind -> values.
-        began: when the minutes of `--minutes` began, in seconds since 1970.
+        began: time from which `--minutes` counts, in seconds since 1970.
     """
 
     origin: Origin = field(default_factory=Origin)
@@ -66,7 +66,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Readers:
-    """This rank's training and validation batches, and the watcher of files that the first epoch reads."""
+    """This rank's loaders of training and validation batches, and the record of the image files that they read."""
 
     train: Loader
     val: Loader
@@ -80,11 +80,11 @@ class RunModel:
     Attributes:
         built: the model before sharding.
         averages: averages of the weights.
-        freezer: freezes the layers that do not learn in an epoch.
+        freezer: freezes the layers that are not trained in an epoch.
         adapters: adapters of the model, to be merged into its weights.
-        head_epochs: epochs in which only the head is trained.
-        frozen: the file of weights that are not trained; None if all are.
-        flops: counts the model's operations, on rank 0.
+        head_epochs: number of epochs in which only the head is trained.
+        frozen: file of the weights that are not trained; None if all weights are trained.
+        flops: counter of the model's operations; only on rank 0.
     """
 
     built: BuiltModel
@@ -98,23 +98,23 @@ class RunModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training: its settings, and the parts built from them; a trial is a `replace` of it.
+    """A training run: its settings and the parts built from them; a trial is a copy made with `dataclasses.replace`.
 
     Attributes:
-        config: the settings, with undecided ones resolved.
+        config: the settings, including values that were chosen automatically.
         world: the ranks.
-        start: how this process comes to the run.
+        start: how this process starts or resumes the run.
         folder: paths of the run's files.
         data: the data set, with the run's original preprocessing.
         plan: assigns samples to batches.
-        task: what is learned.
-        readers: the batches.
+        task: the task that the model learns.
+        readers: loaders of this rank's batches.
         model: the trained model.
-        state: what changes from step to step: model, optimizer, sums and position.
-        schedule: learning rate by step.
-        step: trains on the micro-batches of a step.
-        loggers: destinations of the numbers; none on ranks other than 0.
-        clock: measures the spans of time.
+        state: what changes from step to step: model, optimizer, score sums and position.
+        schedule: learning rate schedule.
+        step: function that trains on the micro-batches of a step.
+        loggers: the run's loggers; ranks other than 0 have none.
+        clock: clock that measures the spans of time.
         observers: observers of the steps.
     """
 
@@ -136,7 +136,7 @@ class Run:
 
     @property
     def precision(self) -> str:
-        """'bf16', 'fp16' or 'fp32', never 'auto'."""
+        """The precision in use: 'bf16', 'fp16' or 'fp32', never 'auto'."""
         return resolve_precision(self.config.precision, self.world.device)
 
     @property
@@ -150,15 +150,15 @@ class Run:
         return self.config.epochs * self.plan.steps_per_epoch
 
     def changed(self, **settings: Any) -> Run:
-        """Return the run with other settings."""
+        """Return a copy of the run with changed settings."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, **settings))
 
     def noting(self, *notes: str) -> Run:
-        """Return the run with more lines for the log."""
+        """Return a copy of the run with additional lines for the log."""
         return dataclasses.replace(self, start=dataclasses.replace(self.start, notes=(*self.start.notes, *notes)))
 
     def close(self) -> None:
-        """Flush the logs, end the workers, release the engine and the run's folder."""
+        """Flush the logs, end the workers, and release the engine and the run's folder."""
         self.loggers.close()
         self.readers.train.close()
         self.readers.val.close()

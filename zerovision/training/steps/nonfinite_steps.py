@@ -1,7 +1,7 @@
-"""Steps with a non-finite gradient: undone on all ranks, counted, and logged with the names of the samples.
+"""Undoes steps with a non-finite gradient on all ranks, counts them, and logs the names of their samples.
 
-The engine does not apply an update if the global gradient norm is not finite (one NaN in one image of one rank is
-enough). By then the forward pass has updated BatchNorm's statistics, which are restored here.
+The engine does not apply an update if the global gradient norm is not finite (one NaN in one image on one rank is
+enough). By then, the forward pass has already updated BatchNorm's statistics, so this module restores them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NAMES_IN_MESSAGE = 4
 
 
 class _Evidence(NamedTuple):
-    """Evidence of which samples of a micro-batch are finite, without its images.
+    """Numbers that show which samples of a micro-batch are finite, kept instead of its images.
 
     Attributes:
         indices: int64 [B] on the CPU.
-        image_sums: [B] on the device; an image's sum is finite if its values are.
+        image_sums: [B] on the device; the sum of an image is finite if all its values are.
         losses: [B] on the device.
     """
 
@@ -39,7 +39,7 @@ class _Evidence(NamedTuple):
 
 
 class _PendingStep(NamedTuple):
-    """A step whose outcome, the bool tensor `applied` [], has not been read from the device."""
+    """A step whose outcome, the bool tensor `applied` [], has not yet been read from the device."""
 
     step: int
     applied: torch.Tensor
@@ -47,7 +47,7 @@ class _PendingStep(NamedTuple):
 
 
 class _Cause(NamedTuple):
-    """One rank's findings about a skipped step: whether its losses were finite, what was not, and in which samples."""
+    """One rank's findings about a skipped step: whether losses were finite, what was not finite, and which samples."""
 
     losses_finite: bool
     culprit: str
@@ -55,15 +55,15 @@ class _Cause(NamedTuple):
 
 
 class NonFiniteGuard(Observer):
-    """Undoes steps that the engine skipped, counts them, and ends a run of nothing but skipped steps.
+    """Undoes and counts the steps that the engine skipped, and ends the run after too many consecutive ones.
 
     Args:
-        state: training state with the guarded engine, and the counts in its progress.
+        state: training state, with the engine and with the counts of skipped steps in its progress.
         world: the ranks that read different images.
-        loggers: log skipped steps.
-        most_consecutive: consecutive skipped steps that end the run, 0 for no limit.
-        name_of: returns the path of a sample by its index in the training set.
-        by_group: whether each group of ranks decides separately, and learns about the others in `settle`.
+        loggers: loggers that report skipped steps.
+        most_consecutive: number of consecutive skipped steps that ends the run; 0 for no limit.
+        name_of: function that maps a sample's index in the training set to its path.
+        by_group: whether each group of ranks decides separately, and learns of other groups' decisions in `settle`.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class NonFiniteGuard(Observer):
         self._evidence = []
 
     def seen(self, seen: Seen) -> None:
-        """Keep the evidence of a micro-batch and one number per image until the outcome is read, without a sync."""
+        """Keep the evidence of a micro-batch until the step's outcome is read, without a sync."""
         images = seen.batch.images
         sums = images.sum(tuple(range(1, images.ndim)))
         self._evidence.append(_Evidence(seen.batch.indices, sums, seen.evidence.detach()))
 
     def after_step(self, done: StepDone) -> None:
-        """Undo the step if it was skipped; a collective if it was.
+        """Undo the step if it was skipped; a collective for a skipped step.
 
-        If the outcome is still on the device, the step is undone there without a sync; the next `settle` counts and
-        logs it.
+        If the outcome is still on the device, the step is undone there without a sync, and the next `settle` counts and
+        logs the step.
 
         Raises:
             RunEnded: on all ranks, after too many consecutive skipped steps.
@@ -119,9 +119,8 @@ class NonFiniteGuard(Observer):
     def settle(self) -> None:
         """Read the outcomes that are still on the device, with a sync.
 
-        This is a collective if a step was skipped, or if there are groups.
-
-        A step counts as skipped if any group skipped it.
+        A step is counted as skipped if any group skipped it. This is a collective if a step was skipped, or if there
+        are groups.
 
         Raises:
             RunEnded: see `after_step`.
@@ -176,7 +175,7 @@ class NonFiniteGuard(Observer):
             )
 
     def _find_cause(self, evidence: list[_Evidence]) -> _Cause:
-        """Return this rank's cause: a broken image first, then a loss, else the gradient of the whole step."""
+        """Return this rank's cause: a non-finite image, otherwise a non-finite loss, otherwise the step's gradient."""
         indices = [index for one in evidence for index in one.indices.tolist()]
         images_ok = [is_finite for one in evidence for is_finite in one.image_sums.isfinite().tolist()]
         losses_ok = [is_finite for one in evidence for is_finite in one.losses.isfinite().tolist()]

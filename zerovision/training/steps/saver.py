@@ -1,4 +1,4 @@
-"""Saves checkpoints while training continues: the state is copied at once, and a thread writes it."""
+"""Saves checkpoints while training continues: the state is copied immediately, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zerovision.training.world.collectives import broadcast_object, error_on_any
 BYTES = 4  # of a weight in fp32
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 120.0
-GIVE_UP_SECONDS = 600.0  # of failed saves: somebody makes room on a disk, or a file server starts again
+GIVE_UP_SECONDS = 600.0  # of failed saves, in which somebody may free disk space, or a file server may restart
 GIVE_UP_SECONDS_OF_STOP = 60.0  # whoever asked a run to stop, a person or a scheduler, waits for its end
 
 
@@ -41,7 +41,7 @@ class _Save:
     name: str
     position: int
     is_best: bool
-    stall_seconds: float  # that training stood still: waiting for the save before, and copying
+    stall_seconds: float  # in which training waited, for the previous save and for the copy
     seconds: float = 0.0
     error: str | None = None
     is_last_try: bool = False  # saves have failed for so long that the run ends
@@ -53,7 +53,7 @@ class Saver(Observer):
     Args:
         run: the run, without its observers.
         identity: see `Manifest.identity`.
-        guard: its outcomes are read before a save.
+        guard: guard whose pending outcomes are read before a save.
     """
 
     span = "saving"
@@ -77,12 +77,12 @@ class Saver(Observer):
             self._run.start.stop.request_save()
 
     def between_steps(self, *, save_due: bool, failed: bool) -> None:
-        """Save if it is due, and no rank has failed; a collective."""
+        """Save a checkpoint if one is due and no rank has failed; a collective."""
         self.note_outcome()
         if save_due or self.is_due_by_steps(self._run.position):
             self._guard.settle()
             if any(gather_objects(failed, self._world)):
-                self.wait()  # for the one before
+                self.wait()  # for the previous save
             else:
                 self.save()
 
@@ -90,9 +90,9 @@ class Saver(Observer):
         self.save(write_best)
 
     def is_due_by_time(self) -> bool:
-        """Return True once if the minutes between two saves are over or a failed save is due for a retry.
+        """Return True once when the minutes between two saves have passed or a failed save is due for a retry.
 
-        Rank 0's clock decides; other ranks always get False here and learn it from rank 0.
+        Rank 0's clock decides. Other ranks always return False, and learn of the decision from rank 0.
         """
         if not self._world.is_main:
             return False
@@ -107,13 +107,13 @@ class Saver(Observer):
         return self._config.save_every_steps > 0 and position % self._config.save_every_steps == 0
 
     def check_room(self, *, is_new: bool) -> str:
-        """Return a note if the disk has too little space for all checkpoints that are kept; a collective.
+        """Return a note if the disk has too little space for all checkpoints to keep, otherwise ''; a collective.
 
         Args:
             is_new: whether the run has no checkpoint yet, and was not restarted by its launcher.
 
         Raises:
-            UserError: on all ranks, if it has too little space for the weights and one checkpoint of a new run.
+            UserError: on all ranks, if the disk has too little space for the weights and one checkpoint of a new run.
         """
         state, left_out = self._state.engine.state(), self._frozen.names if self._frozen else ()
         shards = [shard for shard in state.shards if shard.name not in left_out]
@@ -129,16 +129,17 @@ class Saver(Observer):
         cure = "free space there, or give another --log-dir"
         if is_new and free < weights + each:
             raise AgreedError(f"{self._folder.parent} has {format_bytes(free)} free: {sizes}: {cure}.")
-        kept = self._config.keep_last + 2  # while one is written all others stay, and the best epoch's besides
+        kept = self._config.keep_last + 2  # while one is written, all others and the best epoch's remain
         if free < weights + kept * each:
             return f"{self._folder.parent} has {format_bytes(free)} free for up to {kept} checkpoints: {sizes}: {cure}"
         return ""
 
     def save(self, write_best: Callable[[], None] | None = None) -> None:
-        """Copy the current state and start to write it; a collective.
+        """Copy the current state and start to write the copy; a collective.
 
         Args:
-            write_best: for the best epoch, writes its weights; only called on rank 0.
+            write_best: function that writes the best epoch's weights, only called on rank 0; None if the state is not
+                that of the best epoch.
 
         Raises:
             RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`.
@@ -159,7 +160,7 @@ class Saver(Observer):
             "data_ranks": self._world.data.size,
             "frozen": self._frozen.facts if self._frozen else None,
         }
-        # Ranks with the same images have the same sums, those with the same layers the same buffers: one saves.
+        # Ranks with the same images have equal sums, and ranks with the same layers equal buffers: one rank saves them.
         sums = self._state.sums.state() if self._world.replica.is_main else None
         saved = state if state.saves_buffers else dataclasses.replace(state, buffers={})
         self._snapshot.take(saved, sums, self._frozen.names if self._frozen else (), self._world.data.rank)
@@ -174,12 +175,12 @@ class Saver(Observer):
         self._thread = threading.Thread(target=self._write, args=(save, facts), name="checkpoint", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # no memory for its stack, or too many threads: training waits
+        except RuntimeError:  # no memory for the thread's stack, or too many threads: training waits
             self._thread = None
             self._write(save, facts)
 
     def note_outcome(self) -> None:
-        """Log a save that ended since the last call; called at every step, at no cost if there is none."""
+        """Log a save that has ended since the last call; cheap enough to be called at every step."""
         if self._running is None or (self._thread is not None and self._thread.is_alive()):
             return
         save, self._thread, self._running = self._running, None, None
@@ -201,16 +202,16 @@ class Saver(Observer):
         )
 
     def finish(self, *, is_stop: bool = False) -> None:
-        """Wait for the running save; while it fails, save the current state again; a collective.
+        """Wait for the running save, and retry with the current state while saves fail; a collective.
 
-        A signal ends the wait: one last attempt follows at once, and a second signal skips it.
+        A signal ends the wait between attempts: one last attempt follows immediately, and a second signal skips it.
 
         Args:
             is_stop: whether the run was asked to stop, and should not wait long.
 
         Raises:
-            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS` (`GIVE_UP_SECONDS_OF_STOP` in a stop), or
-                if the last attempt after a signal fails.
+            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS` (`GIVE_UP_SECONDS_OF_STOP` if `is_stop`),
+                or if the last attempt after a signal fails.
         """
         self.wait()
         if is_stop:
@@ -240,11 +241,10 @@ class Saver(Observer):
             )
 
     def _write(self, save: _Save, facts: dict[str, Any]) -> None:
-        """Write this rank's shard, agree with the other ranks, and commit.
+        """Write this rank's shard, agree on success with the other ranks, and commit the checkpoint; a collective.
 
-        This runs in the thread, as a separate collective.
-
-        Its messages use `World.save_group`, so that they never mix with those of the training steps.
+        This runs in the thread. Its messages use `World.save_group`, so that they never mix with those of the training
+        steps.
         """
         start = time.monotonic()
         try:
@@ -253,7 +253,7 @@ class Saver(Observer):
                 self._agree(lambda: discard(self._folder, save.name), only_main=True)
                 verdicts = gather_objects(self._backoff.has_expired(), self._world, self._world.save_group)
                 save.is_last_try = verdicts[0]  # by rank 0's clock
-        except Exception as error:  # a rank that died breaks the agreement; the steps will notice, too
+        except Exception as error:  # a dead rank breaks the agreement, which the training steps will also notice
             save.error = one_line(f"{type(error).__name__}: {error}")
         save.seconds = time.monotonic() - start
 
@@ -268,11 +268,11 @@ class Saver(Observer):
                 self._frozen.link_into(temporary)
 
         def commit_all() -> None:
-            # Before the checkpoint: a run that resumes from it takes these weights for written.
+            # Before the checkpoint, because a run that resumes from it assumes that these weights were written.
             if self._unsaved_best is not None:
                 self._unsaved_best()
             manifest = Manifest(shards=tuple(ShardFacts(*row) for row in rows), **facts)
-            # What a run of more epochs goes on from, see `resume.before_decay`.
+            # The checkpoint from which a run with more epochs continues; see `resume.before_decay`.
             kept = checkpoint_name(Progress(stable_epochs(self._config)))
             keep_last = self._config.keep_last
             commit(self._folder, save.name, manifest, is_best=save.is_best, keep_last=keep_last, kept=kept)
@@ -288,26 +288,26 @@ class Saver(Observer):
         return error
 
     def _agree(self, action: Callable[[], None], *, only_main: bool = False) -> str | None:
-        """Run `action`; return the first failing rank's reason on all ranks; a collective of the save group."""
+        """Run `action`, and return the first failing rank's error, or None, on all ranks; a collective."""
         error = None
         try:
             if self._world.is_main or not only_main:
                 action()
         except (OSError, SafetensorError, UserError) as failure:
             error = f"rank {self._world.rank}: {one_line(failure)}"
-        except Exception as failure:  # the others wait for the verdict, whatever it is
+        except Exception as failure:  # any error, because the other ranks wait for the outcome
             error = f"rank {self._world.rank}: {type(failure).__name__}: {one_line(failure)}"
         return error_on_any_rank(error, self._world, self._world.save_group)
 
 
 class Backoff:
-    """Exponential backoff of failed saves, on one rank's clock.
+    """Exponential backoff after failed saves, on one rank's clock.
 
-    The next attempt comes when failures have lasted twice as long as at the last attempt.
+    The next attempt follows when saves have been failing for twice as long as at the last attempt.
     """
 
     def __init__(self) -> None:
-        self._since: float | None = None  # of the first failure since the last success
+        self._since: float | None = None  # time of the first failure since the last success
         self._retry_at = math.inf
         self.give_up_s = GIVE_UP_SECONDS
 
@@ -317,7 +317,7 @@ class Backoff:
         return self._since is not None
 
     def note(self, *, failed: bool) -> None:
-        """Count a save."""
+        """Record whether a save failed."""
         if not failed:
             self._since, self._retry_at = None, math.inf
             return
@@ -330,16 +330,16 @@ class Backoff:
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def has_expired(self) -> bool:
-        """Return whether waiting for another attempt is pointless."""
+        """Return whether saves have been failing for too long to make another attempt."""
         return self.is_failing and self.failing_s() >= self.give_up_s
 
     def delay_s(self) -> float:
-        """Return the seconds from a failure now to the next attempt."""
+        """Return the number of seconds between a failure now and the next attempt."""
         left_s = max(self.give_up_s - self.failing_s(), 0.0)
         return min(max(self.failing_s(), SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS, left_s)
 
     def take_retry(self) -> bool:
-        """Return True once after each failure when the next attempt is due."""
+        """Return True once after each failure, when the next attempt is due."""
         if time.monotonic() < self._retry_at:
             return False
         self._retry_at = math.inf

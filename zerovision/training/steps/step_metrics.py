@@ -1,7 +1,7 @@
 """The numbers of a logging point: loss, speed, time shares, memory, and slow ranks.
 
-All ranks finish a step together, because each waits for the slowest in the collectives. So the detector compares a
-rank's work: its time outside of collectives, without possible waiting.
+All ranks finish a step together, because each waits for the slowest rank in the collectives. The detector of slow ranks
+therefore compares the ranks' work: their time outside collectives, without possible waiting.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zerovision.training.world.collectives import gather_rows
 
 SLOW_FACTOR = 1.3
 CONSECUTIVE_POINTS = 2
-SECONDS_BETWEEN_REPORTS = 600.0  # of the same rank
+SECONDS_BETWEEN_REPORTS = 600.0  # about the same rank
 SHORTEST_INTERVAL_STEPS = 5  # the time of a single step varies too much
 
 
 class SlowRank(NamedTuple):
-    """A rank with its seconds of work per step, and the median of the other ranks."""
+    """A slow rank, its seconds of work per step, and the median of the other ranks' seconds."""
 
     rank: int
     step_seconds: float
@@ -38,12 +38,12 @@ class SlowRank(NamedTuple):
 
 
 def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return each rank's own work from the seconds of its spans: the part that all ranks do in every step.
+    """Return each rank's seconds of work, which every rank does in every step, from the seconds of its spans.
 
-    This excludes waiting for the others, and logging, which only rank 0 does. A rank may also wait where the clock sees
-    no collective: inside backward or the optimizer, if gradients are reduced from C++ (as in DDP) or on the engine's
-    own stream. So time there beyond the fastest rank's counts only to the extent that other ranks waited for it in
-    measured collectives.
+    Work excludes waiting for other ranks, and logging, which only rank 0 does. A rank may also wait where the clock
+    sees no collective: in the backward pass or the optimizer, if gradients are reduced from C++ (as in DDP) or on the
+    engine's own stream. Time in these two spans that exceeds the fastest rank's is therefore counted only to the extent
+    that other ranks waited for this rank in measured collectives.
     """
     exchanging = [rank["backward"] + rank["optimizer"] for rank in ranks]
     work = []
@@ -61,7 +61,7 @@ class SlowRankDetector:
     def __init__(self) -> None:
         self._work: list[float] = []
         self._steps = 0
-        self._slow_points: dict[int, int] = {}  # consecutive ones, by rank
+        self._slow_points: dict[int, int] = {}  # number of consecutive slow points, by rank
         self._reported_at: dict[int, float] = {}
 
     def update(self, work: Sequence[float], steps: int) -> list[SlowRank]:
@@ -87,27 +87,27 @@ class SlowRankDetector:
         return found
 
 
-SECONDS_BETWEEN_POINTS = 1.0  # at least, and
-STEPS_BETWEEN_POINTS = 10  # or a multiple of them, if --log-every-steps is auto
+SECONDS_BETWEEN_POINTS = 1.0  # at least, if --log-every-steps is auto
+STEPS_BETWEEN_POINTS = 10  # or a multiple of 10, if --log-every-steps is auto
 
 
 def fewest_steps(ranks: Sequence[Mapping[str, float]], steps: int) -> int:
-    """Return the number of steps that take `SECONDS_BETWEEN_POINTS`, between automatic logging points.
+    """Return the number of steps that take `SECONDS_BETWEEN_POINTS`, the shortest automatic logging interval.
 
     Args:
-        ranks: for each rank, the seconds of its spans since the last point, the same on all ranks.
-        steps: optimizer steps since the last point.
+        ranks: for each rank, the seconds of its spans since the last point; this argument is the same on all ranks.
+        steps: number of optimizer steps since the last point.
     """
     slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
     return math.ceil(SECONDS_BETWEEN_POINTS * steps / max(slowest, 1e-9))
 
 
 class StepMetrics(Observer):
-    """Reads the sums and the clock at logging points, and logs the differences; all ranks build it together.
+    """Reads the sums and the clock at logging points, and logs their changes; the constructor is a collective.
 
     Args:
         run: the run, without its observers.
-        guard: its outcomes are read before each point.
+        guard: guard whose pending outcomes are read before each logging point.
     """
 
     span = "logging"
@@ -123,10 +123,10 @@ class StepMetrics(Observer):
             self._steps, self._last_time = 0, time.perf_counter()
             self._last_skipped = self._run.state.progress.skipped_steps
             self._last_sums, self._last_spans = self._run.state.sums.state(), self._run.clock.seconds()
-            psutil.cpu_percent()  # from now on
+            psutil.cpu_percent()  # starts the measurement
 
     def after_step(self, done: StepDone) -> None:
-        """Count a step; at a logging point, gather over the ranks and log; a collective."""
+        """Count a step; at a logging point, gather the numbers of all ranks and log them; a collective."""
         run, plan, position = self._run, self._run.plan, done.position
         self._steps += 1
         if not self._is_point(position % plan.steps_per_epoch + 1):
@@ -165,7 +165,7 @@ class StepMetrics(Observer):
         self._steps = -1
 
     def _is_point(self, step_of_epoch: int) -> bool:
-        """Return whether there is a logging point after a step of the epoch, from 1; the same on all ranks."""
+        """Return whether a logging point follows a step of the epoch, counted from 1; the same on all ranks."""
         config, fewest = self._run.config, 0
         every = config.log_every_steps
         if every == "auto":
@@ -175,7 +175,7 @@ class StepMetrics(Observer):
         return is_due or step_of_epoch == self._run.plan.steps_per_epoch
 
     def _gather(self) -> tuple[list[float], list[dict[str, float]], list[float]]:
-        """Return the score sums, each rank's span seconds and busy cores since the last call; a collective."""
+        """Return the score sums, and each rank's span seconds and CPU use, since the last call; a collective."""
         sums, spans = self._run.state.sums.state(), self._run.clock.seconds()
         own = [spans[name] - self._last_spans[name] for name in SPANS]
         row = torch.cat([sums - self._last_sums, sums.new_tensor([*own, psutil.cpu_percent() / 100])])

@@ -1,4 +1,4 @@
-"""The observers of a run; a new one needs a file and a line here."""
+"""The observers of a run; to add an observer, write it in a new file and add a line here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerovision.training.tasks.scores import ScoreSums
 
 
 class EpochSums(Observer):
-    """Adds up the scores of an epoch's applied steps."""
+    """Adds up the scores of the steps of an epoch whose updates were applied."""
 
     def __init__(self, sums: ScoreSums) -> None:
         self._sums, self._before = sums, sums.state()
@@ -61,7 +61,7 @@ class Heartbeats(Observer):
 
 
 def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
-    """Return a run with its observers, and its saver; a collective.
+    """Add the observers to a run, and return it and its saver; a collective.
 
     Args:
         run: the built run.
@@ -87,7 +87,7 @@ def guard_of(run: Run, most_consecutive: int) -> NonFiniteGuard:
 
 
 def every_step(run: Run, guard: NonFiniteGuard) -> list[Observer]:
-    """Return the observers of every training, in the order in which a step is completed; a collective."""
+    """Return the observers that every run has, in the order in which they process a step; a collective."""
     return [guard, EpochSums(run.state.sums), WeightUpdates(run.model.averages), StepMetrics(run, guard)]
 
 

@@ -1,9 +1,9 @@
 """Averages of the weights over the steps: the exponential moving average, and lookahead's slow weights.
 
-They are in the optimizer's state beside its moments, so they are sharded, saved and resumed like them.
+The averages are part of the optimizer's state, so they are sharded, saved and restored like its moments.
 
-The moving average (EMA) is evaluated and exported. It also averages BatchNorm's statistics, as timm does, because
-running statistics follow the latest weights, and the EMA's weights are older.
+The moving average (EMA) is evaluated and exported. It includes BatchNorm's statistics, as in timm, because the running
+statistics follow the latest weights, while the EMA's weights are older.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WARM_UP_GAMMA, WARM_UP_POWER = 1.0, 2 / 3  # timm.utils.ModelEmaV3's
 
 
 class WeightAverages(Averages):
-    """The averages of an engine's weights that a run uses: none, one or both.
+    """The averages of an engine's weights that a run uses: EMA, slow weights, both or neither.
 
     Args:
         engine: the engine, before its state is restored.
-        ema_decay: share of the moving average that a step keeps; 0 for none.
-        lookahead_steps: steps between two pulls of lookahead; 0 for none.
-        steps_per_epoch: optimizer steps per epoch.
+        ema_decay: share of the moving average that a step keeps; 0 for no moving average.
+        lookahead_steps: number of steps between two pulls of lookahead; 0 for no lookahead.
+        steps_per_epoch: number of optimizer steps per epoch.
     """
 
     def __init__(self, engine: Engine, ema_decay: float, lookahead_steps: int, steps_per_epoch: int) -> None:
@@ -52,7 +52,7 @@ class WeightAverages(Averages):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """See `Averages`; uses the EMA, if there is one."""
+        """See `Averages`; uses the EMA if the run has one."""
         if not self._decay:
             yield
             return
@@ -67,7 +67,7 @@ class WeightAverages(Averages):
         weight = 1 - ema_decay_at(step, self._decay)
         weights = [*self._engine.optimizer.state]
         averages = [state[EMA] for state in self._engine.optimizer.state.values()]
-        if averages and isinstance(applied, torch.Tensor):  # not read from the device
+        if averages and isinstance(applied, torch.Tensor):  # stays on the device
             moved, share = torch._foreach_lerp(averages, weights, weight), applied * 1.0
             torch._foreach_mul_(moved, share)  # one of the two summands is zeros
             torch._foreach_mul_(averages, 1.0 - share)
@@ -79,20 +79,20 @@ class WeightAverages(Averages):
     def _pull(self, applied: bool | torch.Tensor, step: int) -> None:
         """If a pull is due, move the slow weights towards the fast ones, which continue from there.
 
-        Lookahead is by Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead,
-        the slow weights begin at the first pull, which moves nothing; as in timm's train.py, each epoch ends with a
-        pull. A skipped step, which does not change the weights, has none.
+        Source: Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead, the first
+        pull only copies the weights to the slow weights; as in timm's train.py, each epoch ends with a pull. A skipped
+        step, which does not change the weights, does not pull.
         """
         if step % self._lookahead_steps == 0 or step % self._steps_per_epoch == 0:
             is_first = step == min(self._lookahead_steps, self._steps_per_epoch)
-            # `applied` as a number, also on the device.
+            # `applied` is converted to a number, even if it is on the device.
             self._engine.change_weights(partial(_pull_slow_weights, share=applied * 1.0, is_first=is_first))
 
 
 def ema_decay_at(step: int, decay: float) -> float:
-    """Return the share that the EMA keeps in a step of the run, counted from 1; the first one keeps nothing.
+    """Return the EMA's decay in a step of the run, counted from 1; in the first step, the decay is 0.
 
-    It has a warm-up, like `timm.utils.ModelEmaV3.get_decay(step)` with use_warmup.
+    The decay has a warm-up, like `timm.utils.ModelEmaV3.get_decay(step)` with use_warmup.
     """
     return min(1 - (1 + (step - 1) / WARM_UP_GAMMA) ** -WARM_UP_POWER, decay)
 
@@ -100,7 +100,7 @@ def ema_decay_at(step: int, decay: float) -> float:
 def _pull_slow_weights(
     weights: torch.Tensor, state: dict[str, torch.Tensor], *, share: float | torch.Tensor, is_first: bool
 ) -> None:
-    """Pull with a share of 1; a share of 0 leaves the weights unchanged."""
+    """Pull the weights if `share` is 1; leave them unchanged if it is 0."""
     slow = state[SLOW_WEIGHTS]
     if is_first:
         slow.copy_(weights)
