@@ -288,7 +288,10 @@ class Saver(Observer):
         return error
 
     def _agree(self, action: Callable[[], None], *, only_main: bool = False) -> str | None:
-        """Run `action`, and return the first failing rank's error, or None, on all ranks; a collective."""
+        """Run `action`, and return the first failing rank's error, or None, on all ranks.
+
+        This is a collective of `World.save_group`.
+        """
         error = None
         try:
             if self._world.is_main or not only_main:

@@ -1,1 +1,1 @@
-"""What a training learns: one class per image, several classes, features by comparison, or a teacher's outputs."""
+"""The tasks that a network can learn: one or several classes per image, similar features, or a teacher's outputs."""

@@ -1,4 +1,7 @@
-"""Counts of samples by true and predicted class, and their scores; does not import torch, for pages."""
+"""Counts of samples by true and predicted class, and scores computed from them.
+
+This module does not import torch, because reports use it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ class ClassCounts(NamedTuple):
     """Numbers of samples per class: int64 [C] each.
 
     Attributes:
-        right: samples of the class that are predicted as it.
+        right: samples of the class that are predicted correctly.
         support: samples of the class.
         predicted: samples predicted as the class.
     """
@@ -23,12 +26,12 @@ class ClassCounts(NamedTuple):
 
     @property
     def precision(self) -> np.ndarray:
-        """The share of samples predicted as the class that belong to it, float64 [C]; 0 if there are none."""
+        """The share of correct samples among those predicted as a class, float64 [C]; 0 if none are predicted as it."""
         return _divide(self.right, self.predicted)
 
     @property
     def recall(self) -> np.ndarray:
-        """The share of samples of the class that are predicted as it, float64 [C]; 0 if there are none."""
+        """The share of a class's samples that are predicted correctly, float64 [C]; 0 if the class has no samples."""
         return _divide(self.right, self.support)
 
     @property
@@ -40,13 +43,13 @@ class ClassCounts(NamedTuple):
     def occurs(self) -> np.ndarray:
         """Whether a class has samples or is predicted, bool [C].
 
-        Otherwise its precision, recall and F1 are undefined.
+        The precision, recall and F1 of any other class are undefined.
         """
         return self.support + self.predicted > 0
 
     @property
     def macro_f1(self) -> float:
-        """The mean F1 of the classes that occur or are predicted, as in scikit-learn; NaN if there are none."""
+        """The mean F1 of the classes that occur or are predicted, as in scikit-learn; NaN without such classes."""
         return float(self.f1[self.occurs].mean()) if self.occurs.any() else math.nan
 
     @property
@@ -62,5 +65,5 @@ class ClassCounts(NamedTuple):
 
 
 def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """Divide counts elementwise, giving 0 if the denominator is 0."""
+    """Divide counts elementwise; where the denominator is 0, the result is 0."""
     return np.divide(numerator, denominator, out=np.zeros(len(numerator)), where=denominator > 0)

@@ -1,4 +1,4 @@
-"""Scores of an evaluation per class, and the score by which a run chooses its best epoch."""
+"""Per-class scores of an evaluation, and the score by which a run chooses its best epoch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.tasks.class_counts import ClassCounts
 from zerovision.training.tasks.scores import Scores
 
-AREAS = ("auroc", "map")  # scores of all samples' probabilities of all classes
-MOST_PROBABILITY_BYTES = 4 * 2**30  # of one rank
+AREAS = ("auroc", "map")  # scores that need the probabilities of all classes for all samples
+MOST_PROBABILITY_BYTES = 4 * 2**30  # on one rank
 
 
 def count_classes(scores: Scores, num_classes: int) -> ClassCounts:
@@ -26,7 +26,7 @@ def count_classes(scores: Scores, num_classes: int) -> ClassCounts:
 
 
 def score_of(scores: Scores, name: str, num_classes: int) -> float:
-    """Return one of `points.SCORE_NAMES` for an evaluation with details and, for `AREAS`, areas."""
+    """Return one of `points.SCORE_NAMES` for an evaluation with details; a score in `AREAS` also requires areas."""
     if name in AREAS:
         return getattr(scores.areas, name)
     if name in ("macro_f1", "balanced_accuracy"):
@@ -35,7 +35,7 @@ def score_of(scores: Scores, name: str, num_classes: int) -> float:
 
 
 def keeps_probabilities(score: str, samples: int, num_classes: int, batch_size: int, ranks: int) -> bool:
-    """Return whether an evaluation needs all probabilities for a score, and a rank may keep that many."""
+    """Return whether a score requires all probabilities of an evaluation, and they are few enough to keep."""
     return score in AREAS and _probability_bytes(samples, num_classes, batch_size, ranks) <= MOST_PROBABILITY_BYTES
 
 
@@ -43,10 +43,10 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
     """Return whether a run's evaluations keep all probabilities.
 
     Raises:
-        UserError: if these are more than a rank may keep, or the score is undefined or constant on the validation
-            images.
+        UserError: if there are too many probabilities to keep, or if the score is undefined or constant on the
+            validation images.
     """
-    has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images of a class, and others
+    has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images with and without a class
     if not has_both and score != "loss" and (score in AREAS or data.sets is not None):
         raise UserError(
             f"--best-by {score} needs images with a class and without, but each class has all "
@@ -55,7 +55,7 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
         )
     samples, num_classes = max(map(len, (data.val, data.test or ()))), len(data.class_names)
     if data.sets is not None:
-        score, ranks = "map", 1  # every rank gets all probabilities in the end
+        score, ranks = "map", 1  # all probabilities are finally gathered on every rank
     keeps = keeps_probabilities(score, samples, num_classes, batch_size, ranks)
     if score in AREAS and not keeps:
         cure = "validate on fewer" if data.sets else "give more ranks, or --best-by macro_f1 or balanced_accuracy"

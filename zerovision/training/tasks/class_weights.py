@@ -1,4 +1,4 @@
-"""The weight of each class in the training loss: none, by frequency, or given by name."""
+"""The weight of each class in the training loss: no weights, weights by frequency, or weights given by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def given_weights(value: str) -> dict[str, float]:
     """Return the weights by class name from `--class-weights`; empty for "none" and "balanced".
 
     Raises:
-        UserError: for any other value, an unreadable file, and weights that are not from 0 to a million.
+        UserError: for an invalid value, an unreadable file, or a weight that is not between 0 and a million.
     """
     if value in ("none", "balanced"):
         return {}
@@ -35,7 +35,7 @@ def given_weights(value: str) -> dict[str, float]:
 
 
 def _pairs(value: str) -> list[tuple[str, str]]:
-    """Return the name and weight, as written, of each class in a value or its file."""
+    """Return the name and the weight, as text, of each class in a value of the flag or in the file that it names."""
     if not value.lower().endswith(".csv"):
         parts = next(csv.reader([value], skipinitialspace=True), [])
         return [(name, number) for name, _, number in (part.rpartition("=") for part in parts)] or [("", "")]
@@ -53,10 +53,10 @@ def _pairs(value: str) -> list[tuple[str, str]]:
 def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int]) -> list[float] | None:
     """Return the weight of each class, with a mean of 1 over the training samples; None for "none".
 
-    So the mean of the weighted losses over a step's samples, which depends on no other step or rank, is an unbiased
-    estimate of PyTorch's weighted mean over the whole set: sum of weight x loss / sum of weights.
+    The mean of the weighted losses over a step's samples, which depends on no other step or rank, is therefore an
+    unbiased estimate of PyTorch's weighted mean over the whole set: sum of weight x loss / sum of weights.
 
-    "balanced" is as in scikit-learn: samples / (classes that occur x samples of the class).
+    With "balanced", a weight is computed as in scikit-learn: samples / (classes that occur x samples of the class).
 
     Args:
         value: value of `--class-weights`.
@@ -64,7 +64,7 @@ def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int])
         counts: number of training samples per class.
 
     Raises:
-        UserError: for a class that the data lacks, and if all samples have weight 0.
+        UserError: if the data has no class with a given name, or if all samples have weight 0.
     """
     if value == "none":
         return None

@@ -1,4 +1,4 @@
-"""One label per image: probabilities and scores, and each sample's training loss for hard or soft targets."""
+"""One label per image: probabilities, scores, and each sample's training loss for hard or soft targets."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ Weighted = Iterable[tuple[float, torch.Tensor]]
 
 
 class OneLabel:
-    """Each image has one class; other tasks are subclasses.
+    """The task in which each image has one class; other tasks are subclasses.
 
     Args:
-        num_classes: C.
+        num_classes: number of classes, C.
 
     Attributes:
-        name: name of `--task`.
-        output: a phrase for how logits become probabilities.
-        thresholds: float64 [C], the probability from which a class is predicted; None if only the most probable one is.
+        name: value of `--task`.
+        output: description of how logits are converted to probabilities.
+        thresholds: float64 [C], the probability from which each class is predicted; None if only the most probable
+            class is predicted.
     """
 
     name: TaskName = "multiclass"
@@ -46,11 +47,11 @@ class OneLabel:
         self.num_classes = num_classes
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
-        """Return the task for evaluating images, and their labels in the model's classes.
+        """Return the task for evaluating data, and a map from the labels of the data to those of the model, int64.
 
         Args:
-            data: the images.
-            numbers: int64, the model's index of each of their classes.
+            data: the data to evaluate.
+            numbers: int64, the model's class index for each class of the data.
         """
         return self, numbers
 
@@ -59,10 +60,10 @@ class OneLabel:
         return self
 
     def check_use(self, flags: str, why: str) -> None:
-        """Raise a UserError if these flags belong to another task."""
+        """Raise a UserError if flags do not apply to this task."""
 
     def hits(self, best: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return which of the top classes, int64 [B, k], are the sample's own: bool [B, k]."""
+        """Return which of the top classes, int64 [B, k], are true for the sample, bool [B, k]."""
         return hits_of(best, labels, None)
 
     def sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -81,15 +82,15 @@ class OneLabel:
         return logarithms.exp()
 
     def chosen(self, probabilities: np.ndarray) -> list[int] | None:
-        """Return the classes chosen by an image's probabilities [C]; None if that is just the most probable one."""
+        """Return the classes predicted from an image's probabilities [C]; None for only the most probable class."""
         return None
 
     def recorder(self, *, keeps_probabilities: bool = False) -> SampleRecorder:
-        """Return the recorder of an evaluation's scores."""
+        """Return a recorder for the scores of an evaluation."""
         return SampleRecorder(self, keeps_probabilities=keeps_probabilities)
 
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
-        """Return scores with those computed from all probabilities; for the arguments, see `mean_areas`.
+        """Return `scores` extended by those that need all probabilities; for the other arguments, see `mean_areas`.
 
         This is a collective.
         """
@@ -116,13 +117,14 @@ def build_loss(
     Args:
         config: the run's configuration.
         class_names: the name of each class.
-        counts: training samples of each class.
+        counts: number of training samples of each class.
         device: device of the logits.
-        build: one of `LOSSES`; None for that of `config.loss`.
-        around: extends the loss of logits [B, C] to an ensemble's logits [B, C, members]; None for the mean.
+        build: function that builds the loss; None for the function in `LOSSES` that `config.loss` names.
+        around: function that extends a loss of logits [B, C] to an ensemble's logits [B, C, members]; None to average
+            the loss over the members.
 
     Raises:
-        UserError: for class weights that do not fit the data, and a threshold above or below all targets.
+        UserError: for class weights that do not fit the data, or a target threshold above or below all targets.
     """
     _check_threshold(config, len(class_names))
     weights = class_weights(config.class_weights, class_names, counts)
@@ -155,10 +157,10 @@ def _check_threshold(config: TaskSettings, classes: int) -> None:
 
 
 def cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
-    """Build PyTorch's cross-entropy, times the weight of the target's class.
+    """Build PyTorch's cross-entropy, multiplied by the weight of the target's class.
 
-    PyTorch's own weights also multiply the smoothed targets of other classes: of two classes, one that is 20 times as
-    frequent would then be trained to be predicted as the other.
+    PyTorch's own class weights also apply to the smoothed targets of other classes: with two classes, images of a class
+    that is 20 times as frequent as the other would then be trained to be predicted as the other class.
     """
     smoothing = config.label_smoothing
 
@@ -176,7 +178,7 @@ def cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
 def binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
     """Build the binary cross-entropy averaged over the classes, like timm's `BinaryCrossEntropy`.
 
-    Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
+    Source: Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
     """
     smoothing, threshold = config.label_smoothing, config.bce_target_threshold
 
@@ -197,7 +199,7 @@ def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:
     return weights[batch.labels] if batch.targets is None else batch.targets @ weights
 
 
-# Loss of the same answer to every image, 1 / classes for each class.
+# The loss of a network that predicts a probability of 1 / classes for every class of every image.
 GUESSES: dict[str, Callable[[int], float]] = {
     "cross_entropy": math.log,
     "bce": lambda classes: (math.log(classes) - (classes - 1) * math.log1p(-1 / classes)) / classes,

@@ -1,4 +1,4 @@
-"""The task of trained weights, from their file."""
+"""Determines the task of trained weights from their metadata."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from zerovision.training.tasks.labels import OneLabel
 from zerovision.training.tasks.multilabel.labels import SeveralLabels
 
-THRESHOLDS = "thresholds"  # of the classes, in the metadata of weights that tell several labels
+THRESHOLDS = "thresholds"  # key of the classes' thresholds in the metadata of weights for several labels
 
 
 def task_of(metadata: Mapping[str, Any]) -> OneLabel:
-    """Return the task of weights.
+    """Return the task for which weights were trained.
 
     Args:
         metadata: the result of `zerovision.training.checkpoint.weights.read_metadata`.

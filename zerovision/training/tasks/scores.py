@@ -1,4 +1,4 @@
-"""Exact scores: sums over all ranks in training, sample by sample in evaluation; padding has no weight."""
+"""Exact scores: sums over all ranks in training, and scores of each sample in evaluation; padding has no weight."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
     from zerovision.training.tasks.labels import OneLabel
 
 TOP_K = 5
-# Losses are rounded to multiples of this before they are added: float64 sums of such numbers are exact below 2**29, and
-# so do not depend on their order, nor on the number of ranks. A float32 from 0.5 on is such a multiple already.
+# Losses are rounded to multiples of this before they are added. float64 sums of such multiples are exact below 2**29,
+# so they depend neither on the order nor on the number of ranks. A float32 of at least 0.5 already is such a multiple.
 LOSS_UNIT = 2.0**-24
 SORTED_AT_ONCE = 2**22  # probabilities
 
 
 class Areas(NamedTuple):
-    """Means over the classes with samples; NaN if there are none, or for non-finite probabilities.
+    """Areas under curves, averaged over the classes with samples; NaN without samples or with non-finite probabilities.
 
     Attributes:
-        auroc: area under the receiver operating characteristic: among pairs of a sample in the class and one outside,
-            the share in which the first has the higher probability, ties counting half (Mann and Whitney 1947; Hanley
-            and McNeil 1982, https://doi.org/10.1148/radiology.143.1.7063747); for classes that do not have all samples.
-        map: mean average precision: averaged over the samples of a class, the share of that class among all samples
-            with at least the same probability.
+        auroc: area under the receiver operating characteristic curve: the share of pairs of a sample in the class and a
+            sample outside it in which the former has the higher probability; a tie counts half (Mann and Whitney 1947;
+            Hanley and McNeil 1982, https://doi.org/10.1148/radiology.143.1.7063747). Classes that contain all samples
+            are left out.
+        map: mean average precision: the share of a class among all samples with at least the same probability as one of
+            its samples, averaged over the samples of the class.
     """
 
     auroc: float
@@ -44,15 +45,15 @@ class Areas(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleScores:
-    """Scores of each sample in an evaluation, on the CPU, in the order of their indices.
+    """Scores of each sample in an evaluation, on the CPU, in the order of the samples' indices.
 
     Attributes:
         indices: int64 [N], positions in the data set.
         labels: int64 [N], the true classes.
         predictions: int64 [N], the classes with the highest logit.
-        losses: float64 [N], cross entropies in nats.
+        losses: float64 [N], cross-entropies in nats.
         confidences: float64 [N], the probabilities of the predicted classes.
-        is_right: bool [N], whether the class with the highest logit is the true one, or one of them.
+        is_right: bool [N], whether the class with the highest logit is the true class, or one of the true classes.
     """
 
     indices: torch.Tensor
@@ -73,15 +74,15 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class Scores:
-    """Averages over the samples with weight, and, if known, each sample's scores and the classes' areas.
+    """Averages over the samples with weight, and, if known, the scores of each sample and the areas of the classes.
 
-    With several labels, top-1 and top-5 are the shares of samples that have the class with the highest logit, or one of
-    the five highest.
+    With several labels per image, top-1 and top-5 are the shares of samples for which the class with the highest logit,
+    or one of the five classes with the highest logits, is true.
 
     Attributes:
-        counts: counts of the classes, if they are not those of the most probable classes.
-        thresholds: float64 [C], the probability from which a class is predicted; None if only the most probable class
-            is.
+        counts: counts of each class if classes are predicted by thresholds, otherwise None.
+        thresholds: float64 [C], the probability from which each class is predicted; None if only the most probable
+            class is predicted.
         task: the value of `--task` if classes are predicted by thresholds.
     """
 
@@ -97,12 +98,12 @@ class Scores:
 
 
 class ScoreSums:
-    """Sums over batches on the device, exact in any order; nothing is read back before `reduce`.
+    """Sums of scores over batches, kept on the device and exact in any order; nothing is read back before `reduce`.
 
     Args:
-        num_classes: C.
+        num_classes: number of classes, C.
         device: device of the batches.
-        sets: float32 [S, C] on that device, the classes of each label; None if it is one class.
+        sets: float32 [S, C] on the device, the set of classes that each label stands for; None if a label is one class.
     """
 
     def __init__(self, num_classes: int, device: torch.device, sets: torch.Tensor | None = None) -> None:
@@ -115,7 +116,7 @@ class ScoreSums:
 
         Args:
             losses: [B], each sample's loss.
-            logits: [B, classes], or [B, classes, members] of an ensemble, whose mean probability counts.
+            logits: [B, classes], or [B, classes, members] for an ensemble, whose mean probability is scored.
             labels: [B] int64.
             weights: [B], 1 for samples that count, 0 for padding.
         """
@@ -126,7 +127,7 @@ class ScoreSums:
             best = logits.topk(self._top_k, dim=1).indices
             hits = hits_of(best, labels, self._sets)
             rounded = (losses.detach().double() / LOSS_UNIT).round() * LOSS_UNIT
-            # A padded sample may have an infinite loss: it is masked, since 0 * inf is nan.
+            # A padded sample may have an infinite loss, which is masked because 0 * inf is NaN.
             self._sums += torch.stack([rounded, hits[:, 0], hits.any(1), counted]).where(counted, 0.0).sum(1)
 
     def state(self) -> torch.Tensor:
@@ -138,11 +139,11 @@ class ScoreSums:
         self._sums.zero_()
 
     def restore(self, state: torch.Tensor) -> None:
-        """Set the sums to the result of `state`."""
+        """Set the sums to an earlier result of `state`."""
         self._sums.copy_(state)
 
     def keep_if(self, applied: bool | torch.Tensor, state: torch.Tensor) -> None:
-        """Restore `state` unless the step was applied (a bool, or a bool tensor [] that is not read back)."""
+        """Restore `state` unless `applied` is true; `applied` may be a bool tensor [], which is not read back."""
         if applied is True:
             return
         self._sums.copy_(state if applied is False else torch.where(applied, self._sums, state))
@@ -150,14 +151,14 @@ class ScoreSums:
     def reduce(self, world: World) -> Scores:
         """Return the averages over all ranks' samples, NaN if there are none; a collective with a device sync."""
         sums = sum_over_ranks(self._sums, world.data)
-        copy_from_main([sums], world.replica)  # all decide by the same bits
+        copy_from_main([sums], world.replica)  # so that all ranks decide by the same bits
         loss, top1, top5, count = sums.tolist()
         divisor = count or math.nan
         return Scores(loss / divisor, top1 / divisor, top5 / divisor, int(count))
 
 
 class SampleRecorder:
-    """Keeps the scores of an evaluation, sample by sample, on the device; nothing is read back before `gather`.
+    """Keeps the scores of each sample of an evaluation on the device; nothing is read back before `gather`.
 
     Args:
         task: the task of the evaluation.
@@ -170,13 +171,13 @@ class SampleRecorder:
         self._probabilities: list[torch.Tensor] | None = [] if keeps_probabilities else None
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:
-        """Add one batch like `ScoreSums.add`, with the positions of the samples in the data set, int64 [B]."""
+        """Add one batch as in `ScoreSums.add`; `indices` are the samples' positions in the data set, int64 [B]."""
         best = logits.topk(self._top_k, dim=1).indices
         hits, probabilities = self._task.hits(best, labels), self._task.probabilities(logits)
         confidences = probabilities.gather(1, best[:, :1])[:, 0]
         own = (labels, best[:, 0], hits.any(dim=1), self._task.sample_losses(logits, labels), confidences, hits[:, 0])
         columns = (weights, to_device(indices, logits.device), *own)
-        # float64 holds every position below 2**53 exactly.
+        # float64 represents every position below 2**53 exactly.
         self._batches.append(torch.stack([column.double() for column in columns], dim=1))
         if self._probabilities is not None:
             self._probabilities.append(probabilities)
@@ -184,7 +185,7 @@ class SampleRecorder:
     def gather(self, world: World) -> Scores:
         """Return the averages and every sample's scores, the same on every rank; a collective with a sync.
 
-        The samples are summed in the order of their indices, so that the number of ranks changes no digit.
+        The samples are summed in the order of their indices, so that the sums do not depend on the number of ranks.
         """
         rows = rows_of_all(self._batches, world)
         order = rows[:, 1].argsort()
@@ -204,7 +205,7 @@ def rows_of_all(batches: list[torch.Tensor], world: World) -> torch.Tensor:
     """Return the rows [B, n] of all ranks' batches, on the CPU of every rank; a collective."""
     own = torch.cat(batches)
     rows = gather_rows(own.reshape(-1), world.data).view(-1, own.shape[1])
-    copy_from_main([rows], world.replica)  # all decide by the same bits
+    copy_from_main([rows], world.replica)  # so that all ranks decide by the same bits
     return rows.cpu()
 
 
@@ -216,11 +217,11 @@ def mean_areas(
     Args:
         own: this rank's batches of probabilities, float32 [B, C].
         order: int64 [N], positions of the counted samples among the rows of all ranks.
-        has: returns which samples belong to a class, bool [N].
+        has: function that returns which samples belong to a class, bool [N].
         world: the ranks.
     """
     found, at_once = [], max(SORTED_AT_ONCE // max(len(order), 1), 1)
-    for first in range(0, own[0].shape[1], at_once):  # every rank has room for some classes of all ranks
+    for first in range(0, own[0].shape[1], at_once):  # a rank has memory for only some classes of all samples
         block = rows_of_all([batch[:, first : first + at_once] for batch in own], world)[order].numpy()
         if not np.isfinite(block).all():
             return Areas(math.nan, math.nan)
@@ -230,7 +231,7 @@ def mean_areas(
 
 
 def _areas_of(probabilities: np.ndarray, is_own: np.ndarray) -> tuple[float | None, float | None]:
-    """Return AUROC and average precision of a class, each None if undefined; arguments are float32 and bool [N]."""
+    """Return a class's AUROC and average precision, each None if undefined; arguments are float32 [N] and bool [N]."""
     own, others = np.sort(probabilities[is_own]), np.sort(probabilities[~is_own])
     if not len(own):
         return None, None
@@ -242,10 +243,13 @@ def _areas_of(probabilities: np.ndarray, is_own: np.ndarray) -> tuple[float | No
 
 
 def hits_of(best: torch.Tensor, labels: torch.Tensor, sets: torch.Tensor | None) -> torch.Tensor:
-    """Return which of the top classes, int64 [B, k], are the sample's own: bool [B, k]; for sets see `ScoreSums`."""
+    """Return which of the top classes, int64 [B, k], are true for the sample, bool [B, k].
+
+    For `sets`, see `ScoreSums`.
+    """
     return best == labels[:, None] if sets is None else sets[labels].gather(1, best) > 0
 
 
 def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return each sample's cross entropy [B] in float32, for any training loss."""
+    """Return each sample's cross-entropy, float32 [B], whatever the training loss is."""
     return F.cross_entropy(logits.float(), labels, reduction="none")

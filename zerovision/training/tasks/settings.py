@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
     from zerovision.training.engines.engine import Loss
 
-TASKS: tuple[type[Task], ...] = (Contrastive, Multilabel, Distillation, Task)  # the first that is asked for
+TASKS: tuple[type[Task], ...] = (Contrastive, Multilabel, Distillation, Task)  # the first that is turned on is used
 
-# What builds the loss of each image from the settings and the weight of each class, or None; or where it is.
+# Functions, or their import paths, that build the loss per image from the settings and the class weights (or None).
 LOSSES: dict[str, str | Callable[[Any, torch.Tensor | None], Loss]] = {
     "cross_entropy": "zerovision.training.tasks.labels:cross_entropy",
     "bce": "zerovision.training.tasks.labels:binary_cross_entropy",
     "supcon": "",  # a task of its own
 }
-EMBEDDING_SIZE = 128  # of the projection, as in Khosla et al.
+EMBEDDING_SIZE = 128  # outputs of the projection, as in Khosla et al.
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings(RunSettings):
-    """The loss, a teacher, and the score that chooses the best epoch."""
+    """Settings of the loss, a teacher, and the score that chooses the best epoch."""
 
     loss: str = option(
         "cross_entropy",
@@ -68,7 +68,7 @@ class TaskSettings(RunSettings):
 
     @property
     def embedding(self) -> int:
-        """Number of outputs per image instead of one per class; 0 for a classifier."""
+        """Size of the embedding of each image, which replaces the class scores; 0 for a classifier."""
         return EMBEDDING_SIZE if self.loss == "supcon" else 0
 
 

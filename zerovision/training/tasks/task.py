@@ -1,6 +1,6 @@
-"""The interface of a task, which is what a training learns; each task but the usual one has a folder here.
+"""The interface of a task, which is what a network learns; each task except the usual one has a folder here.
 
-`settings.TASKS` is the table of tasks; a new one needs a folder and a line there.
+`settings.TASKS` is the table of tasks; a new task needs a folder here and a line in that table.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Forward = Callable[..., int]
 
 
 class Task(Mode):
-    """What a training learns: in this class, one class per image; other tasks override what differs.
+    """What a network learns: in this class, one class per image; other tasks override what differs.
 
     Attributes:
-        views: the least number of times that each image occurs in a step.
-        compares: whether there is one loss over all images of a step, which then go through the network twice.
-        tells_one_class: whether the network has one output per class, and an image has one class.
-        usual: settings with another default in this task.
-        loss_scale: the size of the training loss relative to cross-entropy.
+        views: smallest number of times that each image occurs in a step.
+        compares: whether the loss compares all images of a step, which may pass through the network twice.
+        tells_one_class: whether the network has one output per class, and each image has one class.
+        usual: defaults of settings that are different in this task.
+        loss_scale: size of the training loss relative to cross-entropy.
         identity: what a checkpoint and the run that resumes from it must have in common, besides the recipe.
-        data: data of the run.
-        world: world of the run.
+        data: the run's data.
+        world: the ranks.
         keeps_probabilities: whether an evaluation keeps all probabilities; see `SampleRecorder`.
     """
 
@@ -50,7 +50,7 @@ class Task(Mode):
     usual: ClassVar[dict[str, Any]] = {}
     loss_scale = 1.0
 
-    # Of settings.
+    # Methods that need only the settings.
 
     def is_asked(self) -> bool:
         return True
@@ -66,13 +66,13 @@ class Task(Mode):
             yield f"{both} both compensate for rare classes: give one of them."
 
     def chunks(self) -> dict[str, int]:
-        """Return the setting for how many images go through the network at a time, if a step is divided by it."""
+        """Return the name and value of the setting that limits the images per pass through the network, if in use."""
         return {}
 
-    # Of a run.
+    # Methods that need a run.
 
     def prepare(self, data: DatasetPair, precision: str, world: World) -> None:
-        """Take the data of a run; a collective.
+        """Prepare the task for the data of a run; a collective.
 
         Raises:
             UserError: on all ranks, if the task cannot be learned from this data.
@@ -94,11 +94,11 @@ class Task(Mode):
         self.keeps_probabilities = agreed(check, world)
 
     def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
-        """Return the function that trains a step.
+        """Return the function that performs a training step.
 
         Args:
             leaves: the step's leaves.
-            of_losses: turns a loss per image into the step that trains on it.
+            of_losses: function that turns a loss per image into a step function.
 
         Raises:
             UserError: if the settings do not fit the data.
@@ -111,26 +111,29 @@ class Task(Mode):
         return build_loss(self.config, self.data.class_names, self.data.train_counts, self.world.device, **parts)
 
     def readers(self, build: Callable[..., tuple[Loader, Loader]]) -> tuple[Loader, Loader]:
-        """Return the loaders of training and validation batches; `build` takes additional sets to read."""
+        """Return the loaders of training and validation batches from `build`, which accepts additional sets to read."""
         return build()
 
     def notes(self, weights: str) -> list[str]:
-        """Return notes on what users may not expect of these weights."""
+        """Return notes about what users may not expect of the weights in the file `weights`."""
         return []
 
     def before_training(self, train: Loader, forward: Forward, say: Callable[[str], None]) -> int:
-        """Do one-time work before training, if steps are left; return the signal that ended it, or 0; a collective."""
+        """Do one-time work before training; return the signal that interrupted this work, or 0; a collective.
+
+        This is only called if there are steps left to train.
+        """
         return 0
 
     def classifier(self, forward: Forward) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-        """Return a signal like `before_training`, and a function from outputs for images to logits [B, C].
+        """Return a signal like `before_training`, and a function that maps the network's outputs to logits [B, C].
 
         This is a collective.
         """
         return 0, lambda outputs: outputs
 
     def recorder(self, thresholds: np.ndarray | None = None) -> SampleRecorder:
-        """Return the recorder of an evaluation's scores; for the thresholds see `OneLabel`."""
+        """Return a recorder for the scores of an evaluation; for `thresholds`, see `OneLabel`."""
         from zerovision.training.tasks.labels import OneLabel
 
         return OneLabel(len(self.data.class_names)).recorder(keeps_probabilities=self.keeps_probabilities)

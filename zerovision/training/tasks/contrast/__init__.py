@@ -1,4 +1,4 @@
-"""Learns features by comparison: views of one image, and images of one class, get similar features."""
+"""Learns features by comparison: views of the same image, and images of the same class, become similar."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Contrastive(Task):
-    """Learns features that are similar within a class, to train a head on; there is no classifier."""
+    """Learns features that are similar within a class, for a head to be trained later; there is no classifier."""
 
     goes_with: ClassVar[Values] = {
         **{"mixup": (0,), "cutmix": (0,), "distill": ("",), "class_weights": ("none",)},
         **{"engine": OUR_ENGINE, "compile": NOT_COMPILED},
     }
     resumable = ("gradient_cache",)
-    views = 2  # what an image has in common with itself, augmented otherwise
+    views = 2  # each image is also compared with another augmentation of itself
     compares = True
     tells_one_class = False
 
@@ -50,7 +50,7 @@ class Contrastive(Task):
         return GradientCache(self.world.data, leaves, self.config.temperature, len(self.data.class_names))
 
     def readers(self, build: Callable[..., tuple[Loader, Loader]]) -> tuple[Loader, Loader]:
-        """See `Task`; also loads training images without augmentation, whose features give the classes."""
+        """See `Task`; also loads training images without augmentation, by whose features images are classified."""
         from zerovision.training.data.datasets import ImageDataset
         from zerovision.training.data.loader import Loader
         from zerovision.training.data.sampler import EvaluationPlan

@@ -1,9 +1,10 @@
 """Features by comparison: a loss over all images of a step in the memory of one micro-batch, and k-NN votes.
 
-Gao et al. 2021 (https://arxiv.org/abs/2101.06983): the embeddings of all micro-batches are computed without a graph,
-the loss over all of them gives the gradient of each embedding, and a second pass takes it through the network, one
-micro-batch at a time. Dropout and augmentation are functions of the leaf, so both passes compute the same. BatchNorm
-uses a micro-batch's statistics in both, and its running statistics are updated once, in the second.
+The method is that of Gao et al. 2021 (https://arxiv.org/abs/2101.06983): the embeddings of all micro-batches are
+computed without a graph, the gradient of the loss with respect to each embedding is computed from all of them, and a
+second pass backpropagates these gradients through the network, one micro-batch at a time. Dropout and augmentation are
+functions of the leaf (micro-batch), so both passes compute the same embeddings. BatchNorm uses a micro-batch's
+statistics in both passes, and updates its running statistics only in the second.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 # Wu et al. 2018 (https://arxiv.org/abs/1805.01978, section 3.4), with the number of neighbors that DINO found best
 # (Caron et al. 2021, https://arxiv.org/abs/2104.14294, appendix E).
 NEIGHBOURS, TEMPERATURE = 20, 0.07
-MOST_COMPARED = 2**16  # training images; of a larger set every second, third, ... one
+MOST_COMPARED = 2**16  # training images; in a larger set, only every second, third, ... image is used
 
 
 @dataclass(frozen=True)
 class GradientCache:
-    """One loss over the embeddings of a step; every rank computes all of it, with the same bits on any number of ranks.
+    """Trains on one loss over all embeddings of a step.
+
+    Every rank computes the whole loss, with the same bits on any number of ranks.
 
     Attributes:
         world: the ranks.
@@ -45,9 +48,9 @@ class GradientCache:
     num_classes: int
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
-        """See `zerovision.training.steps.accumulate.Step`."""
+        """See `zerovision.training.engines.engine.Step`."""
         held, buffers, outputs = [*given.batches], engine.buffers.copy(), list[torch.Tensor]()
-        is_single = len(held) == 1  # its graph is kept: there is no other micro-batch to make room for
+        is_single = len(held) == 1  # keep its graph, because no other micro-batch needs the memory
         with torch.set_grad_enabled(is_single):
             for micro_step, batch in enumerate(held):
                 given.seed_leaf(micro_step)
@@ -69,14 +72,14 @@ class GradientCache:
                 outputs[micro_step] = engine.forward(batch.images)
             engine.backward((outputs[micro_step] * gradients[micro_step]).sum() * given.loss_scale)
             result = engine.step()
-            # Where one embedding is not finite, the losses of all images are not: it alone is to blame.
+            # If one embedding is not finite, no loss is finite, so the embeddings show which sample is to blame.
             evidence = outputs[micro_step].detach().sum(1)
             given.note(batch, losses[micro_step], shares[micro_step], evidence)
-            outputs[micro_step] = evidence  # which frees the graph
+            outputs[micro_step] = evidence  # frees the graph
         return result
 
     def _of_all_leaves(self, own: list[torch.Tensor]) -> torch.Tensor:
-        """Return the micro-batches [B, ...] of all ranks in the order of leaves; a collective."""
+        """Concatenate the micro-batches [B, ...] of all ranks, in the order of the leaves; a collective."""
         rows = torch.stack(own)
         every = gather_rows(rows.reshape(-1), self.world).view(-1, *rows.shape[1:])
         return every[self.leaves.order()].flatten(0, 1)
@@ -86,8 +89,8 @@ class Contrast(NamedTuple):
     """The result of comparing N images.
 
     Attributes:
-        losses: float32 [N], 0 for an image without another one in its class.
-        shares: float32 [N, classes], an image's similarity to the others in each class; shares add up to 1.
+        losses: float32 [N], 0 for an image that is the only one of its class.
+        shares: float32 [N, classes], similarity of each image to the other images of each class; rows add up to 1.
         gradient: float32 [N, D], gradient of the weighted sum of losses with respect to the embeddings.
     """
 
@@ -99,16 +102,16 @@ class Contrast(NamedTuple):
 def contrast(
     embeddings: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, temperature: float, classes: int, rows: int
 ) -> Contrast:
-    """Compare images by the angles between their embeddings: L_out, equation 2 of Khosla et al. 2020.
+    """Compute the supervised contrastive loss L_out from the cosines between embeddings.
 
-    https://arxiv.org/abs/2004.11362. Anchors are processed in blocks, always in the same order, so memory is that of
-    one block, and the bits depend only on the embeddings.
+    Source: Khosla et al. 2020 (https://arxiv.org/abs/2004.11362), equation 2. Anchors are processed in blocks, always
+    in the same order, so that only one block needs memory, and the bits depend only on the embeddings.
 
     Args:
-        embeddings: float32 [N, D], with any length above 0.
+        embeddings: float32 [N, D], with any norms above 0.
         labels: int64 [N].
         weights: float32 [N]; images with weight 0 are neither anchors nor compared.
-        temperature: number by which the cosines are divided.
+        temperature: divisor of the cosines.
         classes: number of classes.
         rows: number of anchors in a block, a divisor of N.
     """
@@ -120,7 +123,7 @@ def contrast(
             similarity = unit[anchors] @ unit.T / temperature
             is_other = (weights > 0) & (torch.arange(len(labels), device=labels.device) != anchors[:, None])
             is_positive = is_other & (labels == labels[anchors, None])
-            # The smallest number, not minus infinity: an image that is compared with none has a gradient of 0, not NaN.
+            # The lowest number instead of minus infinity, so that an image compared with none has gradient 0, not NaN.
             kept = similarity.masked_fill(~is_other, torch.finfo(similarity.dtype).min)
             log_share = kept - kept.logsumexp(1, keepdim=True)
             found = -torch.where(is_positive, log_share, 0.0).sum(1) / is_positive.sum(1).clamp(min=1)
@@ -132,9 +135,9 @@ def contrast(
 
 
 def log_votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return the logarithm of `votes`, float32 [B, classes], for features of any length and type.
+    """Return the logarithm of `votes`, float32 [B, classes], for features of any norm and dtype.
 
-    One additional vote is shared equally by all classes, so that no probability is 0.
+    One additional vote is shared equally among all classes, so that no probability is 0.
     """
     shares = votes(F.normalize(features.float()), bank, labels, classes)
     return ((NEIGHBOURS * shares + 1 / classes) / (NEIGHBOURS + 1)).log()
@@ -146,9 +149,9 @@ def votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, num_
     Each row sums to 1.
 
     Args:
-        features: [B, F], with length 1.
-        bank: [N, F], with length 1.
-        labels: int64 [N], labels of the bank.
+        features: [B, F], with norm 1.
+        bank: [N, F], features of the labeled images, with norm 1.
+        labels: int64 [N], labels of the images in `bank`.
         num_classes: number of classes.
     """
     nearest = (features @ bank.T).topk(min(NEIGHBOURS, len(bank)), dim=1)

@@ -1,4 +1,4 @@
-"""Several labels per image."""
+"""Classification with several labels per image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several labels per image: each class is decided separately, with its own threshold."""
+"""Several labels per image: each class is predicted separately, with its own threshold."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from zerovision.training.world.world import World
 
 
 def several_loss(config: TaskSettings, _: torch.Tensor | None) -> Loss:
-    """Build the binary cross-entropy averaged over the classes, smoothed equally both ways, as in Keras."""
+    """Build the binary cross-entropy averaged over the classes, with targets smoothed toward 0.5, as in Keras."""
     smoothing = config.label_smoothing
 
     def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        targets = torch.zeros_like(logits) if batch.targets is None else batch.targets  # none in place of lost images
+        targets = torch.zeros_like(logits) if batch.targets is None else batch.targets  # None if images were lost
         return multilabel_losses(logits, targets * (1 - smoothing) + smoothing / 2)
 
     return loss
 
 
 def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return each image's binary cross-entropy averaged over the classes: from float32 [B, K] each to [B]."""
+    """Return each image's binary cross-entropy averaged over the classes, [B]; both arguments are float32 [B, K]."""
     return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
 
 
 class SeveralLabels(OneLabel):
-    """Each image has any number of classes.
+    """The task in which each image has any number of classes.
 
     Args:
-        classes: K.
-        thresholds: float64 [K], the probabilities from which classes are predicted; None for those with an evaluation's
-            best F1.
-        sets: float32 [S, K], the classes that each label stands for; None for a task that evaluates no images.
+        classes: number of classes, K.
+        thresholds: float64 [K], the probability from which each class is predicted; None for the thresholds with the
+            best F1 in an evaluation.
+        sets: float32 [S, K], the set of classes that each label stands for; None if no images are evaluated.
     """
 
     name = MULTILABEL
@@ -53,7 +53,7 @@ class SeveralLabels(OneLabel):
         self.thresholds, self._sets = thresholds, torch.empty(0, classes) if sets is None else sets
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
-        """See `OneLabel`; the labels stay, and the sets they stand for get the model's class indices."""
+        """See `OneLabel`; labels stay the same, and the sets for which they stand use the model's class indices."""
         assert data.sets is not None
         targets = data.sets.targets
         sets = torch.zeros(len(targets), self.num_classes).index_copy_(1, numbers, targets)
@@ -80,7 +80,7 @@ class SeveralLabels(OneLabel):
         return logits.float().sigmoid()
 
     def mean_probabilities(self, weighted: Weighted, temperature: float | None) -> torch.Tensor:
-        """See `OneLabel`; for plain images, to which the thresholds apply."""
+        """See `OneLabel`; there is only one view, the plain image, because the thresholds apply to plain images."""
         ((_, logits),) = weighted
         return self.probabilities(logits)
 
@@ -89,7 +89,7 @@ class SeveralLabels(OneLabel):
         return np.flatnonzero(probabilities >= self.thresholds).tolist()
 
     def recorder(self, *, keeps_probabilities: bool = True) -> SampleRecorder:
-        """See `OneLabel`; all probabilities are kept, finally on every rank."""
+        """See `OneLabel`; all probabilities are always kept, and finally gathered on every rank."""
         return SampleRecorder(self, keeps_probabilities=True)
 
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
@@ -105,16 +105,17 @@ class SeveralLabels(OneLabel):
 
 
 def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-    """Return each class's threshold with the highest F1, halfway to the next lower probability: float64 [K].
+    """Return the threshold with the highest F1 of each class, float64 [K].
 
-    In a tie it is the highest; for a class without samples, 0.5. The arguments are bool and float32 [N, K].
+    A threshold is halfway between the lowest accepted probability and the next lower one. In a tie, the highest
+    threshold is returned; for a class without samples, 0.5. The arguments are bool [N, K] and float32 [N, K].
     """
     found = np.full(targets.shape[1], 0.5)
     for number, (own, values) in enumerate(zip(targets.T, probabilities.T.astype(np.float64), strict=True)):
         order = np.argsort(-values, kind="stable")
         ordered = np.append(values[order], 0.0)
         f1 = 2 * own[order].cumsum() / (np.arange(1, len(order) + 1) + own.sum())
-        f1[ordered[:-1] == ordered[1:]] = -1  # samples of one probability go together
+        f1[ordered[:-1] == ordered[1:]] = -1  # samples with the same probability cannot be separated
         if own.any():
             best = int(f1.argmax())
             found[number] = ordered[best : best + 2].mean()

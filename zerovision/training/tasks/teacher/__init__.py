@@ -1,4 +1,4 @@
-"""Distillation: a network learns a trained one's outputs for the same images."""
+"""Distillation: a network learns the outputs of a trained network for the same images."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOST_TEMPERATURE = 100
 
 
 class Distillation(Task):
-    """Learns a teacher's outputs besides the class of each image."""
+    """Learns a teacher's outputs in addition to the class of each image."""
 
     flag = "distill"
     goes_with: ClassVar[Values] = {"features": ("computed",)}
     own = ("teacher_classes",)
-    resumable = ("teacher", "teacher_classes")  # whom its hash identifies
+    resumable = ("teacher", "teacher_classes")  # a hash identifies the teacher
 
     def is_asked(self) -> bool:
         return bool(self.config.distill)
@@ -44,7 +44,7 @@ class Distillation(Task):
         super().prepare(data, precision, world)
         self._teacher = load_teacher(self.config, data, precision, world)
         self.identity = {"teacher": self._teacher.digest}
-        # A divergence at a temperature of T is of logits / T, times T squared.
+        # The divergence at temperature T is that of logits / T, times T squared.
         self.loss_scale = max(1.0, read_distill(self.config.distill)[0]) ** 2
 
     def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
@@ -62,7 +62,7 @@ class Distillation(Task):
 
 
 def read_distill(word: str) -> tuple[float, float]:
-    """Return the temperature in `--distill kl:T[:ALPHA]`, and the teacher's share of the loss.
+    """Parse `--distill kl:T[:ALPHA]`, and return the temperature and the teacher's share of the loss.
 
     Raises:
         UserError: for any other word.

@@ -1,6 +1,6 @@
-"""`--teacher`: finds and checks the trained network whose outputs a run learns; its hash identifies it.
+"""`--teacher`: finds and checks the trained network whose outputs a run learns; a hash identifies this network.
 
-If nothing changes the images, it answers once, before the first epoch, instead of in each.
+If images are the same in every epoch, the teacher's outputs are computed only once, before the first epoch.
 """
 
 from __future__ import annotations
@@ -45,25 +45,26 @@ if TYPE_CHECKING:
     from zerovision.training.config import TrainConfig
 
 Outputs = tuple[int, Sequence[Names]]
-MOST_KEPT_BYTES = 2 * 10**9  # of answers, on each rank
+MOST_KEPT_BYTES = 2 * 10**9  # of the teacher's outputs, on each rank
 
 
 class Teacher:
-    """Maps a run's batch, with images float32 [B, C, S, S] prepared for its network, to logits [B, classes].
+    """Maps a batch of the run, with images float32 [B, C, S, S], to the teacher's logits, float32 [B, classes].
 
-    It runs in evaluation mode, without gradients, in float32, so it depends only on the images, on any rank.
+    The images are normalized for the student, which this class corrects. The teacher runs in evaluation mode, without
+    gradients, so its outputs depend only on the images, and not on the rank.
 
     Args:
-        module: the network.
-        order: index of each class of the data among its own, int64 [classes].
-        own: means and standard deviations of its images, per channel, float64 [2, C].
-        given: those of the run.
-        precision: precision of its arithmetic, as of the run's.
+        module: the teacher's network.
+        order: index of the teacher's output for each class of the data, int64 [classes].
+        own: mean and standard deviation of the teacher's images per channel, float64 [2, C].
+        given: mean and standard deviation of the run's images per channel, float64 [2, C].
+        precision: precision of the teacher's arithmetic, equal to that of the run.
         device: device of the images.
 
     Attributes:
-        digest: sha256 of its tensors.
-        kept: its stored outputs for the training images, float32 [N, classes], used instead of new ones; or None.
+        digest: SHA-256 of the teacher's tensors.
+        kept: stored outputs for the training images, float32 [N, classes]; None if outputs are computed in each step.
         note: how the run's preprocessing differs from the teacher's, or ''.
     """
 
@@ -92,12 +93,10 @@ class Teacher:
         return self.kept.index_select(0, to_device(batch.indices, self.kept.device))
 
     def keep_answers(self, train: Loader, world: World, forward: Forward, say: Callable[[str], None]) -> int:
-        """Compute the outputs for each training image once, if it is the same in every epoch.
+        """Compute and store the outputs for all training images, if the images are the same in every epoch.
 
-        See `Task.before_training`.
-
-        This gives the same bits as computing them in each epoch, if they do not depend on an image's place in the
-        batch.
+        See `Task.before_training`. The outputs are stored only if they do not depend on an image's place in the batch,
+        so that they have the same bits as outputs computed in each epoch.
         """
         begin, images = time.perf_counter(), len(train.dataset)
         if not train.dataset.is_constant or 4 * len(self._order) * images > MOST_KEPT_BYTES:
@@ -120,7 +119,7 @@ class Teacher:
 
     @torch.no_grad()
     def answer(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs again."""
+        """Compute the logits for images, without using stored outputs."""
         if self._normalization is not None:
             scale, offset = self._normalization
             images = images * scale + offset
@@ -131,7 +130,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
     """Load the teacher that a configuration names; a collective.
 
     Raises:
-        UserError: on all ranks, if there is none, it does not fit the data, or ranks have different ones.
+        UserError: on all ranks, if the teacher is not found, does not fit the data, or differs between ranks.
     """
 
     def load() -> Teacher:
@@ -148,12 +147,12 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
                 raise UserError(f"--teacher {config.teacher} does not take {size}-pixel images: {one_line(failure)}.")
         order = torch.tensor(_order(config, data, *outputs))
         teacher = Teacher(module, order, own, given, precision, world.device)
-        if config.teacher_classes:  # of another order it is another teacher
+        if config.teacher_classes:  # with another order of classes, it is another teacher
             teacher.digest = hashlib.sha256(f"{teacher.digest} {order.tolist()}".encode()).hexdigest()
         teacher.note = differences(made, here, of_arrays=data.train.source.in_memory)
         return teacher
 
-    # One rank per machine goes first and downloads; the others then find the weights in the cache.
+    # One rank per machine loads first, and may download the weights; other ranks then find them in the cache.
     first = agreed(lambda: load() if world.local_rank == 0 else None, world)
     teacher = agreed(lambda: first or load(), world)
     digests = gather_objects(teacher.digest, world)
@@ -164,11 +163,12 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
 
 
 def distilled(teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float, loss: Loss) -> Loss:
-    """Build the divergence from a teacher's softened outputs, mixed with the labels' loss.
+    """Build the divergence from a teacher's softened outputs, mixed with the loss of the labels.
 
-    Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): it is multiplied by the temperature squared, so that the
-    gradient's size does not depend on it. The teacher sees exactly the student's images, augmented and mixed (Beyer et
-    al. 2022, https://arxiv.org/abs/2106.05237), once for all members of an ensemble.
+    The divergence is multiplied by the temperature squared, so that the size of the gradient does not depend on the
+    temperature (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher sees exactly the augmented and mixed
+    images that the student sees (Beyer et al. 2022, https://arxiv.org/abs/2106.05237), once for all members of an
+    ensemble.
     """
 
     def both(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -185,16 +185,16 @@ def distilled(teacher: Callable[[Batch], torch.Tensor], temperature: float, shar
 
 
 def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[Names]) -> list[int]:
-    """Return the teacher's output for each class of the data.
+    """Return the index of the teacher's output for each class of the data.
 
     Args:
-        config: settings with its name, and perhaps those of its classes.
-        data: the images.
+        config: the run's configuration, which names the teacher and may name a file of its classes.
+        data: the run's data.
         number: number of the teacher's outputs.
-        known: lists of the outputs' names, possibly several or none.
+        known: lists of names of the outputs; several if outputs have alternative names, none if names are unknown.
 
     Raises:
-        UserError: if the output is unknown for some class.
+        UserError: if a class has no known output, or if the file of classes does not fit the teacher.
     """
     states = "--teacher-classes FILE, the class name of each of its outputs, one per line"
     if config.teacher_classes:
@@ -220,10 +220,10 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
 
 
 def _stated_classes(path: str) -> Names:
-    """Return the lines of a file of names.
+    """Return the class names in a file, one per line.
 
     Raises:
-        UserError: if it cannot be read.
+        UserError: if the file cannot be read.
     """
     try:
         text = read_small_text(Path(os.path.expanduser(path)))
@@ -249,7 +249,7 @@ def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
 
 
 def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, Outputs, Preparation]:
-    """Return a network with its published weights, its class names, and its preprocessing."""
+    """Return a timm network with its published weights, its class names, and its preprocessing."""
     try:
         published = published_config(config.teacher.removeprefix(TIMM_PREFIX))
         if not published["num_classes"]:
@@ -257,7 +257,7 @@ def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, Outpu
         settings = RunSettings(model_type=config.teacher, pretrained=True, stem="keep")
         made_for = data.preprocessing
         built = build_model(settings, published["num_classes"], made_for.image_size, made_for.channels)
-    except UserError as error:  # which says what to type for the model of a run
+    except UserError as error:  # its advice to type --weights applies only to the model of a run
         raise UserError(f"--teacher {config.teacher}: {str(error).partition(' Type --weights')[0]}") from error
     made = Preparation.of_timm(published)
     if data.preprocessing.channels != 3:
