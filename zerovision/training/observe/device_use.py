@@ -1,4 +1,4 @@
-"""Measures the utilization of a run's devices, and the memory that is used, was used at the peak, and is available.
+"""Measures the utilization of a run's devices, and each rank's used, peak and available memory.
 
 On a GPU, the available memory is what PyTorch's allocator has unused and what the GPU has free. On a CPU, it is the
 rank's share of the memory that the machine and control group have free, or less if the limits of the process
@@ -48,7 +48,7 @@ def memory_room(device: torch.device, sharing: int, root: Path = ROOT) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return the bytes that this rank uses: its tensors on a GPU, or resident memory, including shared pages."""
+    """Return the bytes that this rank uses: its tensors on a GPU, or resident memory with shared pages on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return bytes_by_name((ROOT / "proc/self/status").read_text())["VmRSS"]
@@ -63,7 +63,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak to the current use; if the kernel does not allow this, the old peak remains, never too low."""
+    """Reset the peak to the current use; if the kernel does not allow this, the old peak remains, which may be too high."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -1,4 +1,4 @@
-"""Computes the content of scores.json, which is every number of an evaluation, from `SampleScores`."""
+"""Computes the numbers in scores.json from the `SampleScores` of an evaluation."""
 
 from __future__ import annotations
 

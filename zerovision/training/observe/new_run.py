@@ -206,7 +206,7 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
     Raises:
         UserError: if a folder cannot be written, or if a run of this name exists and is not to be resumed or is being
             trained.
-        AnotherStartNeededError: if the disk is full when the launcher has restarted a training.
+        AnotherStartNeededError: if the launcher has restarted the training and the disk is full.
     """
     folder = run_folder(config)
 

@@ -19,7 +19,7 @@ class Seen(NamedTuple):
 
     Attributes:
         batch: the micro-batch.
-        losses: [B].
+        losses: [B], the loss of each sample.
         logits: [B, classes], or [B, classes, members].
         evidence: [B], non-finite for a bad sample.
     """

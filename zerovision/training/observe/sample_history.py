@@ -18,15 +18,16 @@ from zerovision.training.world.world import World
 HISTORY = "history"  # subfolder of the run's folder, with 001.npy and so on
 ROW = np.dtype([("image", "<i4"), ("label", "<i4"), ("other", "<i4"), ("own_log", "<f4"), ("other_log", "<f4")])
 MOST_IMAGES = 100_000  # in the largest data set whose labels and outliers an audit checks
-MOST_EPOCHS = 16  # recorded, at equal distances
+MOST_EPOCHS = 16  # that are recorded, evenly spaced
 HELD_NUMBERS = 2**20  # logits kept on the device before they are reduced
 
 
 class SampleHistory(Observer):
     """Records two log-probabilities of each training image per epoch, before the step that trains on the image.
 
-    One is that of the label, the negative cross-entropy; the other is that of the most probable other class. Their
-    difference is the margin. Images in mixed batches and images with non-finite log-probabilities are left out.
+    The first is the label's log-probability, which is the negative cross-entropy; the second is that of the most
+    probable other class. Their difference is the margin. Images in mixed batches and images with non-finite
+    log-probabilities are left out.
 
     Args:
         folder: the run's folder.
@@ -97,8 +98,8 @@ class SampleHistory(Observer):
 def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.ndarray:
     """Return a run's predicted probabilities for each training image, averaged over its epochs, float64 [N, C].
 
-    The probability that the two recorded classes leave is divided equally among all other classes. Images without
-    records have NaN; if the records do not match `labels`, all images have NaN.
+    The probability that remains after the two recorded classes is divided equally among all other classes. Images
+    without records have NaN; if the records do not match `labels`, all images have NaN.
 
     Args:
         run: the run's folder.

@@ -15,7 +15,7 @@ def read_tune(word: str) -> tuple[str, int]:
     """Return the mode of `--tune` ('full', 'head', 'layers' or 'lora') and its number, which is 0 if it has none.
 
     Raises:
-        UserError: for any other word.
+        UserError: for any other value.
     """
     kind, _, number = word.partition(":")
     if word in ("full", "head") or (kind in ("layers", "lora") and re.fullmatch(r"[1-9][0-9]{0,2}", number)):

@@ -82,11 +82,11 @@ class ParameterSettings(NamedTuple):
 def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, ParameterSettings]:
     """Return the settings of every trained parameter, by name.
 
-    Vectors, which are biases and norm weights, do not decay, because that would only hurt (Goyal et al. 2017,
+    Vectors (biases and norm weights) have no weight decay, which would only hurt (Goyal et al. 2017,
     https://arxiv.org/abs/1706.02677, section 3). With `--no-weight-decay model`, parameters named in a timm model's
-    `no_weight_decay` do not decay either. With `--layer-decay`, a layer's learning rate is that of the next layer
-    towards the head, times the layer decay (Bao et al. 2021, https://arxiv.org/abs/2106.08254, appendix). The layers
-    are those of `timm.optim.param_groups_layer_decay`.
+    `no_weight_decay` have none either. With `--layer-decay`, a layer's learning rate is that of the next layer towards
+    the head, times the layer decay (Bao et al. 2021, https://arxiv.org/abs/2106.08254, appendix). The layers are those
+    of `timm.optim.param_groups_layer_decay`.
 
     Raises:
         UserError: for a layer decay if only one layer is trained, or if timm does not divide the model into layers.

@@ -71,7 +71,7 @@ class Schedule:
     drop_rate: float = 1.0
 
     def shortened(self, total_steps: int, *, only_head: bool) -> Schedule:
-        """Return the schedule scaled to another number of steps, in all of which only the head or all layers train."""
+        """Return the schedule scaled to another number of steps, all of which train only the head or all layers."""
         share = total_steps / self.total_steps
         return dataclasses.replace(
             self,
@@ -138,7 +138,7 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
 
 
 def stable_epochs(config: RecipeSettings) -> int:
-    """Return the number of epochs before the decay of wsd, which a longer run has in common; 0 for other schedules."""
+    """Return the number of epochs before the decay of wsd that are the same in a longer run; 0 for other schedules."""
     return schedule_fields(config.schedule, config, 1).get("stable_steps", 0)
 
 

@@ -106,7 +106,7 @@ class Run:
         start: how this process starts or resumes the run.
         folder: paths of the run's files.
         data: the data set, with the run's original preprocessing.
-        plan: assigns samples to batches.
+        plan: assignment of samples to batches.
         task: the task that the model learns.
         readers: loaders of this rank's batches.
         model: the trained model.

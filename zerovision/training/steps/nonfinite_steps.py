@@ -47,7 +47,7 @@ class _PendingStep(NamedTuple):
 
 
 class _Cause(NamedTuple):
-    """One rank's findings about a skipped step: whether losses were finite, what was not finite, and which samples."""
+    """What one rank found in a skipped step: whether losses were finite, what was not finite, and the sample names."""
 
     losses_finite: bool
     culprit: str

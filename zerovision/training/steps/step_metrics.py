@@ -1,4 +1,4 @@
-"""The numbers of a logging point: loss, speed, time shares, memory, and slow ranks.
+"""Logs the numbers of each logging point: loss, speed, time shares, memory, and slow ranks.
 
 All ranks finish a step together, because each waits for the slowest rank in the collectives. The detector of slow ranks
 therefore compares the ranks' work: their time outside collectives, without possible waiting.
@@ -38,7 +38,7 @@ class SlowRank(NamedTuple):
 
 
 def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return each rank's seconds of work, which every rank does in every step, from the seconds of its spans.
+    """Return the seconds of each rank that were work, which all ranks do in every step, from the seconds of its spans.
 
     Work excludes waiting for other ranks, and logging, which only rank 0 does. A rank may also wait where the clock
     sees no collective: in the backward pass or the optimizer, if gradients are reduced from C++ (as in DDP) or on the
@@ -95,7 +95,7 @@ def fewest_steps(ranks: Sequence[Mapping[str, float]], steps: int) -> int:
     """Return the number of steps that take `SECONDS_BETWEEN_POINTS`, the shortest automatic logging interval.
 
     Args:
-        ranks: for each rank, the seconds of its spans since the last point; this argument is the same on all ranks.
+        ranks: for each rank, the seconds of its spans since the last point; identical on all ranks.
         steps: number of optimizer steps since the last point.
     """
     slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)

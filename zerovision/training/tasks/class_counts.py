@@ -12,7 +12,7 @@ import numpy as np
 
 
 class ClassCounts(NamedTuple):
-    """Numbers of samples per class: int64 [C] each.
+    """Numbers of samples per class; each field is int64 [C].
 
     Attributes:
         right: samples of the class that are predicted correctly.
@@ -26,7 +26,7 @@ class ClassCounts(NamedTuple):
 
     @property
     def precision(self) -> np.ndarray:
-        """The share of correct samples among those predicted as a class, float64 [C]; 0 if none are predicted as it."""
+        """The share of the samples predicted as a class that belong to it, float64 [C]; 0 if there are none."""
         return _divide(self.right, self.predicted)
 
     @property
@@ -49,7 +49,7 @@ class ClassCounts(NamedTuple):
 
     @property
     def macro_f1(self) -> float:
-        """The mean F1 of the classes that occur or are predicted, as in scikit-learn; NaN without such classes."""
+        """The mean F1 of the classes that occur or are predicted, as in scikit-learn; NaN if there are none."""
         return float(self.f1[self.occurs].mean()) if self.occurs.any() else math.nan
 
     @property

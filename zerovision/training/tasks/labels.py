@@ -82,7 +82,7 @@ class OneLabel:
         return logarithms.exp()
 
     def chosen(self, probabilities: np.ndarray) -> list[int] | None:
-        """Return the classes predicted from an image's probabilities [C]; None for only the most probable class."""
+        """Return the classes predicted from an image's probabilities [C]; None if only the most probable is."""
         return None
 
     def recorder(self, *, keeps_probabilities: bool = False) -> SampleRecorder:

@@ -28,7 +28,9 @@ SORTED_AT_ONCE = 2**22  # probabilities
 
 
 class Areas(NamedTuple):
-    """Areas under curves, averaged over the classes with samples; NaN without samples or with non-finite probabilities.
+    """Areas under curves, averaged over the classes that have samples.
+
+    They are NaN if no class has samples, or if a probability is not finite.
 
     Attributes:
         auroc: area under the receiver operating characteristic curve: the share of pairs of a sample in the class and a
@@ -74,7 +76,7 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class Scores:
-    """Averages over the samples with weight, and, if known, the scores of each sample and the areas of the classes.
+    """Averages over the samples with nonzero weight, and, if known, the scores of each sample and areas under curves.
 
     With several labels per image, top-1 and top-5 are the shares of samples for which the class with the highest logit,
     or one of the five classes with the highest logits, is true.

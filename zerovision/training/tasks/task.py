@@ -35,7 +35,7 @@ class Task(Mode):
         views: smallest number of times that each image occurs in a step.
         compares: whether the loss compares all images of a step, which may pass through the network twice.
         tells_one_class: whether the network has one output per class, and each image has one class.
-        usual: defaults of settings that are different in this task.
+        usual: the defaults of settings that have another default in this task.
         loss_scale: size of the training loss relative to cross-entropy.
         identity: what a checkpoint and the run that resumes from it must have in common, besides the recipe.
         data: the run's data.

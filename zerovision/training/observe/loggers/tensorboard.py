@@ -68,7 +68,7 @@ class TensorBoardLogger(RunLogger):
             self._writer.add_image("confusion matrix", picture, point.epoch, dataformats="HWC")
 
     def end(self, point: RunPoint) -> None:
-        """Write the numbers of the whole run, one point per number."""
+        """Write the numbers of the whole run, each as a single point."""
         scalars = {"speed/images_per_second": point.images_per_second} | _time_and_speed(point)
         self._write_scalars({f"run/{tag}": value for tag, value in scalars.items()}, point.step)
 

@@ -60,7 +60,7 @@ class TrackerLogger(EventLogger):
                 self._note(f"{MOST_WAITING} lines are waiting: more are dropped for now; training goes on")
 
     def delivered(self) -> None:
-        """Have the tracker's process send the run's files, and wait for it for a limited time."""
+        """Have the tracker's process send the run's files, and wait a limited time for it to end."""
         if self._is_done:
             return
         self._is_done = True

@@ -1,4 +1,4 @@
-"""Learns features by comparison: views of the same image, and images of the same class, become similar."""
+"""Learns features by comparison: views of one image, and images of one class, are trained to have similar features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Contrastive(Task):
-    """Learns features that are similar within a class, for a head to be trained later; there is no classifier."""
+    """Learns features that are similar within a class, without a classifier; a head can be trained on them later."""
 
     goes_with: ClassVar[Values] = {
         **{"mixup": (0,), "cutmix": (0,), "distill": ("",), "class_weights": ("none",)},

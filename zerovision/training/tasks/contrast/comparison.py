@@ -1,4 +1,4 @@
-"""Features by comparison: a loss over all images of a step in the memory of one micro-batch, and k-NN votes.
+"""Features by comparison: a loss over all images of a step with the memory of one micro-batch, and k-NN votes.
 
 The method is that of Gao et al. 2021 (https://arxiv.org/abs/2101.06983): the embeddings of all micro-batches are
 computed without a graph, the gradient of the loss with respect to each embedding is computed from all of them, and a
