@@ -63,7 +63,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak to the current use; if the kernel does not allow this, the old peak remains, which may be too high."""
+    """Reset the peak to the current use; if the kernel does not allow this, the old peak, at least as high, remains."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
