@@ -1,20 +1,21 @@
-"""The agent of a launch on each node: starts the node's ranks, watches them, and follows the launch's orders.
+"""The agent that a launch runs on each node: starts the node's ranks, watches them, and follows the launch's orders.
 
     python zerovision/launch/agent.py node01
 
-The launch starts it here, or through ssh or srun, whose stdin and stdout carry the messages. Nothing listens on a port,
-so only ssh's keys, or Slurm, decide who may start one. Its orders are messages of these kinds:
+The launch starts an agent locally, or through ssh or srun, whose stdin and stdout carry the messages. Agents do not
+listen on a port, so only ssh's keys, or Slurm, decide who may start one. An order is a message of one of these kinds:
 
-    prepare   end what an earlier start left; answer "ready" with facts about this machine, or with what is wrong
-    mark      write a file into the log folder, which is removed before the ranks start; answer "mark"
-    see       answer "see": whether the file that another node has written there appears here
-    facts, listen, reach, all-reduce   answer, in a message of the same kind, what the doctor asks (machine_facts.py)
-    start     start the ranks; "ended" follows when none of their processes is left
-    signal    pass a signal on to the ranks
-    end       end the ranks at once
-    beat      nothing: a heartbeat
+    prepare   kill leftover processes of earlier starts; answer "ready" with facts about this machine, or an error
+    mark      write a file into the log folder, to be removed before the ranks start; answer "mark"
+    see       answer "see": whether the file that another node has written into the log folder is visible here
+    facts, listen, reach, all-reduce   answer the doctor's question in a message of the same kind (machine_facts.py)
+    start     start the ranks; answer "ended" when all their processes have ended
+    signal    forward a signal to the ranks
+    end       kill the ranks immediately
+    beat      do nothing: a heartbeat
 
-It ends its ranks if it receives nothing for `LOST_SECONDS`, and lets them save when the launch is gone.
+When the connection closes or nothing arrives for `LOST_SECONDS`, the agent lets its ranks save and stop; after silence,
+it kills the ranks that are still running `CUT_OFF_SECONDS` later.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ from zerovision.training.world.network_interfaces import (
     route_towards,
 )
 
-CUT_OFF_SECONDS = 5.0  # what the ranks of a node that is cut off get to leave: they cannot agree with the others
+CUT_OFF_SECONDS = 5.0  # for the ranks of a node that is cut off to exit: they cannot agree with other ranks
 
 
 def main() -> int:
-    """Serve a launch until it closes our standard input."""
-    # This node's name; if the launch runs on this machine, also the descriptor to write messages to.
+    """Serve a launch until it closes this process's standard input."""
+    # The arguments are this node's name and, if the launch runs on this machine, a file descriptor for messages.
     node, *descriptor = sys.argv[1:]
     orders = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the ranks must not read what is meant for the agent
@@ -76,7 +77,7 @@ def main() -> int:
 
 
 def _reached_by() -> str:
-    """Return the address at which the launch reaches this machine, from ssh or Slurm; '' if neither names one."""
+    """Return the address at which the launch reaches this machine, from ssh or Slurm; '' if neither provides one."""
     came_in_on = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     return next(iter(came_in_on), "") or route_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
 
@@ -87,11 +88,11 @@ class Agent:
     def __init__(self, node: str, channel: Channel, address: str, lost_s: float) -> None:
         """Serve `channel` as `node`, which the launch reached on `address` ('' if not known).
 
-        A launch that is silent for `lost_s` counts as lost.
+        A launch that is silent for `lost_s` seconds is considered lost.
         """
         self._node, self._channel, self._address, self._lost_s = node, channel, address, lost_s
         self._orders: queue.Queue[Message | None] = queue.Queue()
-        # Signals, of the launch or of Slurm, which may send one to a single node: the ranks of all nodes agree on it.
+        # Signals from the launch, or from Slurm, which may signal a single node; the ranks of all nodes then agree.
         self._received = receive_signals()
         self._last_message = time.monotonic()
         self._is_closed = False
@@ -99,9 +100,9 @@ class Agent:
         self._launcher = NodeLauncher()
         self._folders = contextlib.ExitStack()
         self._folder: HeartbeatFolder | None = None
-        self._gpus = 0  # that ranks may use here
+        self._gpus = 0  # number of GPUs that ranks may use here
         self._node_run: NodeRun | None = None
-        self._mark: Path | None = None  # that we have left in the log folder
+        self._mark: Path | None = None  # the file that this agent has left in the log folder
         self._answers: dict[str, tuple[str, Callable[[Message], Message]]] = {
             "prepare": ("ready", self._prepare),
             "mark": ("mark", self._leave_mark),
@@ -114,8 +115,8 @@ class Agent:
         """Follow orders; return when the launch is gone, or has closed the connection."""
         for work in (self._listen, self._beat, self._watch):
             threading.Thread(target=work, daemon=True).start()
-        # It stays until the launch leaves, also after "ended": ending with a message unread would reset the connection,
-        # and the launch might miss the last answer.
+        # The agent stays until the launch leaves, even after "ended": exiting with an unread message would reset the
+        # connection, and the launch might miss the last answer.
         with self._folders, contextlib.closing(self._launcher):
             while (order := self._orders.get()) is not None:
                 answer, act = self._answers[order["kind"]]
@@ -142,7 +143,7 @@ class Agent:
             time.sleep(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """Let the ranks exit if the launch is silent; a heartbeat for a full pipe waits in another thread."""
+        """Let the ranks exit if the launch is silent; a separate thread sends heartbeats, which may block."""
         while True:
             silent_s = time.monotonic() - self._last_message
             if not self._is_closed and silent_s > self._lost_s:
@@ -185,7 +186,7 @@ class Agent:
 
     def _find_out(self, order: Message) -> Message:
         """Answer a question of the doctor; the output of libraries is discarded."""
-        from zerovision.launch.machine_facts import ANSWERS  # takes as long as all that a start needs
+        from zerovision.launch.machine_facts import ANSWERS  # takes as long as all imports of a start
 
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
@@ -227,15 +228,15 @@ class Agent:
         return {"run_name": self._folder.run_name(), "position": self._folder.checkpoint_position()}
 
     def _environment(self, order: Message, folder: HeartbeatFolder) -> dict[str, str]:
-        """Return the variables of the ranks: this machine's, the launch's, and where their heartbeats go."""
+        """Return the ranks' environment variables: this machine's, the launch's, and the folder for heartbeats."""
         environment = launch_environment(self._launch, folder, {**os.environ, **order["environment"]})
         restart = order["environment"][RESTARTS_VARIABLE]
-        if restart != "0":  # a compiler that was killed leaves half a library
+        if restart != "0":  # a killed compiler leaves an incomplete library
             environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder.path}/compiled-{restart}")
         environment |= malloc_variables(environment, self._gpus > 0)
-        # More threads than cores is not a little slower: 2 ranks with 2 threads on 2 cores took 15 times as long.
+        # More threads than cores are far slower: 2 ranks with 2 threads each on 2 cores took 15 times as long.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // order["local_size"])))
-        # With ninja, which an engine's operators are compiled by.
+        # This folder contains ninja, which compiles an engine's operators.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
         return environment
 

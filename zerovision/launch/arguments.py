@@ -1,4 +1,4 @@
-"""The command lines of the three launchers: positional arguments, flags and variables are declared and checked here.
+"""Declares and checks the command lines of the three launchers: positional arguments, flags, environment variables.
 
 Every other flag belongs to the training entry, whose parser checks it before any rank starts. This module does not
 import torch.
@@ -43,7 +43,7 @@ DAY_SECONDS = 86400
 
 
 def _setting(default: Any, kind: str = "", *, low: int = 1, high: int = 0, has_variable: bool = False) -> Any:
-    """Declare a launcher's flag: a number from `low` to `high`, or text of a kind."""
+    """Declare a launcher's flag: a number from `low` to `high`, or text that `kind` describes."""
     metadata = {"kind": kind, "low": low, "high": high, "has_variable": has_variable}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -52,15 +52,15 @@ def _setting(default: Any, kind: str = "", *, low: int = 1, high: int = 0, has_v
 class LaunchArguments:
     """The arguments of a launcher.
 
-    Fields with a default are settings: `max_restarts` is the flag --max-restarts (or --max_restarts), or else the
-    variable MAX_RESTARTS, if there is one.
+    Fields with a default are settings: `max_restarts` is set by the flag --max-restarts (or --max_restarts), or, for
+    settings with `has_variable`, by the environment variable MAX_RESTARTS.
     """
 
     script: str  # a key of `LAUNCHERS`
     positional: dict[str, str]  # as given: model, strategy, num_gpus, ...
     flags: list[str]  # of the training entry
     dry_run: bool
-    master_port: int = _setting(0, high=65535, has_variable=True)  # 0: a free one
+    master_port: int = _setting(0, high=65535, has_variable=True)  # 0: any free port
     max_restarts: int = _setting(3, low=0, high=1000, has_variable=True)
     stop_timeout: int = _setting(300, high=DAY_SECONDS, has_variable=True)  # seconds
     start_timeout: int = _setting(300, high=DAY_SECONDS, has_variable=True)  # seconds
@@ -74,12 +74,12 @@ class LaunchArguments:
 
     @property
     def nodes(self) -> int:
-        """Machines to use."""
+        """Number of machines to use."""
         return int(self.positional.get("num_nodes", 1))
 
     @property
     def ranks_per_node(self) -> int:
-        """GPUs, or CPU ranks, on each machine."""
+        """Number of GPUs, or CPU ranks, on each machine."""
         return int(self.positional.get("gpus_per_node") or self.positional["num_gpus"])
 
     @property
@@ -120,7 +120,7 @@ class Launcher(NamedTuple):
 
     @property
     def fields(self) -> list[dataclasses.Field]:
-        """The fields of its settings."""
+        """The fields that declare the launcher's settings."""
         return [SETTINGS[flag_of(name)] for name in self.settings.split()]
 
 
@@ -143,14 +143,14 @@ LAUNCHERS = {
 
 @current_folder_kept_out()
 def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
-    """Exit with the result of `main` for the command line, or with one line and the code of a known error.
+    """Run `main` on the command line and exit with its result; for a known error, exit with one line and its code.
 
     The process gets SIGTERM when its caller ends (`end_with_caller`).
     """
     end_with_caller()
     outlast_readers()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks start, Ctrl-C ends it without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks start, Ctrl-C causes no traceback
     try:
         if sys.argv[-2:] == ["--help", "all"]:
             check_training(sys.argv[-2:])  # prints the flags, and exits
@@ -166,7 +166,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     Args:
         script: a key of `LAUNCHERS`.
         arguments: the script's arguments.
-        environment: the variables; an empty one counts as not set.
+        environment: the environment variables; an empty variable is treated as unset.
 
     Raises:
         UserError: if a launcher's argument is missing, out of range, or contradicts another. The training's arguments
@@ -194,7 +194,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     if found.min_nodes > found.nodes:
         raise UserError(f"--min-nodes {found.min_nodes}: expected a whole number from 1 to {found.nodes}.")
     threads = environment.get("OMP_NUM_THREADS", "")
-    if not re.fullmatch(r"([1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*)?", threads):  # OpenMP would print lines of its own
+    if not re.fullmatch(r"([1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*)?", threads):  # OpenMP would print its own messages
         raise UserError(f"OMP_NUM_THREADS {shown(threads)}: expected a whole number from 1 to 9999.")
     if not re.fullmatch(r"[A-Za-z0-9_,]*", found.forward_env):
         raise UserError(f"FORWARD_ENV {shown(found.forward_env)}: expected names separated by commas.")

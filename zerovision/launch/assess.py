@@ -1,4 +1,4 @@
-"""Assesses the facts of machines for a training: the rows of the doctor's table."""
+"""Assesses the facts about machines for a training, and returns the rows of the doctor's table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zerovision.training.base.units import cpu_ranks, format_bytes, plural
 Verdict = Literal["ok", "warning", "wrong"]
 HERE = "here"
 MIB, GIB = 2**20, 2**30
-# Shared memory of one rank: an engine's buffer for the all-reduce of CPU ranks has 66 MiB.
+# Shared memory per rank: an engine's buffer for the all-reduce of CPU ranks takes 66 MiB.
 SHARED_BYTES_PER_RANK = 66 * MIB
-MEMORY_BYTES_PER_RANK = GIB  # before it has a model: torch, an engine and their libraries
-LOG_BYTES = 100 * MIB  # of logs and small checkpoints, at least
-OPEN_FILES_OF_A_RANK = 256  # libraries, loader workers, log files; and sockets to every other rank
+MEMORY_BYTES_PER_RANK = GIB  # without a model: torch, an engine and their libraries
+LOG_BYTES = 100 * MIB  # for logs and small checkpoints
+OPEN_FILES_OF_A_RANK = 256  # libraries, loader workers and log files; sockets to other ranks are added
 HOT_C = 84.0
-USED_MIB = 1024  # a GPU's memory that is taken before the start
+USED_MIB = 1024  # GPU memory that other programs may use before the start
 HOSTS_NAMED, FINDINGS_SHOWN = 4, 2
 
 Facts = Mapping[str, Any]
@@ -33,7 +33,8 @@ class Row:
 
     Attributes:
         check: what was examined, in a few words.
-        verdict: "wrong" prevents a training or falsifies it; "warning" slows it down or may end it.
+        verdict: "wrong" if it prevents a training or falsifies the results, "warning" if it slows a training down or
+            may end it, else "ok".
         found: what was found, in one line.
         cure: what to do about it, in one line; '' if there is nothing to do.
         host: the machine; '' if the line is about all machines or none in particular.
@@ -63,7 +64,7 @@ def join_hosts(rows: Iterable[Row]) -> list[Row]:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first names, separated by commas, and the number of others."""
+    """Return the first names, separated by commas, and how many more there are."""
     more = len(names) - HOSTS_NAMED
     return ", ".join(names[:HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -73,7 +74,7 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
 
     Args:
         facts: see `machine_facts`.
-        ranks: number of ranks on this machine; 0 if unknown.
+        ranks: number of ranks on the machine; 0 if unknown.
         all_ranks: number of ranks on all machines.
         cluster_has_gpus: whether any machine has a GPU.
         saved_bytes: bytes of the weights and one checkpoint, 0 if unknown.
@@ -120,7 +121,7 @@ def read_pins(requirements: str) -> dict[str, str]:
 
 
 def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
-    """Compare the number of GPUs, or else of cores, with the ranks (0: unknown), and the driver with torch."""
+    """Compare the number of GPUs (or of cores without GPUs) with the ranks (0: unknown), and the driver with torch."""
     gpus, ranks = facts["gpus"], max(ranks, 1)
     if facts["gpu_problem"]:
         cure = "load the driver (modprobe nvidia), or check dmesg for Xid errors"
@@ -149,7 +150,7 @@ def _assess_cores(cores: int, ranks: int) -> Row:
     return Row("GPUs", "ok", found)
 
 
-# Of each GPU: the verdict, the number, up to which all is well, and what is said of it if it is not.
+# Limits of a GPU: the verdict if it is exceeded, the fact that is compared, the limit, and the text after the value.
 GPU_LIMITS: list[tuple[Verdict, str, float, str]] = [
     ("wrong", "ecc_uncorrected", 0, "uncorrected memory errors"),
     ("warning", "temperature_c", HOT_C, "degrees C"),
@@ -230,14 +231,14 @@ def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) ->
 
 
 def _limit(row: Row, available: float, needed: float, show: Callable[[float], str] = format_bytes) -> Row:
-    """Return a row with what is needed, or "ok" if that much is available."""
+    """Return the row with the needed amount added, or an "ok" row if that much is available."""
     if available >= needed:
         return Row(row.check, "ok", row.found)
     return replace(row, found=f"{row.found}, {show(needed)} needed")
 
 
 def assess_versions(hosts: Mapping[str, Facts], here: Mapping[str, str]) -> list[Row]:
-    """Compare Python, libraries and code, including uncommitted changes; a tie goes to this machine."""
+    """Compare Python, libraries and code, including uncommitted changes; this machine's versions break a tie."""
     cure = "check out the same commit there (git status, git pull) and run make setup, or share the folder"
     same = ", ".join(f"{name} {version[:12]}" for name, version in here.items())
     differing = differences({**{host: facts["software"] for host, facts in hosts.items()}, HERE: here}, here)
@@ -246,7 +247,7 @@ def assess_versions(hosts: Mapping[str, Facts], here: Mapping[str, str]) -> list
 
 
 def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
-    """Compare the copies of the data set on the hosts that could load it; a tie goes to the first host."""
+    """Compare the copies of the data set on the hosts that could load it; the first host's copy breaks a tie."""
     copies = {host: facts["data"] for host, facts in hosts.items() if "hash" in facts["data"]}
     if not copies:
         return []
@@ -260,10 +261,10 @@ def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
 
 
 def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
-    """Return a row for the failed paths, if any: it names the host in most of them, or the target of a single one.
+    """Return one row if any paths failed: its host is the one in most of them, or the target of a single failed path.
 
     Args:
-        failed: which host failed to reach which other one, and the port there.
+        failed: for each failed path, the host that could not connect, the target host, and its port.
     """
     ends = Counter([target for _, target, _ in failed] + [source for source, _, _ in failed])
     found = some_of([f"{source} cannot connect to {target}, port {port}" for source, target, port in failed])
@@ -274,12 +275,12 @@ def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
 
 
 def assess_all_reduce(answers: Mapping[str, Facts], ranks: int, way: str) -> Row:
-    """Return the row of the all-reduce, with its rate as nccl-tests counts it.
+    """Return the row for the all-reduce, with its bus bandwidth as nccl-tests defines it.
 
     Args:
         answers: results of `measure_network`, by host.
-        ranks: ranks that took part.
-        way: how the ranks reach each other, for the row.
+        ranks: number of ranks in the all-reduce.
+        way: phrase for the row that describes how the ranks are connected.
     """
     problems = {host: answer["problem"] for host, answer in answers.items() if "problem" in answer}
     if problems:

@@ -24,7 +24,7 @@ from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABL
 from zerovision.training.base.units import cpu_ranks, plural
 
 LOOK_SECONDS = 0.1
-LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should
+LEAVE_SECONDS = 30.0  # for other nodes to exit once one has ended in the way that all should
 RETURN_SECONDS = 30.0  # between two attempts to reach a host that a running start lacks
 
 
@@ -33,8 +33,8 @@ class Hosts:
     """What a launch remembers about its hosts from one start to the next.
 
     Attributes:
-        returns: how often each host rejoined a running training.
-        hangs: how often the rank that hung was on each host.
+        returns: number of times that each host rejoined a running training.
+        hangs: number of hangs whose hung rank was on each host.
         doubtful: hosts that the next start leaves out if possible.
     """
 
@@ -43,7 +43,7 @@ class Hosts:
     doubtful: set[str] = field(default_factory=set)
 
     def hung(self, host: str) -> None:
-        """Count a hang: after the second one, the host is doubtful."""
+        """Count a hang on this host, which is doubtful after the second one."""
         self.hangs[host] += 1
         if self.hangs[host] > 1:
             self.doubtful = {host}
@@ -59,16 +59,16 @@ class ClusterRun:
             plan: what to start.
             nodes: the agents.
             received: the list to which the signal handlers append.
-            hosts: what the launch remembers of its hosts.
+            hosts: what the launch remembers about its hosts.
         """
         self._plan, self._nodes, self._received, self._hosts = plan, nodes, received, hosts
         self._taking_part: list[Node] = []
         self._has_gpus = True
-        self._first_reason = ""  # why a node was lost
+        self._first_reason = ""  # why the first lost node was lost
         self._sent = 0
-        self._absent: Roster | None = None  # hosts that this start lacks: asked again and again
-        self._absent_s = 0.0  # between two such attempts
-        self._back: list[str] = []  # hosts for whose sake the ranks were stopped
+        self._absent: Roster | None = None  # hosts that this start lacks, which are contacted again and again
+        self._absent_s = 0.0  # seconds between two attempts to reach an absent host
+        self._back: list[str] = []  # returned hosts, for which the ranks were stopped
         self._deadline = math.inf
 
     def run(self, restart: int, resuming: list[str]) -> Started:
@@ -116,7 +116,7 @@ class ClusterRun:
             )
 
     def _look(self) -> None:
-        """Send heartbeats, pass on a signal, and end what does not exit by itself."""
+        """Send heartbeats, forward a signal, and kill ranks that do not exit on their own."""
         now = time.monotonic()
         self._nodes.beat()
         if self._received and not self._sent:
@@ -126,20 +126,20 @@ class ClusterRun:
         elif self._sent and signal.SIGINT in self._received:
             self._deadline = now
         if self._note_losses():
-            self._deadline = min(self._deadline, now)  # without it the others can do nothing more
+            self._deadline = min(self._deadline, now)  # the other nodes cannot continue without it
         self._deadline = min(self._deadline, now + self._seconds_left())
         if now > self._deadline:
             for node in filter(Node.is_working, self._taking_part):
                 node.end(within_s=KILL_SECONDS)
 
     def _note_losses(self) -> bool:
-        """Remember why the first node was lost; return whether any was."""
+        """Remember why the first lost node was lost; return whether any node was lost."""
         reasons = [reason for node in self._taking_part if (reason := node.lost())]
         self._first_reason = self._first_reason or next(iter(reasons), "")
         return bool(reasons)
 
     def _seconds_left(self) -> float:
-        """Return the seconds that working nodes have to exit by themselves."""
+        """Return the number of seconds that working nodes have to exit on their own."""
         endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
         others = self._taking_part if len(self._taking_part) > 1 else []
         failing = any(node.messages.get("beat", {}).get("failing") for node in others if node.is_working())
@@ -157,14 +157,14 @@ class ClusterRun:
         self._received.clear()
 
     def _expect_absent(self, used: list[str]) -> None:
-        """Keep asking the hosts that do not take part; the more often one has come back, the less often it is asked."""
+        """Keep trying to reach the unused hosts, at an interval that doubles each time one of them has returned."""
         absent = [host for host in self._plan.hosts if host not in used]
         if absent:
             self._absent_s = RETURN_SECONDS * 2 ** max(self._hosts.returns[host] for host in absent)
             self._absent = Roster(self._nodes, absent, self._plan.prepare, self._absent_s)
 
     def _bring_back(self, absent: Roster) -> None:
-        """Let the ranks save and stop if returned hosts allow the next start more nodes."""
+        """Make the ranks save and stop if hosts have returned and the next start can use more nodes."""
         absent.look()
         used, back = [node.host for node in self._taking_part], absent.ready
         if absent.seconds < self._absent_s or self._plan.usable_nodes(len(used + back)) <= len(used):
@@ -180,7 +180,7 @@ class ClusterRun:
             node.send("signal", number=signal.SIGTERM)
 
     def _started(self) -> Started:
-        """Return how the start ended, from the last messages of every node."""
+        """Return how the start ended, from the last message of every node."""
         self._note_losses()
         said = [node.messages.get("ended") or node.messages.get("beat", {}) for node in self._taking_part]
         run_name = next((name for last in said if (name := last.get("run_name"))), "")
@@ -198,8 +198,8 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
     """Return how a start ended.
 
     Args:
-        nodes: the nodes that took part, rank 0's first; each has sent "ended" or is lost.
-        lost: why the first lost node was lost, '' if none was.
+        nodes: the nodes of the start, rank 0's first; each has sent "ended" or is lost.
+        lost: why the first lost node was lost, '' if no node was lost.
         was_stopped: whether the ranks were sent a signal to stop.
     """
     endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
@@ -218,7 +218,7 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
     failures = [ending for host, ending in endings.items() if ending.code and not ending.is_final and host in by_itself]
     if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.hang_order]:
         return min(hung, key=lambda ending: ending.hang_order or (True, 0))
-    # One that a signal ended is the cause; others end with 1 because they lost the connection to it.
+    # A failure by a signal is the cause; other nodes end with 1 because they lost the connection to that node.
     failures.sort(key=lambda ending: ending.code <= 128)
     worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not report that training is done")
     return Ending(worst.code, worst.reason, is_final=was_stopped)
@@ -231,9 +231,7 @@ def _node_ending(ended: Message) -> Ending:
 
 
 def _print_rendezvous(plan: Plan, rendezvous: Rendezvous, restart: int) -> None:
-    """Print the nodes, their interfaces and their meeting point; if there is only this machine, print only what it
-    lacks.
-    """
+    """Print the nodes, their interfaces and their meeting point; on a single machine, print only that it has no GPU."""
     if plan.is_local:
         if not rendezvous.has_gpus and restart == 0:
             limit = f" ({note})" if (note := quota_note()) else ""

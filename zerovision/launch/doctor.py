@@ -1,4 +1,4 @@
-"""Finds problems before a run starts: asks an agent on each machine, and prints a table."""
+"""Finds problems before a run starts: queries an agent on each machine, and prints a table."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from zerovision.training.world.network_interfaces import interface_of
 SOMETHING_WRONG_EXIT_CODE = 1
 DATA_HELP = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values()).replace("%", "%%")
 REACH_SECONDS = 60.0  # for a connection
-# Time limits of the answers.
-FACTS_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 300.0, 30.0, 60.0, 60.0  # a data set may be long to list
+# Time limits for answers.
+FACTS_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 300.0, 30.0, 60.0, 60.0  # listing a data set is slow
 COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 WIDTH_IN_FILES = 180  # characters: rows stay whole in a log file
 
@@ -92,7 +92,7 @@ class DoctorSettings(CommandSettings):
             raise UserError("--hostfile, --hosts and --here each say which machines: give one of them.")
 
     def config(self) -> TrainConfig:
-        """Return the training's configuration, with the doctor's own flags applied."""
+        """Return the training's configuration, to which the doctor's own flags are applied."""
         own = {"--data": self.check_data or self.data, "--log-dir": self.log_dir}
         own_words = [f"{flag}={value}" for flag, value in own.items() if value is not None]
         return parse_args([*self.training_words, *own_words], self.parser().flags)[0]
@@ -104,10 +104,10 @@ class Request:
 
     Attributes:
         slots: number of ranks by host, in order; 0 for all GPUs of a host, or one CPU rank.
-        shell: shell that leads to the hosts, a key of `zerovision.launch.hosts.SHELLS`.
+        shell: how to reach the hosts: a key of `zerovision.launch.hosts.SHELLS`.
         config: settings of the training, or the defaults.
-        has_data: whether its data set is examined.
-        has_training: whether the training is known.
+        has_data: whether to examine the data set in `config`.
+        has_training: whether `config` describes a training, rather than defaults.
     """
 
     slots: Mapping[str, int]
@@ -118,7 +118,7 @@ class Request:
 
     @property
     def is_alone(self) -> bool:
-        """Whether only this machine trains."""
+        """Whether only this machine is examined."""
         return list(self.slots) == [HERE]
 
     @property
@@ -128,7 +128,7 @@ class Request:
 
 
 def run(given: DoctorSettings) -> int:
-    """Run the check that the command line asks for and return the exit code.
+    """Run the check that the command line requests; return the exit code.
 
     Raises:
         UserError: for a mistake in the arguments.
@@ -148,7 +148,7 @@ def run(given: DoctorSettings) -> int:
 
 
 def print_examination(request: Request, *, as_json: bool = False) -> int:
-    """Examine, and print the rows; return the exit code."""
+    """Examine the machines and print the rows; return the exit code."""
     start = time.monotonic()
     rows = [replace(row, cure=as_typed(row.cure)) for row in examine(request)]
     seconds = time.monotonic() - start
@@ -185,7 +185,7 @@ def request_of(given: DoctorSettings) -> Request:
 
 
 def data_fields(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields of the data set's `DataOptions`, with an absolute path: agents run in another folder."""
+    """Return the fields of the data set's `DataOptions`, with absolute paths, because agents run in another folder."""
     options, folder = dataclasses.asdict(data_options(config)), Path(os.path.expanduser(config.data))
     if not find_dataset(config.data).is_path or not (os.path.exists(folder) or "/" in config.data):
         return options
@@ -194,7 +194,7 @@ def data_fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def examine(request: Request) -> list[Row]:
-    """Return all rows; equal rows of several hosts are one row."""
+    """Return all rows; equal rows of several hosts are merged."""
     with closing(Nodes(request.shell)) as nodes:
         hosts, rows = _facts(nodes, request)
         if hosts and not request.is_alone:
@@ -215,7 +215,7 @@ def examine(request: Request) -> list[Row]:
 
 
 def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]:
-    """Return facts about the hosts that answer, and rows for the others."""
+    """Return facts about the hosts that answer, and rows for the other hosts."""
     nodes.connect(list(request.slots))
     deadline = time.monotonic() + REACH_SECONDS
     while time.monotonic() < deadline and any(
@@ -250,7 +250,7 @@ def _examine_shared_logs(nodes: Nodes, log_dir: str, hosts: Mapping[str, Facts])
     if len(writing) < 2:
         return []
     found = unshared(nodes, writing, log_dir)
-    if len(writing) == len(found) == 2:  # either may be the odd one
+    if len(writing) == len(found) == 2:  # either host may be at fault
         del found[writing[0]]
     cure = "give a --log-dir on a disk that all hosts share, or mount it there"
     rows = [Row("shared logs", "wrong", reason, cure, host) for host, reason in found.items()]
@@ -290,7 +290,7 @@ def _examine_network(nodes: Nodes, request: Request, hosts: Mapping[str, Facts])
 
 
 def _ranks(slots: int, facts: Facts, use_gpu: bool) -> int:
-    """Return the number of ranks of a host in the network check: at most its GPUs, or its cores if no host has GPUs."""
+    """Return a host's number of ranks in the network check: at most its GPUs, or its cores if some host has no GPU."""
     most = len(facts["gpus"]) if use_gpu else facts["cores"]
     return min(slots or (most if use_gpu else 1), most)
 
@@ -304,7 +304,7 @@ def _address_of(host: str) -> str:
 
 
 def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[Any]]:
-    """Let all hosts listen, and each connect to the first and to the next in a ring; return the failed paths."""
+    """Let each host connect to the first host and to the next one in a ring; return the paths that failed."""
     opened = nodes.ask(list(addresses), "listen", PATHS_SECONDS, addresses=addresses)
     ports = {host: answer["port"] for host, answer in opened.items() if "port" in answer}
     hosts = list(ports)
@@ -317,7 +317,7 @@ def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[A
     return [path for answer in tried.values() for path in answer.get("failed", ())]
 
 
-# Text on stderr (OpenSSH's messages) -> what was found, and the cure; the first that matches counts.
+# Text on stderr (from OpenSSH's messages) -> finding and cure; the first match counts.
 SSH_COMPLAINTS = {
     "IDENTIFICATION HAS CHANGED": ("its host key has changed", "if that is expected: ssh-keygen -R {host}"),
     "Host key verification failed": ("its host key is unknown to ssh", "ssh {host} once and accept the key"),
@@ -332,11 +332,11 @@ SSH_COMPLAINTS = {
     "closed by": ("ssh server closed the connection", "check the log of sshd on {host} (MaxStartups, AllowUsers)"),
     "reset by": ("the connection was reset", "check the log of sshd on {host} (MaxStartups, a firewall)"),
 }
-NOT_FOUND_CODES = (126, 127)  # of a shell: cannot be run, not found
+NOT_FOUND_CODES = (126, 127)  # from a shell: the command cannot be executed, or is not found
 
 
 def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
-    """Return why a host has no agent, and what to do, from the exit code and stderr of the command that starts it."""
+    """Return why a host has no agent, and what to do, from the exit code and stderr of the command that starts one."""
     for sign, (found, cure) in SSH_COMPLAINTS.items():
         if sign in complaint:
             return found, cure.format(host=host, root=REPO_ROOT)
@@ -347,7 +347,7 @@ def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
 
 
 def print_rows(rows: Sequence[Row], seconds: float) -> None:
-    """Print one line per row, then how many there are of each verdict."""
+    """Print one line per row, then the number of rows with each verdict."""
     has_hosts = any(row.host for row in rows)
     table = Table("check", "", *(["host"] if has_hosts else []), "found", "cure", box=None, pad_edge=False)
     for row in rows:

@@ -1,9 +1,9 @@
-"""The hosts of a launch, and the commands that start a program on them, connected to our pipes.
+"""The hosts of a launch, and the commands that start a program on them, connected to this process's pipes.
 
-A remote shell parses ssh's command, so it consists only of quoted constants; user input (arguments, variables, folders)
-goes to the program's standard input.
+A remote shell parses ssh's command, so the command consists only of quoted constants; user input (arguments, variables,
+folders) goes to the program's standard input.
 
-Hostfiles are read strictly: other launchers read `slots=4abc` as 4, take `slots=0`, and run `-oProxyCommand=...` as a
+Hostfiles are read strictly: other launchers read `slots=4abc` as 4, accept `slots=0`, and run `-oProxyCommand=...` as a
 command. Each line is `name slots=N`; blank lines and comments (#) are allowed. This module does not import torch.
 """
 
@@ -19,30 +19,30 @@ from pathlib import Path
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import read_small_text
 
-HERE = "localhost"  # the name of this machine where no other takes part
+HERE = "localhost"  # the name of this machine in a launch without other machines
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9][0-9]{0,3})")
 SSH_OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": 10,
-    # An ssh whose other end is silent ends after 3 x 5 seconds.
+    # ssh exits after its other end has been silent for 3 x 5 seconds.
     "ServerAliveInterval": 5,
     "ServerAliveCountMax": 3,
-    "ControlPath": "none",  # a connection of its own, which ends with this process
+    "ControlPath": "none",  # a separate connection, which ends with this process
 }
-# With these sbatch makes srun give each task a share of the node; ours is the only task there. Others redirect its
-# standard streams, which carry messages.
+# sbatch sets some of these variables, with which srun gives each task a share of the node, but the agent is the only
+# task on it. Others redirect the agent's standard streams, which carry messages.
 DROPPED_VARIABLES = frozenset(
     f"SLURM_{name}"
     for name in (
-        *("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET"),  # also of the script's header, which sbatch --gres overrides
+        *("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET"),  # also set by the script's header, which sbatch --gres overrides
         *("CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPU_BIND", "NTASKS", "NPROCS", "NTASKS_PER_NODE"),
         *("NTASKS_PER_GPU", "NTASKS_PER_SOCKET", "TASKS_PER_NODE", "DISTRIBUTION", "MEM_PER_CPU", "MEM_PER_GPU"),
         *("UNBUFFEREDIO", "LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE"),
     )
 )
 SCONTROL_SECONDS = 60
-# A command and its environment; None for our own.
+# A command and its environment; None means this process's environment.
 Command = tuple[list[str], dict[str, str] | None]
 
 
@@ -50,7 +50,7 @@ def ssh_command(host: str, command: list[str]) -> Command:
     """Return the command that runs `command` on `host`, never asks for a password, and ends if the host is silent.
 
     Args:
-        host: a name that `read_hostfile` has accepted: it cannot be read as an option.
+        host: a name that `read_hostfile` has accepted, so it cannot be read as an option.
         command: the program and its arguments.
     """
     options = [f"-o{name}={value}" for name, value in SSH_OPTIONS.items()]
@@ -60,8 +60,8 @@ def ssh_command(host: str, command: list[str]) -> Command:
 def srun_command(host: str, command: list[str]) -> Command:
     """Return the command that runs `command` once on a host of this Slurm allocation.
 
-    That process starts all ranks of its node, so it must see all of the job's GPUs there. Without --unbuffered, which
-    would make its standard output a terminal, each line arrives as soon as it is complete.
+    `command` starts all ranks of its node, so it must see all of the job's GPUs on that node. Even without
+    --unbuffered, which would make its standard output a terminal, each line arrives as soon as it is complete.
 
     Args:
         host: name of a host of the allocation.
@@ -84,15 +84,15 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
 
     Args:
         path: the file.
-        nodes: number of hosts the run takes, from the top of the file; 0 means all of them.
-        slots: GPUs the run takes on each of them.
+        nodes: number of hosts that the run uses, from the top of the file; 0 means all of them.
+        slots: number of GPUs that the run uses on each of these hosts.
 
     Returns:
-        Slots by host name for all hosts in the file, in order.
+        The slots of all hosts in the file, by name, in order.
 
     Raises:
-        UserError: naming file and line, for a file that cannot be read, a malformed line, a host given twice,
-            or too few hosts or slots.
+        UserError: for a file that cannot be read, a malformed line, a host given twice, or too few hosts or slots; the
+            message names the file and the line.
     """
     try:
         lines = read_small_text(path).splitlines()
@@ -148,7 +148,7 @@ def scontrol(*arguments: str, stderr: int | None = None) -> str | None:
 
 
 def host_names(node_list: str) -> list[str]:
-    """Return the hosts of a job, as `scontrol` reads 'node[01-04]'; raise a UserError if it cannot."""
+    """Return the hosts in a node list such as 'node[01-04]', expanded by `scontrol`; raise a UserError if it fails."""
     names = scontrol("show", "hostnames", node_list, stderr=subprocess.DEVNULL)
     if not names:
         raise UserError(f"SLURM_JOB_NODELIST {node_list!r}: scontrol cannot read it.")

@@ -1,4 +1,4 @@
-"""Trains on this machine, or on several over ssh: what scripts/launch_distributed.sh and launch_multi_node.sh run.
+"""Trains on this machine, or on several over ssh; run by scripts/launch_distributed.sh and launch_multi_node.sh.
 
 python zerovision/launch/launch.py launch_distributed.sh mobilenet ddp 2 16 50
 python zerovision/launch/launch.py launch_multi_node.sh mobilenet ddp 2 8 16 50 --hosts node01,node02
@@ -34,7 +34,7 @@ from zerovision.training.world.launchers import refuse_a_pod_alone, remember_lin
 
 
 def main(words: list[str]) -> int:
-    """Train as the given script with its arguments and the environment; return the exit code."""
+    """Train as the given script does with its arguments and the environment variables; return the exit code."""
     script, *arguments = words
     given = read_arguments(script, arguments, os.environ)
     is_local = "num_nodes" not in given.positional
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     if is_local:
         refuse_a_pod_alone(os.environ)
         if not given.dry_run:
-            nodes.connect([HERE])  # its agent starts while this process checks the rest, and leaves if this one does
+            nodes.connect([HERE])  # its agent starts while this process checks the rest, and exits if this process does
     given = resolve_strategy(given, given.nodes)
     config = check_training(given.training)
     hosts = [HERE] if is_local else _hosts(given)
@@ -81,10 +81,10 @@ def preflight(plan: Plan) -> int:
 
 
 def train(plan: Plan, nodes: Nodes, received: list[int]) -> Started:
-    """Start the ranks on all nodes, and again after every failure; return how it ended.
+    """Start the ranks on all nodes, and restart them after every failure; return how the training ended.
 
-    SIGINT, SIGTERM, SIGHUP (which the ranks get as SIGTERM) and SIGUSR1 reach the ranks of all nodes; a second SIGINT
-    ends them. If this process is killed, the agents lose the connection and let the ranks save and stop.
+    SIGINT, SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1 are forwarded to the ranks of all nodes; a second SIGINT kills the
+    ranks. If this process is killed, the agents lose the connection and let the ranks save and stop.
 
     Args:
         plan: what to start.

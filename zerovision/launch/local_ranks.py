@@ -27,17 +27,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"  # as `zerovision.training.base.heartbeat` has it
+FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"  # as in `zerovision.training.base.heartbeat`
 CHANNEL_VARIABLE = "ZEROVISION_NODE_CHANNEL"  # a socket's descriptor: ranks and exit codes go out, orders come in
-RANK_NAME = "rank "  # and its number: the name of a forked rank's process
+RANK_NAME = "rank "  # with its number, the name of a forked rank's process
 LONGEST_ORDER = 2**21  # bytes
 POLL_SECONDS = 0.05
-END_SECONDS = 30.0  # that the other ranks have to leave after SIGTERM, as under torchrun
+END_SECONDS = 30.0  # for the other ranks to exit after SIGTERM, as under torchrun
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks and wait for all; return the code of the first that failed, 128 + n for signal n, else 0."""
-    if sys.flags.safe_path:  # then it is not there, and is replaced below
+    """Start the ranks and wait for them; return the first failed rank's code (128 + n for signal n), or 0."""
+    if sys.flags.safe_path:  # Python has not inserted this folder, which is replaced below
         sys.path.insert(0, str(Path(__file__).resolve().parent))
     descriptor = os.environ.pop(CHANNEL_VARIABLE, "")
     channel = socket.socket(fileno=int(descriptor)) if descriptor else None
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     while True:
         ranks = [fork_rank(given, local_rank, channel) for local_rank in range(given.nproc_per_node)]
         report(channel, ranks={given.node_rank * len(ranks) + local_rank: pid for local_rank, pid in enumerate(ranks)})
-        # Only now: a signal before ends this process, and with it every rank (`heartbeat.end_with_parent`).
+        # Not earlier: until now, a signal ends this process, and with it every rank (`heartbeat.end_with_parent`).
         with passing_signals_on(ranks):
             code = wait_for_all(ranks, channel, given.stop_timeout)
         report(channel, code=code)
@@ -77,20 +77,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def import_ahead(names: str) -> None:
     """Import modules (separated by commas) for all ranks; the ranks report what cannot be imported.
 
-    Garbage collection is off: it takes a fifth of the time and finds nothing.
+    Garbage collection is off during the imports: it would take a fifth of the time and find nothing.
     """
     if not names:
         return
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     before = dict(os.environ)
-    # A library that looks for GPUs shall not use CUDA for it, as one would where NVML is missing.
+    # Keep libraries that look for GPUs from initializing CUDA, as one would do without NVML.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("DS_ACCELERATOR", "cuda")
     gc.disable()
     for name in names.split(","):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()  # no rank looks through what all share, and so copies it
+    gc.freeze()  # keeps the ranks' collectors from touching, and thus copying, shared memory
     gc.enable()
     atexit.register(gc.unfreeze)
     for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"):
@@ -103,7 +103,7 @@ def fork_rank(given: argparse.Namespace, local_rank: int, channel: socket.socket
     if pid := os.fork():
         return pid
     if channel is not None:
-        channel.close()  # the supervisor speaks to this process alone
+        channel.close()  # only the parent communicates with the supervisor
     run_rank(given, local_rank)
 
 
@@ -115,7 +115,7 @@ def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
         "WORLD_SIZE": str(given.nnodes * given.nproc_per_node),
         "LOCAL_WORLD_SIZE": str(given.nproc_per_node),
     }
-    # What /proc tells of command and variables is the launcher's: by this name the supervisor and `top` know a rank.
+    # The command and variables in /proc are the launcher's; this name identifies a rank to the supervisor and `top`.
     Path("/proc/self/comm").write_text(f"{RANK_NAME}{place['RANK']}")
     os.environ.update(place, MASTER_ADDR=given.master_addr, MASTER_PORT=given.master_port)
     torch = sys.modules.get("torch")
@@ -128,14 +128,14 @@ def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
 
 
 def report(channel: socket.socket | None, **message: object) -> None:
-    """Tell the supervisor something, if there is one."""
+    """Send the supervisor a message, if there is a supervisor."""
     if channel is not None:
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the supervisor is gone
             channel.send(json.dumps(message).encode())
 
 
 def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
-    """Return the arguments and changed variables of the next start, None if there is none."""
+    """Return the arguments and changed variables of the next start, None if no start follows."""
     if channel is not None:
         with contextlib.suppress(OSError):
             if order := channel.recv(LONGEST_ORDER):
@@ -144,7 +144,7 @@ def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
 
 
 def is_closed(channel: socket.socket | None) -> bool:
-    """Return whether the supervisor is gone; it sends nothing while ranks run."""
+    """Return whether the supervisor is gone; a supervisor sends nothing while ranks run."""
     if channel is None:
         return False
     try:
@@ -157,7 +157,7 @@ def is_closed(channel: socket.socket | None) -> bool:
 
 @contextlib.contextmanager
 def passing_signals_on(ranks: list[int]) -> Iterator[None]:
-    """Send SIGTERM and SIGINT to the ranks, unless they are ignored here."""
+    """Forward SIGTERM and SIGINT to the ranks, unless this process ignores them."""
     heard = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda given, _frame: _send(ranks, given)) for number in heard}
     yield
@@ -166,10 +166,10 @@ def passing_signals_on(ranks: list[int]) -> Iterator[None]:
 
 
 def wait_for_all(ranks: list[int], channel: socket.socket | None = None, stop_timeout_s: float = END_SECONDS) -> int:
-    """Wait until every rank has ended; return the exit code in the shell's form.
+    """Wait until every rank has ended; return the first failed rank's exit code in the shell's form, or 0.
 
-    If one fails, the others are stopped. If the supervisor dies, all are stopped, and the launch's folder, which it
-    would have removed, is removed here.
+    If a rank fails, the other ranks are stopped. If the supervisor dies, all ranks are stopped, and the launch's folder
+    is removed here instead of by the supervisor.
     """
     first_failure, deadline, is_orphaned = 0, math.inf, False
     while True:
@@ -191,7 +191,7 @@ def wait_for_all(ranks: list[int], channel: socket.socket | None = None, stop_ti
 
 
 def _end_of(rank: int) -> int | None:
-    """Return a rank's exit code, 128 + n for signal n, None while it runs.
+    """Return a rank's exit code (128 + n for signal n), None while the rank runs.
 
     An ended rank is not reaped: the supervisor reads the exit code of the zombie.
     """
@@ -208,4 +208,4 @@ def _send(ranks: list[int], number: int) -> None:
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # a rank has ended before, in `run_rank`; here is nothing that is worth a tidy end
+    os._exit(main(sys.argv[1:]))  # ranks exit in `run_rank`; this process has nothing to clean up

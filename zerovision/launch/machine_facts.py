@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     import torch
 
 CONNECT_SECONDS = 3.0
-REPEATS = 3  # of an all-reduce
+REPEATS = 3  # all-reduces of each size, of which the fastest counts
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}
-LONG_ENOUGH_SECONDS = 0.1  # a message that takes as long is large enough: its latency is a small part
+LONG_ENOUGH_SECONDS = 0.1  # a message that takes this long is large enough: latency is a small part of it
 
 Facts = dict[str, Any]
-_listening: list[socket.socket] = []  # until the process ends
+_listening: list[socket.socket] = []  # kept open until the process ends
 
 
 def machine_facts(_node: str, order: Mapping[str, Any]) -> Facts:
-    """Return facts about this machine, ready for JSON.
+    """Return facts about this machine as values that JSON can represent.
 
     Args:
-        order: has `log_dir`, the folder of all logs, which need not exist yet; `data`, the fields of the data set's
-            `DataOptions`, or None; `training`, the flags of the training, or None.
+        order: contains `log_dir`, the folder of all logs, which need not exist yet; `data`, the fields of the data
+            set's `DataOptions`, or None; and `training`, the trainer's flags, or None.
     """
     shared_memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     return {
@@ -64,7 +64,7 @@ def machine_facts(_node: str, order: Mapping[str, Any]) -> Facts:
 
 
 def gpu_facts() -> Facts:
-    """Return `gpus`, `driver`, `driver_cuda` of this machine, and `gpu_problem`: why NVML fails, or ''."""
+    """Return this machine's `gpus`, `driver` and `driver_cuda`, and `gpu_problem`, the reason why NVML fails, or ''."""
     import pynvml as nvml
 
     facts: Facts = {"gpus": [], "driver": "", "driver_cuda": None, "gpu_problem": ""}
@@ -97,7 +97,7 @@ def gpu_facts() -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Return why torch and torchvision do not match (or None), torch's CUDA, and whether the C decoder works.
+    """Return why torch or torchvision cannot be imported (or None), torch's CUDA, and whether the C decoder works.
 
     CUDA must not be initialized here, because the ranks of the network check are forked from this process.
     """
@@ -113,7 +113,7 @@ def torch_facts() -> Facts:
 
 
 def log_folder_facts(folder: Path) -> Facts:
-    """Return `path`, `free_bytes`, and `problem`: why nothing can be written there, or None."""
+    """Return the folder's `path` and `free_bytes`, and `problem`, the reason why it cannot be written to, or None."""
     existing, problem = existing_part(folder), None
     try:
         with tempfile.TemporaryFile(dir=existing, prefix=".doctor-") as file:
@@ -126,7 +126,7 @@ def log_folder_facts(folder: Path) -> Facts:
 
 
 def data_facts(options: Mapping[str, Any], training: Sequence[str] | None) -> Facts:
-    """Return what a data set `holds`, its `hash`, and the `saved_bytes` of a training on it, or the `problem`."""
+    """Return a data set's summary (`holds`) and `hash`, and the `saved_bytes` of a run on it; or only the `problem`."""
     from zerovision.training.data import DataOptions, load_data
 
     try:
@@ -138,20 +138,20 @@ def data_facts(options: Mapping[str, Any], training: Sequence[str] | None) -> Fa
     if training is not None:
         from zerovision.planning.run_workload import workload_of
 
-        with contextlib.suppress(Exception):  # a network that cannot be counted without data
+        with contextlib.suppress(Exception):  # a network whose size cannot be computed without data
             config = replace(parse_args(training)[0], image_channels=found.preprocessing.channels)
             saved_bytes = workload_of(config, len(found.class_names), found.train.sizes[-1]).saved_bytes
     return {"holds": shown, "hash": found.fingerprint, "saved_bytes": saved_bytes}
 
 
 def open_port(node: str, order: Mapping[str, Any]) -> Facts:
-    """Listen at this machine's address in `addresses`, and return the `port`."""
+    """Listen on this machine's address in `addresses`; return the `port`."""
     _listening.append(socket.create_server((order["addresses"][node], 0), backlog=1024))
     return {"port": _listening[-1].getsockname()[1]}
 
 
 def try_paths(node: str, order: Mapping[str, Any]) -> Facts:
-    """Connect to this machine's `targets` (name, address and port); return those that `failed`."""
+    """Connect to this machine's `targets` (name, address and port); return the connections that `failed`."""
     targets = order["targets"].get(node, [])
     return {"failed": [(node, name, port) for name, address, port in targets if not _connects(address, port)]}
 
@@ -165,23 +165,25 @@ def _connects(address: str, port: int) -> bool:
 
 
 def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
-    """Run this machine's ranks of the network check; a collective of all machines' agents.
+    """Run this machine's ranks of the network check; a collective over the agents of all machines.
 
     Args:
         node: this machine's name in `ranks`.
-        order: has `ranks`, the name and number of ranks of every machine, in rank order; `address` and `port` of the
-            first, where the ranks meet; the `run_id` of their store; `use_gpu` for NCCL between GPUs instead of gloo
-            between CPUs; `interfaces`, over which each machine reaches the others ('' leaves the choice to gloo and
-            NCCL); `join_seconds`, how long ranks wait for each other, and `seconds`, the limit for everything.
+        order: contains `ranks`, the name and number of ranks of every machine, in rank order; `address` and `port` of
+            the first machine, where the ranks meet; `run_id`, the run ID of their store; `use_gpu`, whether to use NCCL
+            between GPUs instead of gloo between CPUs; `interfaces`, the interface over which each machine reaches the
+            others ('' to let gloo and NCCL choose); `join_seconds`, how long ranks wait for each other; and `seconds`,
+            the time limit of the whole check.
 
     Returns:
-        `bytes` and `seconds` of an all-reduce, and the `backend`; `problem` if the check failed.
+        `bytes` and `seconds` of an all-reduce, and the `backend`; only the `problem` if the check failed.
     """
     names = [name for name, _ in order["ranks"]]
     counts = [count for _, count in order["ranks"]]
     first, count = sum(counts[: names.index(node)]), counts[names.index(node)]
     ranks = [(order, order["interfaces"][node], first + local_rank, local_rank) for local_rank in range(count)]
-    # Forked, because torch is imported already. The end of the pool sends SIGTERM, which an agent only notes.
+    # Fork, because torch is already imported. The pool ends its processes with SIGTERM, which an agent's handler would
+    # only record.
     default = (signal.SIGTERM, signal.SIG_DFL)
     with multiprocessing.get_context("fork").Pool(count, signal.signal, default) as pool:
         try:
@@ -192,7 +194,7 @@ def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
 
 
 def _run_rank(order: Mapping[str, Any], interface: str, rank: int, local_rank: int) -> Facts:
-    """Run one rank of the check and return what it measured, or the `problem`."""
+    """Run one rank of the network check; return its measurements, or the `problem`."""
     import torch
     import torch.distributed as dist
 
@@ -215,13 +217,13 @@ def _run_rank(order: Mapping[str, Any], interface: str, rank: int, local_rank: i
         dist.barrier()
     except Exception as error:
         return {"problem": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
-    if rank == 0:  # the store ends with this process: let the others end first
+    if rank == 0:  # the store ends with this process: let the other ranks end first
         time.sleep(0.2)
     return {"bytes": size_bytes, "seconds": seconds, "backend": dist.get_backend()}
 
 
 def _measure_all_reduce(device: torch.device) -> tuple[int, float]:
-    """Return bytes and seconds of a bandwidth-bound float32 all-reduce; a collective."""
+    """Return the size in bytes and the seconds of a bandwidth-bound float32 all-reduce; a collective."""
     import torch
     import torch.distributed as dist
 
@@ -230,7 +232,7 @@ def _measure_all_reduce(device: torch.device) -> tuple[int, float]:
         values = torch.zeros(size // 4, device=device)
         seconds = min(_time_all_reduce(values) for _ in range(REPEATS))
         slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks take the same way
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks take the same branch
         if (seconds := slowest.item()) > LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
             return size, seconds
         size *= 4
@@ -247,7 +249,7 @@ def _time_all_reduce(values: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-# By the kind of the order.
+# Functions that answer the doctor's orders, by kind.
 ANSWERS: dict[str, Callable[[str, Mapping[str, Any]], Facts]] = {
     "facts": machine_facts,
     "listen": open_port,

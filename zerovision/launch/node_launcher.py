@@ -21,7 +21,7 @@ from zerovision.training.engines.ways import OUR_ENGINE
 
 LOCAL_RANKS = str(LAUNCH / "local_ranks.py")
 PRELOADED = ("zerovision.training.run", "zerovision.delivery.end_of_run")
-LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes: mallopt(3) takes no more
+LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes, the maximum that mallopt(3) accepts
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 5.0
 
@@ -33,8 +33,8 @@ def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
         engine: the configured engine; if it is not ours, also the name of its library.
         has_gpus: whether the ranks use GPUs.
     """
-    # Not for CPU ranks: how GPUs are counted here may miss some, and an engine may keep the kind that it is imported
-    # for.
+    # No engine is preloaded for CPU ranks: the launcher may have missed GPUs, and an engine may keep the type of device
+    # for which it was imported.
     preloaded = [*PRELOADED, *([engine] if has_gpus and engine not in OUR_ENGINE else [])]
     return [sys.executable, "-u", LOCAL_RANKS, f"--preload={','.join(preloaded)}"]
 
@@ -42,26 +42,27 @@ def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
 def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str, str]:
     """Return variables that make a CPU rank's malloc keep freed memory for the next step, which avoids page faults.
 
-    Return none for GPU ranks, if the environment already sets one of malloc's variables (mallopt(3)), or under a limit
-    on address space (`ulimit -v` or `-d`), which kept memory would use up.
+    Return no variables for GPU ranks, if the environment already sets one of malloc's variables (mallopt(3)), or if the
+    address space is limited (`ulimit -v` or `-d`), because the kept memory would use it up.
     """
     is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit, _ in OWN_LIMITS)
     if has_gpus or is_limited or any(name.startswith("MALLOC_") for name in environment):
         return {}
-    # Both: with the first alone the second stays at 128 KiB, and every tensor above it gets fresh pages.
+    # Both are set: with only the first, the second stays at 128 KiB, and every larger tensor gets fresh pages.
     return {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(LARGEST_MMAP_THRESHOLD)}
 
 
 class NodeLauncher:
     """The process of `zerovision/launch/local_ranks.py`, like a Popen that can be restarted.
 
-    It survives a start with everything imported and performs the next one; it is restarted if it has ended.
+    The process survives its ranks, and forks those of the next start without new imports; it is restarted if it has
+    ended.
 
     Attributes:
-        returncode: exit code of the last start: that of the first failed rank, in the shell's form, or the process's
-            own, in Popen's form; None while the start runs.
+        returncode: exit code of the last start: the first failed rank's, in the shell's form, or the process's own, in
+            Popen's form; None while the start is running.
         ranks: the processes of the last start by rank, empty until all exist.
-        pid: its process id, 0 if there is none.
+        pid: ID of the process, 0 if there is none.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class NodeLauncher:
 
     @property
     def pid(self) -> int:
-        """The process that starts the ranks."""
+        """ID of the process that starts the ranks, 0 if there is none."""
         return self._process.pid if self._process else 0
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
@@ -91,10 +92,10 @@ class NodeLauncher:
                 said = json.loads(self._channel.recv(LONGEST_ORDER) or "{}")
             except BlockingIOError:  # nothing yet
                 return None
-            except OSError:  # it was killed while it read
+            except OSError:  # the process was killed while it was reading
                 said = {}
             for rank, pid in said.get("ranks", {}).items():
-                with contextlib.suppress(psutil.NoSuchProcess):  # a rank whose parent was killed, too
+                with contextlib.suppress(psutil.NoSuchProcess):  # a rank that was killed with its parent
                     self.ranks[int(rank)] = psutil.Process(pid)
             if not said or "code" in said:
                 self.returncode = said.get("code", self._process.poll())
@@ -134,7 +135,7 @@ class NodeLauncher:
             )
 
     def _is_asked(self, command: list[str], environment: dict[str, str]) -> bool:
-        """Request another start once the process has noticed the end of the last one; return whether it can."""
+        """Request another start once the process has reported the end of the last one; return whether this worked."""
         deadline = time.monotonic() + LEAVE_SECONDS
         while self._process and self.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

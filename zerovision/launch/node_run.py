@@ -1,4 +1,4 @@
-"""One start of a machine's ranks and the process that forks them: passes signals on, and ends what does not exit."""
+"""One start of a machine's ranks and of their launcher: forwards signals, and kills processes that do not exit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zerovision.training.base.control_groups import oom_kills
 from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE
 from zerovision.training.base.heartbeat import SLOW_IMPORT_S
 
-LOOK_SECONDS = 0.25  # between two looks at the ranks
+LOOK_SECONDS = 0.25  # between two checks of the ranks
 LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker end a moment after their parent
 REPEAT_SECONDS = 0.5  # `timeout` and terminals may send two signals for one request to stop
-DEAD_RANK_SECONDS = 5.0  # that the other ranks have to print and leave; they may wait for the dead one in a collective
-NO_RANK_SECONDS = 2 * SLOW_IMPORT_S  # until the first rank has started; the launcher may import for all of them
-KERNEL_KILL_SECONDS = 60.0  # in which a process that the kernel ended for want of memory brings down its launch
-LAUNCHER_SECONDS = 3.0  # that a launcher needs to notice the end of its ranks
-HANG_CODE = 124  # as `timeout` has it
-# Another start would end the same way.
+DEAD_RANK_SECONDS = 5.0  # for the other ranks to print and exit; they may be waiting for the dead one in a collective
+NO_RANK_SECONDS = 2 * SLOW_IMPORT_S  # until the first rank has started; the launcher may import modules for all of them
+KERNEL_KILL_SECONDS = 60.0  # within which a launch fails if the kernel has killed one of its processes to free memory
+LAUNCHER_SECONDS = 3.0  # for a launcher to notice that its ranks have ended
+HANG_CODE = 124  # the exit code of `timeout`
+# Exit codes after which another start would end the same way.
 FINAL_CODES = AGREED_CODES | {USER_ERROR_EXIT_CODE, OUT_OF_MEMORY_EXIT_CODE}
-# Signals to the launch, and what its ranks get for each.
+# Signals that the launch receives, and the signal that its ranks get for each.
 PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
@@ -36,7 +36,7 @@ PASSED_ON = {
 
 
 def receive_signals(note: Callable[[int], object] = lambda _number: None) -> list[int]:
-    """Handle the signals of `PASSED_ON` from now on: each calls `note`; return the list to which they are appended."""
+    """Install handlers that append the signals in `PASSED_ON` to a list and call `note`; return the list."""
     received: list[int] = []
 
     def receive(number: int, _frame: object) -> None:
@@ -55,10 +55,10 @@ class Ending:
 
     Attributes:
         code: the exit code, in the shell's form.
-        reason: why, without a full stop.
+        reason: why the start ended, without a period.
         is_final: whether another start would not help.
-        hang_order: for the rank that hung, whether its process still runs, and its step; the machine with the smallest
-            value is the likeliest cause.
+        hang_order: after a hang, whether the hung rank's process was running rather than stopped, and the rank's step;
+            the machine with the smallest value is the likeliest cause.
     """
 
     code: int
@@ -81,24 +81,24 @@ class NodeRun:
         """Prepare a start.
 
         Args:
-            launch: the processes.
-            launcher: the process that starts the ranks; it remains for the next start.
+            launch: the launch's processes on this machine.
+            launcher: the process that starts the ranks; it stays for the next start.
             folder: folder of the ranks' heartbeats.
             received: the list to which the signal handlers append.
-            stop_timeout_s: seconds the ranks have to save and exit after a signal.
+            stop_timeout_s: number of seconds that the ranks have to save and exit after a signal.
         """
         self.monitor = RankMonitor(launcher, folder)
         self._launch, self._launcher, self._folder, self._received = launch, launcher, folder, received
         self._stop_timeout_s = stop_timeout_s
-        self._sent = 0  # the signal that the ranks were sent to stop them
-        self._deadline = math.inf  # when the ranks are ended
-        self._oom_kills = 0  # of the kernel so far
-        self._kernel_killed = -math.inf  # when the last of them was noticed
-        self._cause: Death | None = None  # the failure of a rank that the launcher outlived
+        self._sent = 0  # the signal sent to stop the ranks, 0 if none
+        self._deadline = math.inf  # when the ranks are killed
+        self._oom_kills = 0  # number of processes that the kernel has killed to free memory
+        self._kernel_killed = -math.inf  # when the last such kill was noticed
+        self._cause: Death | None = None  # a rank's failure that was noticed while the launcher was running
         self._is_abandoned = False
 
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:
-        """Start the ranks; return when none of their processes is left, nor the launcher if no start may follow.
+        """Start the ranks; return when all their processes have ended, and the launcher if no other start may follow.
 
         Args:
             command: command of the launcher.
@@ -112,7 +112,7 @@ class NodeRun:
         while child.poll() is None or child.living_ranks():
             if self._received and not was_asked:
                 was_asked = True
-                if not self._pass_on():  # the launcher is still starting, or already leaving: nothing to save
+                if not self._pass_on():  # the launcher is still starting, or already exiting: nothing to save
                     self._launch.kill()
                     return Ending(0 if self._is_done() else 128 + self._sent)
             elif child.returncode is not None and not self._sent:
@@ -122,7 +122,7 @@ class NodeRun:
             self._count_oom_kills()
             if child.poll() is None and not self._sent:
                 self._cause = self.monitor.first_failure()
-            waits = self._sent or self.monitor.first_failure()  # ranks that wait for a dead one are ended below
+            waits = self._sent or self.monitor.first_failure()  # ranks that wait for a dead rank are killed below
             if not waits and (hung := self.monitor.hung()):
                 hang_order = (not self.monitor.is_stopped(hung[0].rank), hung[0].step)
                 self.monitor.report_hang(hung)
@@ -141,11 +141,11 @@ class NodeRun:
         return ending
 
     def abandon(self) -> None:
-        """End every process at once; called from another thread. `run` then returns."""
+        """Make `run` kill every process immediately and return; called from another thread."""
         self._is_abandoned = True
 
     def _pass_on(self) -> int:
-        """Pass a received signal on to the ranks; return how many there are."""
+        """Forward the first received signal to the ranks; return the number of running ranks."""
         number = self._received[0]
         living = self._send(PASSED_ON[signal.Signals(number)])
         if living:
@@ -159,7 +159,7 @@ class NodeRun:
         return self._launcher.signal_ranks(number)
 
     def _end_what_is_late(self) -> None:
-        """End the ranks that had enough time to exit, and a launcher that does not exit after them."""
+        """Kill ranks that have not exited in time, and a launcher that does not exit after its ranks."""
         now = time.monotonic()
         if failure := self.monitor.first_failure():
             self._deadline = min(self._deadline, failure.seconds + DEAD_RANK_SECONDS)
@@ -169,7 +169,7 @@ class NodeRun:
         if self._is_abandoned or is_late or (self._sent and signal.SIGINT in self._received):
             self._launch.kill()
         elif now > self._deadline:
-            self._launcher.signal_ranks(signal.SIGKILL)  # it then ends by itself, with the code of the first failure
+            self._launcher.signal_ranks(signal.SIGKILL)  # the launcher then exits with the code of the first failure
 
     def _ending(self, launcher_code: int, was_asked: bool) -> Ending:
         """Return how the start ended, from the launcher's exit code (-n: signal n) and the last heartbeats."""
@@ -184,12 +184,12 @@ class NodeRun:
         failure = self._cause or (self.monitor.first_failure() if by_itself and not self._sent else None)
         if failure:
             reason = failure.describe(launcher_code)
-            if failure.code and failure.code != -signal.SIGTERM:  # SIGTERM: a launcher's way to end the others
+            if failure.code and failure.code != -signal.SIGTERM:  # a launcher ends the other ranks with SIGTERM
                 code = shell_exit_code(failure.code)
-        elif by_itself or was_asked:  # else they left because somebody had killed it
+        elif by_itself or was_asked:  # otherwise the ranks exited because the launcher was killed
             code = next((stop for stop in STOP_CODES if self.monitor.all_ended(stop)), code)
         self._count_oom_kills()
-        # It may have been any process: the launcher, or a rank's worker, after which the rank ends by itself.
+        # The kernel may have killed any process: the launcher, or a rank's worker, after which the rank exits.
         if not was_asked and code not in FINAL_CODES and time.monotonic() - self._kernel_killed < KERNEL_KILL_SECONDS:
             which = ", the kernel's," if code == 128 + signal.SIGKILL else " after the kernel had killed a process"
             code, reason = OUT_OF_MEMORY_EXIT_CODE, f"{reason}{which} because memory ran out"
@@ -200,7 +200,7 @@ class NodeRun:
             self._oom_kills, self._kernel_killed = kills, time.monotonic()
 
     def _is_done(self) -> bool:
-        """Return whether training is done: rank 0 says so on its machine; elsewhere every rank has ended with 0."""
+        """Return whether training is done: on rank 0's machine, rank 0 reports it; elsewhere, all ranks exit with 0."""
         return self._folder.has_succeeded() if 0 in self._launcher.ranks else self.monitor.all_ended(0)
 
     def _end_leftovers(self, at_once: bool) -> None:

@@ -1,8 +1,8 @@
-"""The launch's side of its nodes: starts an agent on each, and exchanges messages with it.
+"""Starts an agent on each node of a launch, and exchanges messages with the agents.
 
-A message is one line of JSON after a byte that no program prints, because a remote shell uses one stream for messages
-and the ranks' output. A pipe takes up to 4096 bytes atomically, so the ranks' output may come before or after a
-message, but never inside.
+A message is one line of JSON, preceded by a byte that no program prints, because a remote shell sends messages and the
+ranks' output over one stream. Writing up to 4096 bytes to a pipe is atomic, so the ranks' output may appear before or
+after a message, but never inside it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from zerovision.training.base.run_folder import LAUNCH
 BEGIN = b"\x1e"  # ASCII's record separator
 READ_BYTES = 1 << 16
 BEAT_SECONDS = 1.0
-LOST_SECONDS = 10.0  # without a sign of life the other end counts as lost; a cable out for 3 seconds costs nothing
+LOST_SECONDS = 10.0  # of silence, after which the other end is considered lost; unplugging a cable for 3 s is harmless
 LINES_KEPT = 10
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 1.0
 LAST_LINES_SECONDS = 1.0
-# A remote shell that fails with these may succeed a little later: the machine boots, or its network is briefly down.
+# A remote shell that fails with one of these may succeed later: the machine is booting, or its network briefly down.
 PASSING = (
     "refused",
     "timed out",
@@ -43,7 +43,7 @@ PASSING = (
     "Connection closed",
     "banner",
     "is lost",
-    "connection failure",  # srun's, until Slurm counts the node as down, and requeues the job by itself
+    "connection failure",  # from srun, until Slurm marks the node as down and requeues the job
     "Node failure",
 )
 AGENT = [sys.executable, "-u", str(LAUNCH / "agent.py")]
@@ -59,7 +59,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> bool:
-        """Send a message; return whether the other end could still be written to."""
+        """Send a message; return whether it could be written."""
         rest = BEGIN + json.dumps(message).encode() + b"\n"
         with self._lock:
             try:
@@ -70,7 +70,7 @@ class Channel:
         return True
 
     def messages(self, pass_by: Callable[[bytes], object] = lambda _: None) -> Iterator[Message]:
-        """Yield the messages until the other end closes; all other bytes go to `pass_by` at once, in order."""
+        """Yield messages until the other end closes; pass all other bytes to `pass_by` immediately, in order."""
         waiting = b""
         while True:
             try:
@@ -106,19 +106,19 @@ class Node:
 
     host: str
     channel: Channel
-    shell: Shell | None = None  # whose process owns the channel's files
-    lost_s: float = LOST_SECONDS  # after which it counts as lost, if it is silent
+    shell: Shell | None = None  # its process owns the channel's file descriptors
+    lost_s: float = LOST_SECONDS  # seconds of silence after which the agent is considered lost
     heard: float = field(default_factory=time.monotonic)
     is_closed: bool = False
     messages: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
-    end_by: float = math.inf  # when it is given up, on the monotonic clock
+    end_by: float = math.inf  # when the launch gives up on the agent, on the monotonic clock
 
     def is_working(self) -> bool:
-        """Return whether its ranks may still run."""
+        """Return whether the node's ranks may still be running."""
         return "ended" not in self.messages and not self.lost() and time.monotonic() < self.end_by
 
     def lost(self) -> str:
-        """Return why the agent counts as lost, '' if it does not."""
+        """Return why the agent is considered lost, '' if it is not."""
         if "ended" in self.messages:
             return ""
         if self.is_closed:
@@ -128,23 +128,23 @@ class Node:
 
     @property
     def was_ended(self) -> bool:
-        """Whether its ranks were ended because of an event elsewhere."""
+        """Whether the node's ranks were ended because of an event elsewhere."""
         return self.end_by < math.inf
 
     def prepare(self, order: Message) -> None:
-        """Order the agent to prepare a start, and forget its messages from the last one."""
+        """Tell the agent to prepare a start, and discard its messages from the previous start."""
         self.messages.clear()
         self.end_by = math.inf
         self.send("prepare", **order)
 
     def end(self, within_s: float) -> None:
-        """Order the agent, only once, to end its ranks immediately; give it up after this many seconds."""
+        """Tell the agent, at most once, to kill its ranks; give up on the agent after this many seconds."""
         if not self.was_ended:
             self.end_by = time.monotonic() + within_s
             self.send("end")
 
     def send(self, what: str, **values: object) -> None:
-        """Send a message."""
+        """Send the agent a message of the kind `what`."""
         if not self.channel.send({"kind": what, **values}):
             self.is_closed = True
 
@@ -166,33 +166,33 @@ class Shell:
             self.process.wait(max(0.0, deadline - time.monotonic()))
 
     def failure(self) -> str:
-        """Return why its host will have no agent, '' while it runs."""
+        """Return why the host will not have an agent, '' while the process runs."""
         if self.process.poll() is None:
             return ""
-        # Its last lines contain the reason. A process that it left may keep stderr open: that is waited for once.
+        # The last lines contain the reason. A leftover child may keep stderr open, so wait for its end only once.
         self.all_read.wait(LAST_LINES_SECONDS)
         self.all_read.set()
         return self.reason()
 
     def reason(self) -> str:
-        """Return why no agent on its host answers."""
+        """Return why no agent answers on the host."""
         lines = list(self.lines)
         return ([line for line in lines if self.host in line] or lines or ["no answer"])[-1]
 
 
 class Nodes:
-    """The agents of a launch, each with its own shell: 'local' here, 'ssh' or 'srun' elsewhere."""
+    """The agents of a launch, each with its own shell: 'local' on this machine, 'ssh' or 'srun' on others."""
 
     def __init__(self, shell: str) -> None:
         self.found: dict[str, Node] = {}
-        self.shell_of: dict[str, Shell] = {}  # the last one for each host
+        self.shell_of: dict[str, Shell] = {}  # the last shell of each host
         self._is_local, self._command_for = shell == "local", SHELLS[shell]
         self._shells: list[Shell] = []
         self._lock = threading.Lock()
         self._beaten = 0.0  # when the last heartbeat was sent
 
     def connect(self, hosts: list[str]) -> None:
-        """Start an agent on each host; those that start appear in `found`."""
+        """Start an agent on each host; agents that answer appear in `found`."""
         self._shells = [shell for shell in self._shells if shell.process.poll() is None]
         for host in hosts:
             with self._lock:
@@ -205,19 +205,19 @@ class Nodes:
             _in_background(self._read, node)
 
     def _start_remotely(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
-        """Messages go over the shell's standard input and output, between the ranks' output."""
+        """Start an agent whose messages go over the shell's standard input and output, mixed with the ranks' output."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        # In a session of its own no Ctrl-C comes: the agents get orders.
+        # In its own session, the shell gets no Ctrl-C; the agents get orders instead.
         process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
         shell = Shell(process, host)
         _in_background(self._read_errors, shell)
         return Node(host, Channel(process.stdout.fileno(), process.stdin.fileno()), shell, LOST_SECONDS)
 
     def _start_here(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
-        """Messages go over a separate pipe: the ranks print to this process's output, perhaps a terminal.
+        """Start an agent whose messages go over a separate pipe, because the ranks print to this process's output.
 
-        The pipe closes with the process at its other end, so silence is not a sign of failure: everything may have been
-        paused, by Ctrl-Z or with a container.
+        The pipe closes when the process at its other end exits, so silence is not a sign of failure: all processes may
+        have been paused, by Ctrl-Z or with a container.
         """
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb"):
@@ -251,12 +251,12 @@ class Nodes:
         return {host: node.messages[what] for host, node in asked.items() if what in node.messages}
 
     def close(self) -> None:
-        """Close all connections and shells; agents that still run end their ranks."""
+        """Close all connections and shells; agents that are still running then end their ranks."""
         for shell in self._shells:
             assert shell.process.stdin
             with contextlib.suppress(OSError):
                 shell.process.stdin.close()
-        # An agent whose connection has ended leaves, and its shell with it, unless the machine is gone.
+        # An agent whose connection has closed exits, and its shell with it, unless the machine is gone.
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + LEAVE_SECONDS
             for shell in self._shells:

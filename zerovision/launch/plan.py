@@ -20,7 +20,7 @@ from zerovision.training.observe.environment import software
 from zerovision.training.observe.new_run import refuse_existing, run_folder
 from zerovision.training.world.launchers import remembered_line
 
-# What the ranks may need of the launching shell's variables. Which GPUs a process sees is each machine's own matter.
+# Variables of the launching shell that the ranks may need. Each machine decides by itself which GPUs a process sees.
 FORWARDED_PREFIXES = (
     *("NCCL_", "GLOO_", "TORCH", "UCX_", "FI_", "IBV_", "MLX5_", "OMP_", "MKL_", "KMP_", "CUDA_", "CUBLAS_"),
     *("PYTHON", "DS_", "HF_", "TIMM_", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "LC_", "LANG"),
@@ -37,12 +37,12 @@ class Plan:
     Attributes:
         given: the launcher's arguments.
         arguments: arguments of the training entry.
-        config: the configuration from these arguments.
+        config: the configuration that these arguments describe.
         hosts: names of the nodes, rank 0's first.
-        shell: shell that leads to them, a key of `zerovision.launch.hosts.SHELLS`.
-        port: port that the ranks meet on, 0 for a free one of rank 0's node.
-        folder: current folder of the ranks.
-        mark: mark of the processes of this launch on every machine.
+        shell: how to reach the nodes: a key of `zerovision.launch.hosts.SHELLS`.
+        port: port on rank 0's node at which the ranks meet, 0 for any free port.
+        folder: working directory of the ranks.
+        mark: mark that identifies this launch's processes on every machine.
     """
 
     given: LaunchArguments
@@ -56,19 +56,19 @@ class Plan:
 
     @cached_property
     def software(self) -> dict[str, str]:
-        """The software of the launching machine; see `zerovision.training.observe.environment.software`; {} on a single
-        machine.
+        """The launching machine's software, {} if the launch uses only this machine; see
+        `zerovision.training.observe.environment.software`.
         """
         return {} if self.is_local else software(self.config.plugin)
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine takes part."""
+        """Whether the launch uses only this machine."""
         return self.shell == "local"
 
     @property
     def prepare(self) -> dict[str, Any]:
-        """The order for an agent to prepare a start."""
+        """The order that tells an agent to prepare a start."""
         return {
             "mark": self.mark,
             "folder": self.folder,
@@ -90,9 +90,9 @@ class Plan:
         return os.path.abspath(os.path.expanduser(self.config.log_dir or log_folder()))
 
     def environment(self) -> dict[str, str]:
-        """Return variables for the ranks in addition to their machine's."""
+        """Return the environment variables that the ranks get in addition to those of their machine."""
         forwarded = forwarded_environment(self.given.forward_env.split(","))
-        # One per environment, because torch keys its compiled operators only by name.
+        # One folder per Python environment, because torch keys its compiled operators only by name.
         extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{sys.prefix}/torch_extensions"
         return forwarded | remembered_line() | {"TORCH_EXTENSIONS_DIR": extensions}
 
@@ -102,19 +102,19 @@ class Plan:
         return next((n for n in range(reachable, self.min_nodes - 1, -1) if micro_steps % n == 0), 0)
 
     def _micro_steps(self, config: TrainConfig) -> int:
-        """Return the number of micro-steps in an update over all nodes."""
+        """Return the number of micro-steps per update, summed over all nodes."""
         if config.global_batch:
             return config.global_batch * config.ranks_per_replica // (self.given.ranks_per_node * config.micro_batch)
         return len(self.hosts) * config.gradient_accumulation_steps
 
     def batch_flags(self, nodes: int, resuming: Sequence[str] = ()) -> list[str]:
-        """Return flags that keep the global batch on this many nodes: fewer nodes take more micro-steps.
+        """Return flags that preserve the global batch on this many nodes: fewer nodes each run more micro-steps.
 
         Args:
-            nodes: number of nodes that take part.
-            resuming: flags of this start, which may have changed the micro-steps.
+            nodes: number of nodes that the start uses.
+            resuming: flags of this start, which may change the number of micro-steps.
         """
-        if nodes == len(self.hosts) or self.config.batch_size == "auto":  # which the ranks divide themselves
+        if nodes == len(self.hosts) or self.config.batch_size == "auto":  # the ranks divide an automatic batch
             return []
         config = check_training([*self.arguments, *resuming]) if resuming else self.config
         return [f"--gradient-accumulation-steps={self._micro_steps(config) // nodes}"]
@@ -123,11 +123,11 @@ class Plan:
 def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     """Return the arguments with `auto` replaced by the strategy, batch size and flags that the planner recommends.
 
-    A batch size `auto` stays, unless the planner recommends fewer images than it would find.
+    A batch size of `auto` is kept, unless the planner recommends fewer images than it has planned for `auto`.
 
     Args:
         given: arguments of the launcher.
-        nodes: machines of the run.
+        nodes: number of machines in the run.
 
     Raises:
         UserError: for --gpu with another strategy, and for settings that the planner does not accept.
@@ -150,7 +150,7 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     chosen = " ".join([best.strategy, *flags])
     print(f"strategy auto: {chosen}: {reason(job, option, rungs)}", file=sys.stderr, flush=True)
     positional = given.positional | {"strategy": best.strategy}
-    if (positional["batch_size"], best.batch_size) != (AUTO, job.config.batch_size):  # else the ranks find it
+    if (positional["batch_size"], best.batch_size) != (AUTO, job.config.batch_size):  # otherwise the ranks find it
         positional["batch_size"] = str(best.batch_size)
         flags = [*flags, f"--gradient-accumulation-steps={best.gradient_accumulation_steps}"]
     return replace(given, positional=positional, flags=[*given.flags, *flags], gpu="")
@@ -185,7 +185,7 @@ def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
 
 
 def forwarded_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of this process that ranks on other machines need, and those named explicitly.
+    """Return this process's environment variables that ranks on other machines need, and the variables in `names`.
 
     Apparent secrets are sent only if named, because srun transmits them in clear text.
     """

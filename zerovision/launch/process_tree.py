@@ -1,8 +1,8 @@
 """The processes of one launch, identified by a mark in their environment, and their temporary folder.
 
-The folder holds the ranks' heartbeats and is their TMPDIR. It is always removed, even after kill -9: its creator locks
-a file in it, and if that lock is free and no process of the launch lives, the next launch on this machine removes the
-folder.
+The folder contains the ranks' heartbeats and is their TMPDIR. It is always removed, even after kill -9: its creator
+locks a file in it, and the next launch on this machine removes the folder if that lock is free and no process of the
+folder's launch is alive.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from zerovision.training.world.launchers import RANK_VARIABLES
 
 POLL_SECONDS = 0.1
 LONGEST_BUILD_SECONDS = 3600.0
-KILL_SECONDS = 30.0  # do not wait for ever for a process that the kernel does not end
+KILL_SECONDS = 30.0  # do not wait forever for a process that the kernel does not end
 PREFIX = "zerovision-"
-OWNER = "owner"  # the mark of the launch, locked by the process that made the folder
+OWNER = "owner"  # file with the launch's mark, locked by the process that made the folder
 
 
 class Launch:
-    """All processes of one launch on this machine, over all its restarts."""
+    """All processes of one launch on this machine, across its restarts."""
 
     def __init__(self, mark: str = "") -> None:
-        """Use the given mark, of a launch from another process or machine, or else a new one."""
+        """Use the mark of a launch that another process or machine started, or create a new mark if none is given."""
         self.mark = mark or uuid.uuid4().hex
 
     def processes(self) -> list[psutil.Process]:
@@ -60,7 +60,7 @@ class Launch:
         return found
 
     def kill(self, spared_pid: int = 0) -> None:
-        """End every process of this launch at once, except the spared one."""
+        """Kill every process of this launch, except the spared one."""
         deadline = time.monotonic() + KILL_SECONDS
         while time.monotonic() < deadline:
             if not (processes := [process for process in self.processes() if process.pid != spared_pid]):
@@ -77,7 +77,7 @@ def send(process: psutil.Process, number: int) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process still runs, even if it is stopped."""
+    """Return whether a process exists and is not a zombie; a stopped process is alive."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -101,15 +101,15 @@ def shell_exit_code(code: int) -> int:
 def remove_stale_build_locks(folder: Path) -> None:
     """Remove the locks of compile jobs that no longer run; print a note about jobs that may run on another machine.
 
-    A rank that compiles signs its locks, and torch keeps their files open while it does; that identifies live locks
-    of this machine. A lock without our signature is stale after `LONGEST_BUILD_SECONDS`.
+    A rank that compiles signs its locks, and torch keeps the lock files open while compiling, which identifies live
+    locks of this machine. A lock without our signature is stale after `LONGEST_BUILD_SECONDS`.
     """
     locks = {str(path) for path in folder.glob("**/lock")}
     for process in psutil.process_iter() if locks else ():
         with contextlib.suppress(psutil.Error):
             locks -= {opened.path for opened in process.open_files()}
     for lock in map(Path, sorted(locks)):
-        with contextlib.suppress(OSError):  # it has been released meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # it has just been released, or belongs to another user
             facts = lock.stat()
             was_ours = facts.st_uid == os.getuid() and lock.read_text() == process_space()
             if was_ours or time.time() - facts.st_mtime > LONGEST_BUILD_SECONDS:
@@ -128,7 +128,7 @@ class HeartbeatFolder:
         self.path = path
 
     def beats(self) -> dict[int, Heartbeat]:
-        """Return each rank's last heartbeat, without those being written at this moment."""
+        """Return each rank's last heartbeat, except those that are being written at this moment."""
         found = {}
         for path in self.path.glob("rank-*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError):
@@ -157,7 +157,7 @@ class HeartbeatFolder:
 
     def clear(self) -> None:
         """Remove everything, before the ranks are started again."""
-        self.path.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the folder for temporary files
+        self.path.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the system's temporary folder
         for path in self.path.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -192,7 +192,7 @@ def make_temporary_folder(mark: str) -> HeartbeatFolder:
     """Make the folder of the launch with this mark, and remove those of launches that are gone.
 
     Raises:
-        OSError, UserError: if there is no place for it.
+        OSError, UserError: if the folder cannot be made.
     """
     place = socket_place(f"/{PREFIX}12345678")
     if not is_as_asked(place):
@@ -201,7 +201,7 @@ def make_temporary_folder(mark: str) -> HeartbeatFolder:
     remove_abandoned(Path(place))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as this process lives
-    with contextlib.suppress(OSError):  # without locks or room the folder is never taken for abandoned
+    with contextlib.suppress(OSError):  # without locks or disk space, the folder is never considered abandoned
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, mark.encode())
     return HeartbeatFolder(folder)
@@ -222,7 +222,7 @@ def remove_abandoned(place: Path) -> None:
 
 
 def launch_environment(launch: Launch, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a launch's processes: those given, its mark, and its folder for temporary files."""
+    """Return the environment of a launch's processes: given variables, the launch's mark, and its temporary folder."""
     environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
     own = {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path), "TMPDIR": str(folder.path)}
     return environment | own

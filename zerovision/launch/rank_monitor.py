@@ -1,4 +1,4 @@
-"""Watches the ranks of a launch on one machine: finds those that died, or hang, with their Python stacks."""
+"""Watches the ranks of a launch on one machine: finds ranks that died or hang, and prints the stacks of hung ranks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from zerovision.training.base.errors import (
 )
 from zerovision.training.base.heartbeat import ENDED, Heartbeat
 
-NO_BEAT = "start"  # the phase of a rank without a heartbeat yet
-SUSPECT_SHARE = 0.5  # of the time allowed: if one rank is overdue, those silent for this long hang with it
+NO_BEAT = "start"  # the phase of a rank that has not written a heartbeat yet
+SUSPECT_SHARE = 0.5  # of the allowed time: if one rank is overdue, ranks that were silent this long hang with it
 STACK_SECONDS = 2.0
 STACK_LINES = 15
 INNERMOST_LINES = 7
 IMPORT_SYSTEM = ('File "<frozen importlib.', '/importlib/__init__.py"')
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
-# The ranks agree on these among themselves: if one ends with them, the others end by themselves.
+# The ranks agree on these exit codes: if one rank exits with such a code, the other ranks soon exit on their own.
 AGREED_CODES = STOP_CODES | {
     TOO_MANY_BAD_STEPS_EXIT_CODE,
     WRONG_GRADIENT_EXIT_CODE,
@@ -47,10 +47,10 @@ class Death:
 
     Attributes:
         rank: the rank's number.
-        process: its host and pid, for messages.
+        process: host and pid of the rank, for messages.
         code: exit code in Popen's form, -n for signal n; None if unknown.
-        noted: whether the last heartbeat of the rank had an exit code.
-        seconds: when it was noticed, on the monotonic clock.
+        noted: whether the rank's last heartbeat contained an exit code.
+        seconds: when the death was noticed, on the monotonic clock.
     """
 
     rank: int
@@ -92,15 +92,15 @@ class RankMonitor:
             codes = {rank: code_of_zombie(pid) for rank, pid in ended.items()}  # before their parent reaps them
             self.beats |= self._folder.beats()  # their last beats, written before they ended
             deaths = [self._death(rank, pid, codes[rank], now) for rank, pid in ended.items()]
-            # Of those found together: ended by a signal first, by SIGTERM last, as a launcher ends the others.
+            # Of deaths found together, those by a signal come first, but by SIGTERM last: a launcher ends ranks with it.
             deaths.sort(key=lambda death: (death.code == -signal.SIGTERM, death.code is None or death.code >= 0))
             self.deaths += deaths
 
     def first_failure(self) -> Death | None:
         """Return the first death that may make other ranks wait, if there is one.
 
-        If a rank ran out of memory, it is that rank's death, because ranks that lost their connection to it may end
-        earlier.
+        If a rank ran out of memory, its death comes first, because ranks that lost their connection to it may have
+        ended earlier.
         """
         failures = [death for death in self.deaths if death.is_failure]
         return min(failures, key=lambda death: death.code != OUT_OF_MEMORY_EXIT_CODE, default=None)
@@ -113,8 +113,8 @@ class RankMonitor:
     def hung(self) -> list[Heartbeat]:
         """Return the last heartbeats of live ranks that are silent or stopped, once any heartbeat is overdue.
 
-        The list is empty until then. The most suspicious comes first: a stopped process, then the lowest step, then the
-        oldest heartbeat.
+        The list is empty until a heartbeat is overdue. The most suspicious rank comes first: a stopped process, then
+        the lowest step, then the oldest heartbeat.
         """
         now = time.monotonic()
         beats = [self._beat_or_start(rank) for rank, one in self._launcher.ranks.items() if is_alive(one)]
@@ -142,12 +142,12 @@ class RankMonitor:
             print("\n".join(main_thread(stacks[beat.rank])) or "  (it printed no Python stack)", file=sys.stderr)
 
     def _stacks(self, hung: list[Heartbeat]) -> dict[int, str]:
-        """Ask the ranks for their stacks and return what they have written within `STACK_SECONDS`."""
+        """Request the hung ranks' stacks; return what each rank has written within `STACK_SECONDS`."""
         before = {beat.rank: self._folder.stack(beat.rank) for beat in hung}
-        asked = [rank for rank, text in before.items() if text is not None]  # SIGUSR2 would end the others
+        asked = [rank for rank, text in before.items() if text is not None]  # SIGUSR2 would end the other ranks
         for rank in asked:
             send(self._launcher.ranks[rank], signal.SIGUSR2)
-            send(self._launcher.ranks[rank], signal.SIGCONT)  # a stopped process gets its signals when it goes on
+            send(self._launcher.ranks[rank], signal.SIGCONT)  # a stopped process gets its signals when it continues
         deadline = time.monotonic() + STACK_SECONDS
         stacks: dict[int, str] = {}
         while time.monotonic() < deadline:
@@ -158,12 +158,12 @@ class RankMonitor:
         return {beat.rank: stacks.get(beat.rank, "")[len(before[beat.rank] or "") :] for beat in hung}
 
     def _beat_or_start(self, rank: int) -> Heartbeat:
-        """Return the rank's last heartbeat; if it has none, one from the launch's start without a deadline."""
+        """Return the rank's last heartbeat; without one, a heartbeat from the launch's start that is never overdue."""
         pid, host = self._launcher.ranks[rank].pid, socket.gethostname()
         return self.beats.get(rank) or Heartbeat(rank, host, pid, NO_BEAT, -1, 0.0, self._started, math.inf)
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether the rank's process was stopped."""
+        """Return whether the rank's process is stopped."""
         return self._state(rank) in STOPPED
 
     def _state(self, rank: int) -> str:
@@ -179,7 +179,7 @@ class RankMonitor:
 
 
 def process_name(beat: Heartbeat) -> str:
-    """Return a rank's host and process for messages."""
+    """Return a rank's host and process ID, for messages."""
     return f"{beat.host}, pid {beat.pid}"
 
 
@@ -199,11 +199,11 @@ def how_it_ended(code: int | None) -> str:
 
 
 def main_thread(dump: str) -> list[str]:
-    """Return at most `STACK_LINES` lines of a dump of faulthandler: the main thread, most recent call first.
+    """Return at most `STACK_LINES` lines of a faulthandler dump: the main thread, most recent call first.
 
     Faulthandler begins with the youngest thread, so the main thread comes last. The frames of Python's import system
-    are left out: there are five for each import. In a deep stack, frames of installed libraries beyond the innermost
-    `INNERMOST_LINES` are left out too.
+    are left out, because each import has five. In a deep stack, frames of installed libraries beyond the innermost
+    `INNERMOST_LINES` are also left out.
     """
     blocks: list[list[str]] = []
     for line in dump.splitlines():

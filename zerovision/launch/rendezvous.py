@@ -17,14 +17,14 @@ from zerovision.training.world.network_interfaces import address_towards, interf
 
 NO_NODES_CODE = 69  # EX_UNAVAILABLE of sysexits.h
 RETRY_SECONDS = 2.0
-FIRST_PATIENCE_SECONDS = 30.0  # for nodes that training could do without: they may still boot
-PATIENCE_SECONDS = 10.0  # the same after a failure: it may be the reason why they do not answer
+FIRST_PATIENCE_SECONDS = 30.0  # for nodes that training could do without: they may still be booting
+PATIENCE_SECONDS = 10.0  # for such nodes after a failure, which may be the reason why they do not answer
 PRINT_SECONDS = 10.0
-SEEN_SECONDS = 5.0  # within which what one node writes must be seen by the others
-ANSWER_SECONDS = 30.0  # the same, by an agent on a loaded machine
+SEEN_SECONDS = 5.0  # within which the other nodes must see a file that one node writes
+ANSWER_SECONDS = 30.0  # for an agent on a loaded machine to answer
 MAX_CPU_RANKS_PER_CORE = 8
 LAUNCHING = "this machine"
-SHOWN = 12  # letters of a hash
+SHOWN = 12  # characters of a hash
 
 
 class CannotStart(Exception):
@@ -40,9 +40,9 @@ class Rendezvous:
     """The nodes of a start.
 
     Attributes:
-        nodes: the nodes that take part, rank 0's first.
-        addresses: the address at which the others reach each node.
-        interfaces: the interface of each address, '' if not found.
+        nodes: the nodes that the start uses, rank 0's first.
+        addresses: the address at which the other nodes reach each node.
+        interfaces: the network interface of each address, '' if not found.
         port: port on the first node at which the ranks meet.
         has_gpus: whether the ranks run on GPUs.
     """
@@ -61,30 +61,30 @@ class Rendezvous:
 
 @dataclass
 class Candidate:
-    """A host that may take part in a start."""
+    """A host that a start may use."""
 
     host: str
-    node: Node | None = None  # its agent, once that has been told to prepare itself
-    failed: str = ""  # why it cannot take part now, if it is not merely slow
-    unfit: str = ""  # why its agent, which did answer, was left out last; a disk may still be mounted there
-    is_left_out: bool = False  # until it has prepared itself again
+    node: Node | None = None  # its agent, once the agent has been told to prepare
+    failed: str = ""  # why the host cannot be used now; '' if it is ready or merely slow
+    unfit: str = ""  # why the host was last left out although it answered; its disk may be mounted later
+    is_left_out: bool = False  # until its agent has prepared again
     retry_at: float = math.inf
 
     @property
     def is_ready(self) -> bool:
-        """Whether its agent has prepared itself."""
+        """Whether the host's agent is prepared."""
         return self.node is not None and "ready" in self.node.messages and not self.failed
 
 
 class Roster:
-    """The hosts from which a start takes those that are ready; `look` keeps it up to date.
+    """The hosts that a start may use, and whether each is ready; `look` updates them.
 
     The constructor starts an agent on each host that has none.
 
     Args:
         nodes: the agents of the launch.
-        hosts: in the order of the ranks.
-        prepare: the order for an agent.
+        hosts: the hosts' names, in the order of the ranks.
+        prepare: the order that tells an agent to prepare.
         retry_s: seconds after which a failed host is tried again.
     """
 
@@ -102,7 +102,7 @@ class Roster:
 
     @property
     def ready(self) -> list[str]:
-        """The hosts whose agents have prepared themselves."""
+        """The hosts whose agents are prepared."""
         return [one.host for one in self._candidates if one.is_ready]
 
     @property
@@ -121,7 +121,7 @@ class Roster:
         return all(one.failed or one.is_ready for one in self._candidates) or self.seconds > PATIENCE_SECONDS
 
     def look(self) -> None:
-        """Order new agents to prepare, check which have, and retry those that failed some seconds ago."""
+        """Tell new agents to prepare, check which agents have, and retry hosts that failed some seconds ago."""
         self._nodes.beat()
         now = time.monotonic()
         for one in self._candidates:
@@ -144,7 +144,7 @@ class Roster:
             one.node.prepare(self._prepare)
 
     def leave_out(self, unfit: Mapping[str, str]) -> None:
-        """Leave out hosts that answer until they have prepared again; print the reason if it is new."""
+        """Leave out unfit hosts until their agents have prepared again; print the reasons if they are new."""
         out = [one for one in self._candidates if one.host in unfit]
         if any(one.unfit != unfit[one.host] for one in out):
             print(f"left out: {by_reason(unfit)}", file=sys.stderr, flush=True)
@@ -153,7 +153,7 @@ class Roster:
             one.is_left_out = True
 
     def print_once(self) -> None:
-        """Print, once and after some seconds, which hosts are missing."""
+        """After some seconds, print once which hosts are missing."""
         if self.seconds > PRINT_SECONDS and not self._has_printed:
             self._has_printed = True
             print(f"waiting for {self.reasons()}", file=sys.stderr, flush=True)
@@ -172,12 +172,12 @@ class Roster:
 def next_rendezvous(
     nodes: Nodes, plan: Plan, received: list[int], doubtful: set[str], *, is_restart: bool
 ) -> Rendezvous | None:
-    """Connect to the plan's hosts and wait until enough are ready; None if a signal comes first.
+    """Connect to the plan's hosts and wait until enough are ready; return None if a signal arrives first.
 
-    Doubtful hosts take part only if the others are too few.
+    Doubtful hosts are used only if there are too few other hosts.
 
     Raises:
-        CannotStart: if too few answer in time, or one refuses or cannot take part.
+        CannotStart: if too few hosts answer in time, or a host refuses the connection or cannot be used.
     """
     roster = Roster(nodes, plan.hosts, plan.prepare)
     patience_s = PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS
@@ -206,7 +206,7 @@ def next_rendezvous(
 
 
 def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) -> list[str]:
-    """Return the hosts to start with, [] while waiting for others."""
+    """Return the hosts to start with, [] to keep waiting for other hosts."""
     ready, missing = roster.ready, roster.missing
     trusted = [host for host in ready if host not in doubtful]
     if doubtful and (is_late or doubtful.issuperset(missing)) and plan.usable_nodes(len(trusted)):
@@ -217,8 +217,8 @@ def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) ->
 def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
     """Return why machines cannot train together, by machine, and what to do about it.
 
-    By the time of a restart, the code of the launching machine may have changed. It is then not compared, but its
-    software at the time of the launch decides a tie between the nodes.
+    By the time of a restart, the code on the launching machine may have changed, so that machine is no longer compared;
+    its software at the time of the launch still breaks a tie between the nodes.
     """
     answers = {host: nodes.found[host].messages["ready"] for host in ready}
     if wrong := {host: answer["error"] for host, answer in answers.items() if "error" in answer}:
@@ -245,11 +245,11 @@ def _too_few(answer: Message, ranks: int, has_gpus: bool) -> str:
 
 
 def differences(software: Mapping[str, Mapping[str, str]], decisive: Mapping[str, str]) -> dict[str, str]:
-    """Return the differences of each machine whose versions or code differ from most.
+    """Return the differences of each machine whose versions or code differ from those of most machines.
 
     Args:
-        software: `zerovision.training.observe.environment.software` by machine.
-        decisive: the machine whose value decides a tie.
+        software: result of `zerovision.training.observe.environment.software` by machine.
+        decisive: the software whose values break a tie.
     """
     found: dict[str, list[str]] = {}
     for name in decisive:
@@ -264,8 +264,8 @@ def differences(software: Mapping[str, Mapping[str, str]], decisive: Mapping[str
 def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
     """Return why a folder cannot be used for the logs, for each host that does not share it.
 
-    The first host's agent writes a file there, and removes it before its ranks start; the others look for it. If none
-    of several finds it, the first host is at fault; with only two hosts, neither can be trusted.
+    The first host's agent writes a file into the folder, and removes it before its ranks start; the other agents look
+    for the file. If none of several agents finds it, the first host is at fault; with only two hosts, either may be.
     """
     first, *others = hosts
     if not others:
@@ -292,11 +292,11 @@ def by_reason(unfit: Mapping[str, str]) -> str:
 
 
 def reachable_addresses(known: Sequence[str], own: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
-    """Return the address at which the others reach each machine, or ''.
+    """Return the address at which the other machines reach each machine, or ''.
 
     Args:
-        known: the address that ssh or Slurm used, or that the machine's name has elsewhere; '' if unknown.
-        own: `zerovision.training.world.network_interfaces.own_addresses` of each.
+        known: the address of each machine that ssh or Slurm used, or to which its name resolves; '' if unknown.
+        own: the result of `zerovision.training.world.network_interfaces.own_addresses` on each machine.
     """
     if len(known) == 1:
         return ["127.0.0.1"]

@@ -1,6 +1,6 @@
 """Restarts a training after every failure that a restart may fix.
 
-After running out of memory, `--on-oom adapt` restarts it with the next smaller settings.
+If memory runs out, `--on-oom adapt` restarts the training with the next smaller settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerovision.training.base.units import plural
 from zerovision.training.out_of_memory import advise, next_rung
 
 LONGEST_DELAY_SECONDS = 30.0
-NODES_BACK_CODE = -1  # of no process: the ranks were stopped so that the next start has more nodes
+NODES_BACK_CODE = -1  # not a process's: the ranks were stopped so that the next start has more nodes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Started:
     """The outcome of one start, or of all of them.
 
     Attributes:
-        ending: how it ended.
+        ending: how the start ended.
         run_name: the run's name, '' if rank 0 has not reported it.
         position: position of the newest saved checkpoint, or -1.
         has_gpus: whether the ranks used GPUs.
@@ -47,7 +47,7 @@ class Adaptation:
         ranks: number of ranks.
 
     Attributes:
-        flags: flags of the training entry, to be added to its arguments.
+        flags: flags to add to the arguments of the training entry.
     """
 
     def __init__(self, training: list[str], ranks: int) -> None:
@@ -55,10 +55,10 @@ class Adaptation:
         self.flags: list[str] = []
 
     def step_down(self, reason: str, *, has_gpus: bool) -> bool:
-        """Print the next step, and add the flags of the next rung; return False if the launch ends instead.
+        """Print what happens next, and add the flags of the next rung; return False if the launch ends instead.
 
         Args:
-            reason: what happened, without a full stop.
+            reason: what happened, without a period.
             has_gpus: whether the ranks compute on GPUs.
         """
         config = check_training([*self._training, *self.flags])
@@ -83,10 +83,10 @@ class RestartPolicy:
         self._position = -1
 
     def after_failure(self, reason: str, position: int) -> float | None:
-        """Print the next step on stderr; return the seconds to wait before the next start, None if there is none.
+        """Print what happens next to stderr; return the seconds to wait before the next start, None if none follows.
 
         Args:
-            reason: what happened, without a full stop.
+            reason: what happened, without a period.
             position: position of the newest checkpoint since the last start, or -1.
         """
         if position > self._position:
@@ -107,9 +107,9 @@ def start_until_done(
     """Start a training, and restart it after every failure; return how the last start ended, and the newest checkpoint.
 
     Args:
-        start: runs it once, given the number of restarts so far and the flags that resume its run.
-        restarts: decides how many there may be.
-        adaptation: decides what follows if memory ran out.
+        start: function that runs the training once, given the number of restarts so far and the flags that resume it.
+        restarts: decides how many restarts are allowed.
+        adaptation: decides how to continue if memory runs out.
         received: the list to which the signal handlers append.
     """
     run_name, newest = "", -1
@@ -121,7 +121,7 @@ def start_until_done(
         if ending.code == NODES_BACK_CODE or (
             short_of_memory and adaptation.step_down(ending.reason, has_gpus=started.has_gpus)
         ):
-            restarts.total, delay_s = restarts.total + 1, 0.0  # not counted as one without progress
+            restarts.total, delay_s = restarts.total + 1, 0.0  # not counted as a restart without progress
         elif not ending.is_final:
             delay_s = restarts.after_failure(ending.reason, started.position)
         if delay_s is not None:
@@ -132,7 +132,7 @@ def start_until_done(
 
 
 def signal_within(seconds: float, received: list[int]) -> int:
-    """Wait for a signal; return the one to pass on to the ranks, or 0 if none came in time."""
+    """Wait for a signal; return the signal to send to the ranks, or 0 if none arrives in time."""
     deadline = time.monotonic() + seconds
     while not received and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -1,10 +1,10 @@
-"""Trains in a Slurm job; scripts/slurm_distributed.sh runs it with its arguments.
+"""Trains in a Slurm job; scripts/slurm_distributed.sh runs this program with its own arguments.
 
     python zerovision/launch/slurm.py slurm_distributed.sh mobilenet ddp 8 16 50
 
-It runs on the first node of the job, and starts the ranks of all nodes through srun. It receives Slurm's signals:
-SIGUSR1 before the time limit, SIGTERM for scancel and preemption. The ranks save, and `what_follows` decides whether
-the job is requeued.
+The program runs on the first node of the job, and starts the ranks of all nodes with srun. It receives Slurm's signals:
+SIGUSR1 before the time limit, SIGTERM on scancel and preemption. The ranks then save a checkpoint, and `what_follows`
+decides whether to requeue the job.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Job:
     """A Slurm job, or one task of an array.
 
     Attributes:
-        slurm_id: its id for `scontrol`.
-        name: '77', or '70-3' for task 3 of the array 70; the same after a requeue.
-        task: number in its array, None outside one.
-        restarts: how often Slurm has restarted it.
+        slurm_id: the job's ID for `scontrol`.
+        name: '77', or '70-3' for task 3 of array 70; unchanged by a requeue.
+        task: number of the task in its array, None outside an array.
+        restarts: number of times that Slurm has restarted the job.
         nodes: number of nodes.
-        node_list: its nodes in Slurm's notation.
-        gpus: GPUs of its first node, None if it has none.
+        node_list: the job's nodes in Slurm's notation.
+        gpus: number of the job's GPUs on its first node, None if Slurm does not report it.
     """
 
     slurm_id: str
@@ -67,7 +67,7 @@ class Job:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Job | None:
-        """Read Slurm's variables; None outside a job.
+        """Return the job that Slurm's environment variables describe; None outside a job.
 
         Raises:
             UserError: for a value that Slurm would not set.
@@ -97,11 +97,11 @@ class Job:
 
 
 def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str], TrainConfig]:
-    """Return the arguments of the training entry in a job, and their configuration.
+    """Return the training entry's arguments in a job, and the configuration that they describe.
 
     Args:
-        arguments: as the user gave them; `--model-type=` comes first.
-        job: the job; None for a check outside a job, where every task is 0.
+        arguments: the training entry's arguments as the user gave them; `--model-type=` comes first.
+        job: the job; None for a check outside a job, where the task's number is 0.
 
     Raises:
         UserError: for arguments that the training entry rejects, and if tasks of an array would share a run.
@@ -123,14 +123,14 @@ def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str]
 
 
 def _goes_on(job: Job, folder: RunFolder, arguments: list[str], resume: str) -> bool:
-    """Return whether to add --resume auto: if --resume is missing, or a requeued job has a run to resume."""
+    """Return whether to add --resume auto: True if --resume is missing, or if a requeued job has a run to resume."""
     if resume == "never":
         return job.restarts > 0 or not any(re.match(r"--resume(=|$)", given) for given in arguments)
     return job.restarts > 0 and folder.has_checkpoint
 
 
 def _own_model(arguments: list[str], task: int | None) -> list[str]:
-    """Replace several models, separated by commas, with the one for this array task."""
+    """Replace a comma-separated list of models with the model of this array task."""
     flag, _, value = arguments[0].partition("=")
     models = value.split(",")
     if len(models) == 1:
@@ -143,7 +143,7 @@ def _own_model(arguments: list[str], task: int | None) -> list[str]:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """Return a variable as a number, None if it is not set or empty."""
+    """Return an environment variable as a number, None if it is unset or empty."""
     value = environment.get(name, "")
     if value and not re.fullmatch(r"[0-9]{1,18}", value):
         raise UserError(f"{name} {value!r}: expected a whole number, which Slurm sets.")
@@ -159,24 +159,24 @@ class JobState(Enum):
 
     @classmethod
     def of(cls, shown: str, *, was_terminated: bool) -> JobState:
-        """Read the state from `scontrol show job`; `was_terminated` says whether SIGTERM was received."""
+        """Return the state in the output of `scontrol show job`; `was_terminated`: whether SIGTERM was received."""
         values = dict(re.findall(r"(\S+?)=(\S*)", shown))
         if values.get("JobState") != "RUNNING":
             return cls.ENDING
         if values.get("PreemptTime", "None") != "None":
-            return cls.PREEMPTED  # a job that ends in its grace time counts as ended, and not as preempted
+            return cls.PREEMPTED  # Slurm treats a job that ends within its grace time as finished, not preempted
         return cls.ENDING if was_terminated else cls.RUNNING
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What a job remembers about its starts.
+    """What a job records about its starts.
 
     Attributes:
         code: exit code of its last start.
         reason: why that start ended.
         position: position of the newest checkpoint of any start, or -1.
-        failures: reasons of failures since then, without numbers.
+        failures: reasons for the failures since that checkpoint, with every number replaced by N.
     """
 
     code: int = 0
@@ -201,12 +201,12 @@ class JobRecord:
 
 
 def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> tuple[str, JobRecord | None]:
-    """Return the message about an ended start, and the record to requeue the job with, or None.
+    """Return a message about the last start, and the record with which to requeue the job, or None.
 
     Args:
         last: how the last start ended.
         earlier: the record of earlier starts.
-        state: what Slurm does with the job.
+        state: what Slurm is doing with the job.
     """
     if last.code == 0 or state is JobState.ENDING:
         return "", None
@@ -218,7 +218,7 @@ def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> tuple[
     if last.code in FINAL_CODES and not is_limit:
         return "", None
     reason = TIME_LIMIT if is_limit else last.reason or f"exit code {last.code}"
-    # "no sign of life for 11 s" and "... 12 s" are the same failure; so are those of two nodes.
+    # "no sign of life for 11 s" and "... 12 s" are the same failure, even on different nodes.
     failure = re.sub(r"\d+", "N", reason)
     if failure in earlier.failures:
         return f"{reason}, as before, without a newer checkpoint: not requeued", None
@@ -235,7 +235,7 @@ def main(words: list[str]) -> int:
     nodes = job.nodes if job else 1
     given = resolve_strategy(given, nodes)
     training, config = training_arguments(given.training, job)
-    if job or config.gradient_accumulation_steps == 1:  # outside a job, sbatch may be given more nodes later
+    if job or config.gradient_accumulation_steps == 1:  # outside a job, the user may later give sbatch more nodes
         check_new_run(config, [nodes * given.ranks_per_node])
     if job is None or given.dry_run:
         print_command(given.command(__file__))
@@ -251,7 +251,7 @@ def main(words: list[str]) -> int:
 
     def note(number: int) -> None:
         heard.add(number)
-        # Not print: the signal may have come while another print was writing.
+        # Not print: the signal may have interrupted another print.
         os.write(1, f"Slurm sends {signal.Signals(number).name}\n".encode())
 
     received = receive_signals(note)
@@ -261,7 +261,7 @@ def main(words: list[str]) -> int:
 
 
 def _train(plan: Plan, received: list[int]) -> JobRecord:
-    """Train; an exception in the launch counts as a failure, after which the job may be requeued."""
+    """Train; return the record of this start. After an exception in the launch, the job may be requeued."""
     try:
         outcome = train(plan, Nodes(plan.shell), received)
     except Exception as error:
@@ -271,7 +271,7 @@ def _train(plan: Plan, received: list[int]) -> JobRecord:
 
 
 def _finish(job: Job, config: TrainConfig, record: JobRecord, received: list[int], *, was_terminated: bool) -> int:
-    """Requeue the job if that may help; return its exit code."""
+    """Requeue the job if that may help; return the job's exit code."""
     path = run_folder(config).log_dir / "slurm" / f"{job.name}.json"
     earlier = JobRecord.read(path) if job.restarts else JobRecord()
     shown = scontrol("show", "job", "-o", job.slurm_id)
@@ -282,7 +282,7 @@ def _finish(job: Job, config: TrainConfig, record: JobRecord, received: list[int
     if kept is not None:
         try:
             kept.write(path)
-        except OSError as error:  # without the record it could be requeued for ever
+        except OSError as error:  # without the record, the job could be requeued forever
             _print(job, f"{path}: {error.strerror}: not requeued")
             return record.code
         received.clear()
