@@ -1,4 +1,4 @@
-"""Look for mistakes in a data set: the same scene in two parts, or under two labels, copies that were changed."""
+"""Looks for mistakes in a data set: scenes in two parts or under two labels, and changed copies."""
 
 import sys
 from pathlib import Path

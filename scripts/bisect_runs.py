@@ -1,4 +1,4 @@
-"""Find the first step at which two runs differ that should be equal, and what else is different about them."""
+"""Finds the first step at which two runs that should be equal differ, and what else differs."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Finds out what is wrong before a run starts."""
+"""Finds problems before a run starts."""
 
 import sys
 from pathlib import Path

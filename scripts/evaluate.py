@@ -1,4 +1,4 @@
-"""Evaluates a trained model: exact scores, and the images on which it errs."""
+"""Evaluates a trained model: exact scores, and the images that the model gets wrong."""
 
 import sys
 from pathlib import Path

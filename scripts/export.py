@@ -1,4 +1,4 @@
-"""Exports a trained model to a file that other programs run, and checks that it gives the same results."""
+"""Exports a trained model to a file that other programs can run, and checks that the results stay the same."""
 
 import sys
 from pathlib import Path

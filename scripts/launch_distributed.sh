@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on the GPUs of this machine, or on CPU ranks if it has none: --help explains.
+# Train on the GPUs of this machine, or on CPU ranks if it has no GPU; see --help.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"

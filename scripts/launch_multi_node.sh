@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on the GPUs of several machines, listed in a hostfile, over ssh: --help explains.
+# Train over ssh on the GPUs of several machines that a hostfile lists; see --help.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"

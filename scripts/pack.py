@@ -1,4 +1,4 @@
-"""Packs a data set into tar files of WebDataset's layout, with an index each, and checks what it wrote."""
+"""Packs a data set into tar files in WebDataset's layout, each with an index, and checks the files."""
 
 import sys
 from pathlib import Path

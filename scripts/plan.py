@@ -1,4 +1,4 @@
-"""Says before a run which strategy to take, whether it fits into memory, and what to type."""
+"""Recommends a strategy before a run, predicts whether the run fits into memory, and prints the command."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sends the model of a finished run to the Hugging Face hub."""
+"""Uploads the model of a finished run to the Hugging Face hub."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Train one step of a run again, from the checkpoint before it, and show what it was given and what it did."""
+"""Repeats one step of a run from the checkpoint before it, and shows the step's inputs and results."""
 
 import sys
 from pathlib import Path

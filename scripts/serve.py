@@ -1,4 +1,4 @@
-"""Serve one model as a page on this machine: drop an image, see its labels and what led to the first."""
+"""Serves a model as a web page on this machine: drop an image to see its labels and the regions behind the first."""
 
 import sys
 from pathlib import Path

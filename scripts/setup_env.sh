@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv, or bring it up to date: bash scripts/setup_env.sh requirements.txt|requirements-dev.txt
-# Needs python3 (3.11 or later) and a package registry; takes uv where there is one, because it is much faster than pip.
-# A second call does nothing; a call that was interrupted is made good by the next; calls at the same time wait in line.
+# Needs python3 (3.11 or later) and a package registry; uses uv if available, because uv is much faster than pip.
+# A second call does nothing; the call after an interrupted one repairs .venv; concurrent calls wait for each other.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -37,13 +37,13 @@ version() {
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
-# Sets CHOSEN to the version of PYTHON, which must be one that .venv can be made with.
+# Sets CHOSEN to the version of PYTHON; exits if that version is too old for .venv.
 check_python() {
     CHOSEN=$(version "$PYTHON") ||
         die "'$PYTHON' is not Python 3.11 or later: name one, as in 'make setup PYTHON=python3.12'."
 }
 
-# Sets UV to a working uv, if need be a copy of its own in a throwaway folder; to nothing where there is none.
+# Sets UV to a working uv, installed into a temporary folder if necessary; to nothing if no uv can be installed.
 find_uv() {
     UV=uv
     ! uv --version >/dev/null 2>&1 || return 0
@@ -53,8 +53,8 @@ find_uv() {
     [[ -x $UV ]] || UV=
 }
 
-# Sets CERTIFICATES to the variables that let uv trust whom pip trusts: uv brings a list of authorities of its own, and a
-# network's own authority is only in the system's. That may be empty, and then uv's own has to do.
+# Sets CERTIFICATES to variables that make uv trust the authorities that pip trusts: uv has its own list, and a private
+# network's authority is only in the system's list. If the system's list is empty, uv's list is used.
 find_certificates() {
     mapfile -t CERTIFICATES < <("$PYTHON" -c '
 import os, ssl
@@ -83,7 +83,7 @@ install_requirements() {
     fi
 }
 
-# Without compiled bytecode every start compiles all imports anew: 14 s to the first step instead of 9.
+# Without compiled bytecode, every start compiles all imports again: 14 s to the first step instead of 9.
 compile_bytecode() {
     local cores count='from zerovision.training.base.control_groups import usable_cores; print(usable_cores())'
     cores=$(.venv/bin/python -c "$count" 2>/dev/null) || cores=1
@@ -91,7 +91,7 @@ compile_bytecode() {
         .venv/lib scripts zerovision models tests >/dev/null || true
 }
 
-# Optional: a fifth less time for a JPEG, where a C compiler and libjpeg-turbo's headers (package libjpeg-dev) are.
+# Optional: reading a JPEG takes a fifth less time; needs a C compiler and libjpeg-turbo's headers (package libjpeg-dev).
 compile_crop_jpeg() {
     [[ -f scripts/doctor.py ]] || return 0
     .venv/bin/python scripts/doctor.py --compile >/dev/null 2>&1 || true
@@ -102,7 +102,7 @@ if command -v flock >/dev/null; then
     exec 9<requirements.txt
     flock 9
 fi
-if [[ $PYTHON != python3 ]]; then # somebody has chosen it: the default says nothing about a .venv that is there
+if [[ $PYTHON != python3 ]]; then # the user has chosen it; the default may differ from an existing .venv
     check_python
     present=$(version .venv/bin/python) || present=$CHOSEN
     [[ $present == "$CHOSEN" || -e $UNFINISHED ]] ||
@@ -119,7 +119,7 @@ if [[ -e $UNFINISHED ]] || ! .venv/bin/python -c '' 2>/dev/null; then
 fi
 touch "$UNFINISHED"
 if [[ -n $UV ]] && ! install_requirements; then
-    # uv looks elsewhere than pip for proxies and indexes: what it cannot reach, pip may.
+    # uv and pip look for proxies and indexes in different places, so pip may reach what uv cannot.
     printf 'setup: uv failed, trying pip\n' >&2
     UV=
     rm -rf .venv

@@ -7,12 +7,12 @@
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# sbatch resolves a relative --output from the folder it is typed in, and would lose the job where that has no logs/.
-# So the job opens logs/slurm_distributed_<job>.out itself, at the same place from the root and from scripts/.
+# sbatch resolves a relative --output against the folder where it runs; without logs/ there, the job would be lost.
+# So the job itself opens logs/slurm_distributed_<job>.out, which is the same file from the root and from scripts/.
 #SBATCH --output=/dev/null
 set -euo pipefail
 
-# In a job $0 is Slurm's private copy of this script: the repository is where sbatch was typed, or one above.
+# In a job, $0 is Slurm's private copy of this script: the repository is the folder where sbatch ran, or its parent.
 find_scripts() {
     local folder
     for folder in "$(dirname -- "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}" "${SLURM_SUBMIT_DIR:-.}/scripts"; do
@@ -25,7 +25,7 @@ find_scripts() {
 
 SCRIPTS_FOUND=$(find_scripts)
 if [[ -n ${SLURM_JOB_ID:-} && $(readlink "/proc/$$/fd/1") == /dev/null ]]; then
-    # Without the repository the message below still has to be found: in the folder where sbatch was typed.
+    # Without the repository, the user must still find the message below: it goes to the folder where sbatch ran.
     LOG_FOLDER=${SCRIPTS_FOUND:+$SCRIPTS_FOUND/../logs}
     LOG_FOLDER=${LOG_FOLDER:-${SLURM_SUBMIT_DIR:-.}}
     mkdir -p -- "$LOG_FOLDER"

@@ -1,4 +1,4 @@
-"""Trains one line with several values of its flags, and compares them."""
+"""Trains with several values of flags, and compares the runs."""
 
 import sys
 from pathlib import Path

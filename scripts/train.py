@@ -1,4 +1,4 @@
-"""Trains a classifier on photographs, in one word."""
+"""Trains a classifier on photographs with a single command."""
 
 import sys
 from pathlib import Path

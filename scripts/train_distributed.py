@@ -1,4 +1,4 @@
-"""Train an image classifier: the entry that every launcher starts, once per rank."""
+"""Trains an image classifier: the entry point that every launcher starts once per rank."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of commands for users: scripts in a checkout, or `python -m zerovision.commands NAME`."""
+"""The table of users' commands, which run as scripts in a checkout, or as `python -m zerovision.commands NAME`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Command(NamedTuple):
         read: turns the command line into settings.
         act: acts on the settings and returns the exit code.
         writes_product: see `run_script`.
-        may_have_ranks: whether a launcher may start it once per rank.
+        may_have_ranks: whether a launcher may start the command once per rank.
     """
 
     read: str
@@ -62,10 +62,10 @@ def run_command(name: str, verb: str = "") -> int:
 
 
 def main(name: str, verb: str = "") -> int:
-    """Run the command line as a command; a command that may have ranks exits with its exit code."""
+    """Run the command line as a command and return the exit code; if ranks may run the command, exit the process."""
     exit_code = run_command(name, verb)
     if COMMANDS[name].may_have_ranks:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_code)  # see train_distributed.py: taking the interpreter down under gloo's threads may abort
+        os._exit(exit_code)  # see train_distributed.py: shutting down Python while gloo's threads run may abort
     return exit_code

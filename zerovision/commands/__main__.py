@@ -1,4 +1,4 @@
-"""`python -m zerovision.commands NAME ...`: a command without a checkout."""
+"""Runs a command without a checkout: `python -m zerovision.commands NAME ...`."""
 
 from __future__ import annotations
 

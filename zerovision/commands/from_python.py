@@ -35,14 +35,14 @@ CALL = "train()"  # in messages
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is on images.
+    """The scores of a model on a set of images.
 
     Attributes:
         top1: share of the images whose label is the most probable class, in 0..1.
         macro_f1: mean F1 of the classes.
         loss: mean loss in nats.
         samples: number of images.
-        scores: the content of scores.json, see the documentation.
+        scores: the content of scores.json; see the documentation.
     """
 
     top1: float
@@ -53,7 +53,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, scores: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation with the content of scores.json."""
+        """Return the evaluation for the content of scores.json."""
         return cls(scores["top1"], scores["macro"]["f1"], scores["loss"], scores["samples"], scores)
 
     def __getitem__(self, name: str) -> Any:
@@ -90,11 +90,12 @@ class Result:
 
     Attributes:
         folder: the run's folder.
-        exit_code: 0, or 128 plus the number of the signal that stopped it: the same call with `resume="auto"` continues
-            it.
-        config: its settings.
-        evaluation: evaluation of the best epoch on the validation images; None if it was stopped before the first.
-        choices: by setting, the value that was chosen and the reason; empty for a resumed run.
+        exit_code: 0, or 128 plus the number of the signal that stopped the run; the same call with `resume="auto"`
+            continues the run.
+        config: the run's settings.
+        evaluation: evaluation of the best epoch on the validation images; None if the run was stopped before its first
+            evaluation.
+        choices: for each chosen setting, the value and the reason; empty for a resumed run.
     """
 
     folder: Path
@@ -109,7 +110,7 @@ class Result:
         return self.folder / WEIGHTS
 
     def evaluate(self, data: str | Path = "", **options: Any) -> Evaluation:
-        """Evaluate the model, on other images if they are given; see `evaluate`."""
+        """Evaluate the model, on other images if `data` is given; see `evaluate`."""
         return evaluate(self.folder, data, **options)
 
     def predict(self, images: str | Path | Iterable[str | Path], **options: Any) -> Predictions:
@@ -127,16 +128,16 @@ class Result:
 
 
 def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **settings: Any) -> Result:
-    """Train a network on images as `zerovision train` does: it chooses what you leave out, and prints the reasons.
+    """Train a network on images, like `zerovision train`: choose the settings that you omit, and print the reasons.
 
     Args:
-        data: what `--data` takes, such as a folder of photographs.
-        gpus: number of ranks on this machine, one GPU each (CPU ranks if it has none), started by the launcher; None to
-            train in this process, on one GPU if there is one.
-        effort: how much to spend: "seconds", "minutes", "hours" or "best"; by default "minutes", or what the setting
-            `minutes` allows.
-        settings: the flags, with `_` for `-`: `epochs=5`, `model_type="resnet18"`; each overrides a choice. Paths may
-            be `Path` objects, and several plug-ins a list.
+        data: any value of `--data`, such as a folder of photographs.
+        gpus: number of ranks that the launcher starts on this machine, each with one GPU (on the CPU if the machine has
+            no GPU); None to train in this process, on one GPU if available.
+        effort: how much time to spend: "seconds", "minutes", "hours" or "best"; by default "minutes", or the effort that
+            fits the setting `minutes`.
+        settings: the trainer's flags, with `_` for `-`, such as `epochs=5` or `model_type="resnet18"`; each overrides a
+            choice. Paths may be `Path` objects, and several plug-ins may be a list.
 
     Returns:
         The result of the training, even if SIGTERM or SIGUSR1 stopped it.
@@ -178,7 +179,7 @@ def predict(model: str | Path, images: str | Path | Iterable[str | Path], **opti
 
 
 def _read(data: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a call, by field; raise a UserError for the first that is wrong."""
+    """Return the values of a call by field; raise a UserError for the first wrong value."""
     given = {"data": data, **settings}
     values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
     if isinstance(files := values.get("plugin"), (list, tuple)):
@@ -187,7 +188,7 @@ def _read(data: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an HTML table of texts."""
+    """Return an HTML table with escaped text."""
     lines = [("th", head), *(("td", row) for row in rows)]
     cells = ("".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in line) for tag, line in lines)
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"

@@ -40,9 +40,9 @@ class TrainSettings:
     scripts/launch_distributed.sh --help all lists them.
     """
 
-    given: Mapping[str, Any]  # of `TrainConfig`
+    given: Mapping[str, Any]  # settings by field of `TrainConfig`
     effort: str
-    gpus: int  # 0: all, or one CPU rank
+    gpus: int  # 0: all GPUs, or one CPU rank
     launcher_flags: Sequence[str]
 
     @classmethod
@@ -97,7 +97,7 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
 
     Args:
         folder: the run's folder.
-        has_numbers: whether its images are not 8-bit, so that no export can contain their preprocessing.
+        has_numbers: whether the run's images are not 8-bit, so that no export can contain their preprocessing.
     """
     from zerovision.delivery.intervals import interval_of
     from zerovision.training.observe.evaluation import read_scores
@@ -128,7 +128,7 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
 
 
 def _name_for_commands(folder: RunFolder) -> str:
-    """Return a run's name if commands find the run by it, else the path to its folder."""
+    """Return a run's name if commands find the run by its name, else the path to its folder."""
     from zerovision.delivery.trained_model import find_run
 
     with contextlib.suppress(UserError):

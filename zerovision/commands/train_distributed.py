@@ -1,4 +1,4 @@
-"""Train an image classifier: the entry that every launcher starts, once per rank.
+"""Trains an image classifier: the entry point that every launcher starts once per rank.
 
 bash scripts/launch_distributed.sh mobilenet ddp 8 16 50
 deepspeed --num_gpus=8 scripts/train_distributed.py --model-type efficientnet --strategy fsdp_stage2
@@ -24,7 +24,7 @@ from zerovision.training.world.launchers import adopt_rank
 
 
 def train(arguments: list[str]) -> int:
-    """Train as the command line says; return the exit code."""
+    """Train as the command line specifies; return the exit code."""
     adopt_rank()
     config, only_check = parse_args(arguments)
     check_files(config)
@@ -32,7 +32,7 @@ def train(arguments: list[str]) -> int:
         print(as_typed("these settings are valid; scripts/doctor.py --check-data FOLDER checks the images"))
         return 0
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
-    # Imported late: `--help` and the launchers' check need none of it.
+    # Imported late: `--help` and the launchers' check need none of these modules.
     import psutil
 
     from zerovision.delivery.end_of_run import leave_files
@@ -55,14 +55,14 @@ def train(arguments: list[str]) -> int:
 
 
 def main() -> int:
-    """Run the command line and leave with its exit code."""
-    # Until the run listens for signals itself, Ctrl-C ends the process at once and without a traceback.
+    """Run the command line and exit the process with its exit code."""
+    # Until the run installs its own signal handlers, Ctrl-C ends the process immediately and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     outlast_readers()
     exit_code = run_script("error", list, train)
     finish_output(LEAVE_SECONDS)
-    # Not sys.exit: everything is closed and synced by now, and taking the interpreter down under the threads of gloo,
-    # NCCL and others now and then ends in an abort after a run that went well (about 1 in 50 here).
+    # Not sys.exit: everything is closed and synced by now, and shutting down the interpreter while threads of gloo,
+    # NCCL and other libraries run occasionally aborts after a successful run (about 1 in 50 here).
     os._exit(exit_code)
 
 

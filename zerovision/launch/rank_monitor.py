@@ -92,7 +92,7 @@ class RankMonitor:
             codes = {rank: code_of_zombie(pid) for rank, pid in ended.items()}  # before their parent reaps them
             self.beats |= self._folder.beats()  # their last beats, written before they ended
             deaths = [self._death(rank, pid, codes[rank], now) for rank, pid in ended.items()]
-            # Of deaths found together, those by a signal come first, but by SIGTERM last: a launcher ends ranks with it.
+            # Of deaths found together, those by a signal come first, those by SIGTERM last: launchers send it.
             deaths.sort(key=lambda death: (death.code == -signal.SIGTERM, death.code is None or death.code >= 0))
             self.deaths += deaths
 

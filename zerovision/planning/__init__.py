@@ -1,1 +1,1 @@
-"""Answers questions before a run: is the data set sound, does the model fit, which settings suit it."""
+"""Answers questions before a run: whether the data set is sound, whether the model fits, which settings to use."""

@@ -15,21 +15,21 @@ from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, usual_gl
 from zerovision.training.data.settings import IMBALANCE
 
 EFFORTS = ("seconds", "minutes", "hours", "best")
-MINUTES = dict(zip(EFFORTS, (1, 15, 240, 0), strict=True))  # at most, 0: any number
+MINUTES = dict(zip(EFFORTS, (1, 15, 240, 0), strict=True))  # at most; 0 means no limit
 UPDATES = dict(zip(EFFORTS, (500, 2000, 20_000, 80_000), strict=True))  # from random weights
-OF_FINE_TUNING = 0.2  # of these updates
-OF_A_LIMIT = 4  # of them, where the minutes are the user's: they end the training
-FEWEST_OF_AN_UPDATE = 32  # images, if an epoch has some updates: a step of the rule takes as long for fewer
+OF_FINE_TUNING = 0.2  # share of these updates for fine-tuning
+OF_A_LIMIT = 4  # times as many updates if the user limits the minutes, which then end the training
+FEWEST_OF_AN_UPDATE = 32  # images, if an epoch has several updates: an update with fewer images takes as long
 FEWEST_UPDATES = 4
-FEWEST_EPOCHS, MOST_EPOCHS = 3, 200  # a small set is learned by heart in more
-SMALL = 64  # pixels: the shorter side of images for which a network of ours is made
-TINY = 16  # pixels: below it these have no room
-FEW = 5000  # images, of which a head has an optimum within seconds
-MINUTES_OF_A_HEAD = 5  # of a training: less is better spent on all of the network
-HELD_OUT = (0.2, 1000, 0.1)  # the second share from so many images on
+FEWEST_EPOCHS, MOST_EPOCHS = 3, 200  # with more epochs, a small data set is memorized
+SMALL = 64  # pixels: images whose shorter side is at most this suit a network of ours
+TINY = 16  # pixels: smaller images do not fit those networks
+FEW = 5000  # images: with fewer, a head is fitted to its optimum within seconds
+MINUTES_OF_A_HEAD = 5  # a shorter training is better spent on the whole network
+HELD_OUT = (0.2, 1000, 0.1)  # share to hold out; from this number of images, the second share
 MOST_BAD = "skip:0.05"
 
-# By the effort, on CPU cores and on GPUs: networks to start from random weights, and the images for them, in pixels.
+# By effort, on CPU cores and on GPUs: networks to train from random weights, and their image sizes in pixels.
 OURS = (("airbench_small", "airbench_small", "airbench", "airbench"), ("airbench",) * 4)
 SCRATCH = (
     (("airbench_small", 64), ("airbench_small", 64), ("airbench", 96), ("timm:resnet50", 224)),
@@ -49,7 +49,7 @@ PUBLISHED = (  # with published weights
         "timm:vit_base_patch16_dinov3.lvd1689m",
     ),
 )
-# Update rules. A rate is for so many images an update: with another number goes its square root.
+# Update rules. A learning rate is for the given number of images per update; it scales with the number's square root.
 MUON = {"optimizer": "muon", "optimizer_options": "ns_steps=3", "fallback_optimizer": "adamw:0.2", "weight_decay": 0.1}
 ADAMW = {"optimizer": "adamw", "weight_decay": 0.05}
 RULES: tuple[tuple[str, bool, dict[str, Any], int], ...] = (  # networks, whether from published weights, rule, images
@@ -62,7 +62,7 @@ HEAD = {
     **{"tune": "head", "features": "cached", "solver": "lbfgs", "weight_decay": 0.001, "label_smoothing": 0},
     "augmentation": "none",
 }
-FAST_IN_BF16 = re.compile(r"airbench|timm:(resnet|vit|convnext)")  # depthwise convolutions take twice the time in it
+FAST_IN_BF16 = re.compile(r"airbench|timm:(resnet|vit|convnext)")  # depthwise convolutions take twice as long in bf16
 
 Choices = dict[str, tuple[Any, str]]
 
@@ -80,13 +80,13 @@ class Published:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that choices depend on.
+    """The facts on which the choices depend.
 
     Attributes:
         images: number of images to train on, including those to hold out if `has_val` is false.
-        classes: number of classes; 0 for several labels.
-        rarest: number of images of the smallest class.
-        commonest: number of images of the largest class.
+        classes: number of classes; 0 if images have several labels.
+        rarest: number of images in the smallest class.
+        commonest: number of images in the largest class.
         side: the images' shorter side in pixels; 0 if unknown.
         is_files: whether the images are files that must be decoded.
         has_val: whether there is a validation part.
@@ -118,10 +118,10 @@ def wanted_network(effort: str, *, has_gpus: bool) -> str:
 
 
 def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
-    """Return the settings that were not given, by name, each with a reason.
+    """Choose the settings that were not given; return them by name, each with a reason.
 
     Args:
-        facts: of data and machine.
+        facts: facts about the data and the machine.
         given: the user's settings, to which the choices adapt.
         effort: one of `EFFORTS`.
     """
@@ -190,7 +190,7 @@ def _is_photographs(facts: Facts) -> bool:
 
 
 def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) -> int:
-    """Choose and return the images per update, so that an epoch has several updates."""
+    """Choose and return the number of images per update, so that an epoch has several updates."""
     ranks = facts.gpus or 1
     unit = FEWEST_IMAGES * ranks
     least = min(FEWEST_OF_AN_UPDATE, images // FEWEST_UPDATES) // unit * unit
@@ -218,7 +218,7 @@ def _take_epochs(given: Mapping[str, Any], effort: str, about: tuple[int, int, b
 
 
 def _take_rule(given: Mapping[str, Any], network: str, about: tuple[int, bool], take: Any) -> None:
-    """Choose the update rule, rate and schedule, unless the user names a rule, which then has no chosen settings."""
+    """Choose the update rule, learning rate and schedule, unless the user names a rule or a preset."""
     total, has_weights = about
     if {"optimizer", "preset"} & given.keys():
         return
@@ -236,10 +236,10 @@ def _take_rule(given: Mapping[str, Any], network: str, about: tuple[int, bool], 
 
 
 def has_head_first(facts: Facts, values: Mapping[str, Any], given: Collection[str]) -> bool:
-    """Return whether to fit only the head to its optimum first and then train everything, which suits few images."""
+    """Return whether to fit the head to its optimum before training the whole network, which suits few images."""
     starts = bool(values.get("pretrained") or values.get("weights"))
     is_whole = values.get("tune", "full") == "full" and not {"tune", "features", "preset"} & {*given}
-    has_plain_head = not str(values["model_type"]).startswith("airbench")  # which scales what its head gives
+    has_plain_head = not str(values["model_type"]).startswith("airbench")  # airbench scales the output of its head
     has_time = not 0 < float(values.get("minutes", 0)) < MINUTES_OF_A_HEAD
     return starts and is_whole and has_plain_head and has_time and bool(facts.classes) and facts.images < FEW
 

@@ -23,7 +23,7 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.data import data_options, list_images, load_data
 from zerovision.training.data.parts import PARTS, TRAIN, VAL
 
-SAMPLE = 32  # images whose sizes are looked at
+SAMPLE = 32  # number of images whose sizes are read
 HUB_SECONDS = 2.0
 PROCESSOR = Path("/proc/cpuinfo")
 BF16 = ("avx512_bf16", "amx_bf16", "bf16")
@@ -63,7 +63,7 @@ def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
 
 
 def _usual_side(images: Any, rows: np.ndarray) -> int:
-    """Return the median shorter side of some images, 0 if none can be read."""
+    """Return the median of some images' shorter sides, 0 if no image can be read."""
     found = []
     for row in rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]:
         with contextlib.suppress(Exception), Image.open(io.BytesIO(images.content(int(row)))) as image:
@@ -79,9 +79,9 @@ def _has_bf16() -> bool:
 
 
 def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small: bool) -> Published | None:
-    """Return the pretrained weights of the given network, or of the one that would be chosen; None if unavailable."""
+    """Return the pretrained weights of the given network, or of the network to be chosen; None if there are none."""
     if file := given.get("weights"):
-        with contextlib.suppress(Exception), open_weights(os.path.expanduser(file)) as reader:  # not ours: as given
+        with contextlib.suppress(Exception), open_weights(os.path.expanduser(file)) as reader:  # not our file
             facts = read_facts(reader)
             size = min(sides(facts["preprocessing"].image_size))
             return Published(facts["description"].model_type, size, where=as_typed(f"of {file}"))
@@ -102,7 +102,7 @@ def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small:
 
 
 def _where(repository: str | None) -> str:
-    """Return where the hub's weights are, in words; '' if they are neither cached nor quickly reachable."""
+    """Return a phrase that locates the hub's weights; '' if they are neither cached nor quickly reachable."""
     import huggingface_hub
     from huggingface_hub.utils import get_session
 
@@ -115,7 +115,7 @@ def _where(repository: str | None) -> str:
         return ""
     address = f"{huggingface_hub.constants.ENDPOINT}/{repository}/resolve/main/config.json"
     pool = concurrent.futures.ThreadPoolExecutor(1)
-    with contextlib.suppress(Exception):  # whatever keeps it from answering in time
+    with contextlib.suppress(Exception):  # the hub may fail to answer in time for any reason
         answer = pool.submit(lambda: get_session().head(address, timeout=HUB_SECONDS)).result(HUB_SECONDS)
         if answer.status_code < 400:
             return f"downloaded from {huggingface_hub.constants.ENDPOINT}"

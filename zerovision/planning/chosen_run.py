@@ -1,4 +1,4 @@
-"""The run of `zerovision train DATA` and `zerovision.train(data)`: given settings, and chosen ones for the rest."""
+"""The run of `zerovision train DATA` and `zerovision.train(data)`: given settings, and choices for all others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerovision.training.config.saved import saved_settings
 from zerovision.training.config.values import launch_command, word_of
 from zerovision.training.observe.new_run import named_after_data, refuse_existing, run_folder
 
-LEAST_MINUTES = 0.1  # that are left for a run
+LEAST_MINUTES = 0.1  # for a stage that starts when no time is left
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ChosenRun:
     """One run, or two, of which the first trains only the head.
 
     Attributes:
-        stages: the settings of each; the last is the requested run.
+        stages: the settings of each run; the last run is the requested one.
         choices: the chosen settings with their reasons; empty for a resumed run.
         lines: messages about the choices, and the command that repeats them.
         began: when the allowed minutes began, in seconds since 1970.
@@ -54,7 +54,7 @@ class ChosenRun:
         """Print the choices, and train; return the exit code.
 
         Args:
-            train: trains with a configuration, and returns the exit code.
+            train: function that trains with a configuration and returns the exit code.
         """
         try:
             if self.lines:
@@ -62,7 +62,7 @@ class ChosenRun:
             return next((code for stage in self.stages if (code := train(self._in_time(stage)))), 0)
         finally:
             with contextlib.suppress(OSError):
-                self.folder.path.rmdir()  # if nothing is in it
+                self.folder.path.rmdir()  # fails unless the folder is empty
             if self.lines and self.folder.path.is_dir():
                 with contextlib.suppress(OSError):
                     (self.folder.path / CHOICE).write_text("\n".join(self.lines) + "\n", encoding="utf-8")
@@ -82,7 +82,7 @@ def choose_run(
 
     Args:
         given: the user's settings by field, including the data.
-        effort: one of `EFFORTS`; '' for the one that the minutes allow.
+        effort: one of `EFFORTS`; '' to derive it from the minutes.
         ranks: number of ranks, and how many of them have a GPU.
         label_of: see `check_config`.
         is_launched: whether a launcher starts the ranks; it may choose the strategy.
@@ -104,7 +104,7 @@ def choose_run(
     from zerovision.planning.choose_facts import gather  # imports torch
 
     if values["data"].startswith("hf:"):
-        values.setdefault("download", True)  # which is what the user has asked for
+        values.setdefault("download", True)  # the user requests it by naming such data
     asked = {**preset, **values}
     effort = effort or _effort_of(asked)
     facts = gather(asked, effort, ranks[1])
@@ -112,7 +112,7 @@ def choose_run(
     config = settled({**values_of(choices), **values}, preset, label_of, is_launched=is_launched)
     heads = [TrainConfig(**of_head(vars(config)))] if has_head_first(facts, vars(config), asked.keys()) else []
     heads = [check_launched(head, FLAG_OF) for head in heads]
-    stages = [config := named_after_data(config)]  # makes a folder: by now all is well
+    stages = [config := named_after_data(config)]  # makes a folder, and therefore comes after all checks
     for head in heads:
         stages = with_head(replace(head, run_name=f"{config.run_name}-head"), config)
     for stage in stages:
@@ -121,13 +121,13 @@ def choose_run(
 
 
 def _effort_of(given: Mapping[str, Any]) -> str:
-    """Return the effort for the time that the user allows, by default `minutes`."""
+    """Return the effort for the time that the user allows; the default is the effort "minutes"."""
     minutes = given.get("minutes") or MINUTES["minutes"]
     return next((effort for effort in EFFORTS if minutes <= MINUTES[effort]), EFFORTS[-2])
 
 
 def with_head(head: TrainConfig, config: TrainConfig) -> list[TrainConfig]:
-    """Return a run that trains only the head, and a run of everything that starts from it."""
+    """Return the settings of a run that trains only the head, and of a full run that starts from its weights."""
     return [head, replace(config, weights=str(run_folder(head).weights), pretrained=False)]
 
 

@@ -1,4 +1,4 @@
-"""Decodes a whole data set before training, finds equal images, and reports all problems at once."""
+"""Decodes a whole data set before training, finds identical images, and reports all problems together."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ CURES = {
 
 
 class Equal(NamedTuple):
-    """The number of images that equal another one in one of the ways in `CURES`, and the paths of a few pairs."""
+    """The number of images that are identical to another in one of the ways in `CURES`, and paths of a few pairs."""
 
     images: int
     examples: list[tuple[str, str]]
 
 
 def first_of_equal(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the files that have a digest, int64 [K], and of the first file equal to each.
+    """Return the indices of the files that have a digest, int64 [K], and of the first file identical to each.
 
     Args:
-        digests: int64 [N], `UNKNOWN` if there is none; see `reading.sources.digest_of`.
+        digests: digests of the files, int64 [N], `UNKNOWN` for a file without one; see `reading.sources.digest_of`.
     """
     order = np.flatnonzero(digests != UNKNOWN)
     _, first_of, content = np.unique(digests[order], return_index=True, return_inverse=True)
@@ -53,12 +53,12 @@ def first_of_equal(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def equal_images(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> dict[str, Equal]:
-    """Find equal images by the digests of their files, int64 [N] per part; see `first_of_equal`."""
+    """Find identical images by the digests of their files, int64 [N] per part; see `first_of_equal`."""
     sources = {name: set_.source for name, set_ in datasets.parts.items()}
     labels = np.concatenate([source.labels.numpy() for source in sources.values()])
     parts = np.repeat(list(sources), [len(source.labels) for source in sources.values()])
     positions = np.concatenate([np.arange(len(source.labels)) for source in sources.values()])
-    # the training images are the first part, so that they are first of equal ones
+    # the training images come first, so the first of several identical images is a training image if there is one
     order, firsts = first_of_equal(np.concatenate([digests[name] for name in sources]))
     found = {
         "leaked": (parts[order] != "train") & (parts[firsts] == "train"),
@@ -76,7 +76,7 @@ def equal_images(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> di
 
 
 def lines_of(found: Mapping[str, Equal]) -> Iterator[str]:
-    """Yield one line for each finding, with what to do about it."""
+    """Yield one line for each kind of finding, with advice on what to do about it."""
     for kind, (images, examples) in found.items():
         if images:
             pairs = "; ".join(f"{one} = {other}" for one, other in examples)
@@ -84,7 +84,7 @@ def lines_of(found: Mapping[str, Equal]) -> Iterator[str]:
 
 
 IMAGES_PER_MESSAGE = 64
-IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded before a worker has started
+IMAGES_WORTH_A_WORKER = 1000  # fewer images are decoded before a worker has started
 TITLES = {"train": "train", "val": "validation", "test": "test"}
 Size = tuple[int, int]  # width, height in pixels
 
@@ -95,7 +95,7 @@ class DataReport:
 
     Attributes:
         datasets: The loaded data set.
-        sizes: Width and height in pixels of the smallest and the largest readable image; empty if there is none.
+        sizes: Width and height in pixels of the smallest and the largest readable image; empty if none is readable.
         unreadable: Path and reason of each image that cannot be used.
         image_notes: Path and note of each unusual but usable image.
         digests: Digests of the files that were read, int64 [N], by part.
@@ -117,7 +117,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
     """Load the data set and decode every image.
 
     Args:
-        options: The same as for training.
+        options: The options that training uses.
         workers: Number of decoding processes; None means all cores but one, or none for small sets and images in
             memory.
 
@@ -125,7 +125,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
         UserError: If the data set cannot be loaded at all; see `load_data`.
     """
     decode = "exact" if options.decode == "cpu" else options.decode
-    report = DataReport(load_data(replace(options, decode=decode, cache="off")))  # every pixel, and each time anew
+    report = DataReport(load_data(replace(options, decode=decode, cache="off")))  # decode every pixel, without a cache
     for name, part in report.datasets.parts.items():
         is_worth_it = len(part) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
         automatic = most_workers() if is_worth_it else 0
@@ -158,7 +158,7 @@ def print_report(data: str, report: DataReport) -> None:
         console.print(line, markup=False)
 
 
-# Of an image: its size, or path and reason if it is unreadable; the notes on it; its file's digest.
+# For an image: its size, or path and reason if it is unreadable; the notes on it; its file's digest.
 Found = tuple[Size | None, tuple[str, str] | None, list[tuple[str, str]], int]
 
 

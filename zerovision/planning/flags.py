@@ -29,7 +29,7 @@ class PlanFlags(NamedTuple):
 
 
 def read(words: Sequence[str]) -> PlanFlags:
-    """Read the command line, without torch.
+    """Read the command line without importing torch.
 
     Raises:
         UserError: for anything that cannot be parsed.

@@ -1,6 +1,6 @@
 """GPUs by name, with the memory from their data sheets, and the machine of this process.
 
-A new GPU is one entry of `GPUS`.
+To support another GPU, add an entry to `GPUS`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from zerovision.training.base.control_groups import usable_memory
 from zerovision.training.base.errors import UserError, nearest, one_line
 
 GB = 1e9
-SMALLEST_GB = 0.5  # of a GPU that is planned for
-CPU = "cpu"  # the name of a CPU rank's share
+SMALLEST_GB = 0.5  # smallest memory of a GPU that can be planned for
+CPU = "cpu"  # the name of a CPU rank's share of a machine
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Gpu:
 
     Attributes:
         name: the value for `--gpu`.
-        memory_bytes: the data sheet's GB as 10^9 bytes, a little less than the driver reports.
-        has_bf16: whether its tensor cores compute in bf16.
+        memory_bytes: memory in the data sheet, with 10^9 bytes per GB; a little less than the driver reports.
+        has_bf16: whether its tensor cores support bf16.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Gpu:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions that `--precision auto` may mean, preferred first."""
+        """The supported precisions; `--precision auto` means the first."""
         if self.name == CPU:
             return ("fp32",)
         return ("bf16", "fp16", "fp32") if self.has_bf16 else ("fp16", "fp32")
@@ -40,11 +40,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal machines of a job.
+    """One of the identical machines of a job.
 
     Attributes:
         gpu: the device of each rank.
-        ranks: ranks on each machine.
+        ranks: number of ranks on the machine.
     """
 
     gpu: Gpu
@@ -71,12 +71,12 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its key in `GPUS`; punctuation may differ, and the memory size be left out: 'H100' or 'RTX 3090'.
+    """Return a GPU by its key in `GPUS`; punctuation may differ, and the memory size is optional: 'H100', 'RTX 3090'.
 
     A size alone, such as '8gb', means any GPU with that memory and bf16.
 
     Raises:
-        UserError: for an unknown or ambiguous name; the message suggests the nearest.
+        UserError: for an unknown or ambiguous name; the message suggests the nearest name.
     """
     if size := re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,3})?)\s*gi?b\s*", name.lower()):
         gigabytes = float(size[1])
@@ -100,9 +100,9 @@ def detect_machine(ranks: int = 1) -> Machine:
     """Return this process's machine: its GPUs, or a CPU rank's share of its memory.
 
     Args:
-        ranks: ranks that share it.
+        ranks: number of ranks that share the machine.
     """
-    import torch  # the flags of the planner are read without it
+    import torch  # the planner's flags are read without torch
 
     from zerovision.training.engines.precision import AMPERE
 

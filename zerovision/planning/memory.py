@@ -1,9 +1,9 @@
-"""Predicts the memory of a rank: the training state under its strategy and engine, and what a step needs besides.
+"""Predicts the memory of a rank: its training state under a strategy and engine, and the additional memory of a step.
 
-The state follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3) with 4 bytes for weights and gradients,
-which are fp32 here under every precision. One function per way to distribute the state gives a rank's part. Temporary
-buffers of the engine and the optimizer step are added. `benchmarks/memory.py` compares predictions with measurements on
-CPU ranks.
+The state follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3), with 4 bytes per weight and gradient,
+which this trainer keeps in fp32 under every precision. For each way of distributing the state, one function returns the
+needs of a rank, including the temporary buffers of the engine and of the optimizer step. `benchmarks/memory.py`
+compares predictions with measurements on CPU ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zerovision.training.engines.strategies import ParallelPlan
 from zerovision.training.engines.summation_tree import StepTree, plan_segment
 
 FLOAT32_BYTES = 4
-# Of a GPU's process beside its tensors, stated, not measured here: the CUDA context with cuDNN's and NCCL's workspaces;
-# and what PyTorch's allocator keeps in pieces that it cannot use, a share of the tensors.
+# Memory of a GPU process besides its tensors, assumed, not measured here: the CUDA context with the workspaces of cuDNN
+# and NCCL, and fragments that PyTorch's allocator cannot use, as a share of the tensors.
 CUDA_CONTEXT_BYTES = 1_500_000_000
-# cuBLAS' workspaces for forward's thread and backward's, which PyTorch's allocator counts: 32 MiB each on Hopper.
+# cuBLAS workspaces of the forward and the backward thread, counted by PyTorch's allocator: 32 MiB each on Hopper.
 BLAS_BYTES = 2 * 32 << 20
 ALLOCATOR_SLACK = 0.08
 
@@ -33,11 +33,12 @@ class ModelSizes:
     Attributes:
         parameters: number of elements, trained or not.
         trained: number of trained elements.
-        largest_parameter: elements of the largest parameter.
-        largest_block: elements of the largest repeated block, which FSDP2 gathers at once; 0 without blocks.
-        next_block: elements of the larger of its two neighbors.
-        outside: elements outside all blocks, which are gathered with the whole network.
-        buffer_bytes: bytes of the buffers, such as BatchNorm's statistics.
+        largest_parameter: number of elements of the largest parameter.
+        largest_block: number of elements of the largest repeated block, which FSDP2 gathers as a whole; 0 if there are
+            no blocks.
+        next_block: number of elements of the larger neighbor of the largest block.
+        outside: number of elements outside all blocks, which FSDP2 gathers with the root module.
+        buffer_bytes: size of the buffers, such as BatchNorm's statistics, in bytes.
     """
 
     parameters: int
@@ -56,7 +57,7 @@ class RankShare:
     Attributes:
         sizes: sizes of the whole network, or of the rank's stages.
         activations: activations of all its micro-batches in flight.
-        start: bytes before the network is divided, including a trial micro-batch on the whole network.
+        start: bytes needed before the network is divided, including a trial micro-batch on the whole network.
     """
 
     sizes: ModelSizes
@@ -93,7 +94,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The peak in bytes: in backward, or at the end of the step, when the activations are freed."""
+        """The peak in bytes, either in the backward pass or at the end of the step, when the activations are freed."""
         return self.tensors + self.overhead
 
     @property
@@ -113,15 +114,16 @@ def plan_memory(
     accumulation_steps: int = 1,
     device: str = "cpu",
 ) -> MemoryPlan:
-    """Predict the bytes of one rank by plain arithmetic.
+    """Predict the memory of one rank by plain arithmetic.
 
     Args:
         share: the rank's part of the network.
         plan: how the state is distributed.
         engine: 'torch' or 'deepspeed'.
-        optimizer_values: values that the optimizer keeps per trained parameter: 2 for AdamW, and 1 for each average.
-        accumulation_steps: micro-steps of an update.
-        device: 'cpu' or 'cuda'; CPU ranks are on one machine.
+        optimizer_values: number of values kept per trained parameter: 2 for AdamW, and 1 for each average of the
+            weights.
+        accumulation_steps: number of micro-steps per update.
+        device: 'cpu' or 'cuda'; CPU ranks are assumed to be on one machine.
     """
     sizes, activations = share.sizes, share.activations
     ranks, accumulates = plan.shards * plan.replicas, accumulation_steps > 1
@@ -134,7 +136,7 @@ def plan_memory(
         needs = _fsdp2(sizes, plan, ranks, _sums_kept(Leaves(ranks, accumulation_steps, plan.neighbours)))
 
     def missing(done: int, ready: Callable[[int], int]) -> float:
-        """Return the bytes that backward has not yet allocated when it has computed this many gradient elements."""
+        """Return the bytes that the backward pass has not allocated after computing this many gradient elements."""
         left = 0 if accumulates else needs.gradients * (1 - max(ready(done), 0) / max(sizes.trained, 1))
         return left + max(needs.grows - FLOAT32_BYTES * done, 0)
 
@@ -142,7 +144,7 @@ def plan_memory(
     if needs.ready is not None:
         moments = activations.moments
         later = activations.workspace - max(taken - missing(done, needs.ready) for taken, done in moments)
-    versions = accumulation_steps if engine != "deepspeed" and accumulates else 0  # of BatchNorm's statistics
+    versions = accumulation_steps if engine != "deepspeed" and accumulates else 0  # copies of BatchNorm's statistics
     found = MemoryPlan(
         weights=round(needs.weights + FLOAT32_BYTES * (sizes.parameters - sizes.trained)),
         optimizer=round(needs.copy + optimizer_values * FLOAT32_BYTES * sizes.trained / plan.shards),
@@ -180,10 +182,10 @@ class _Needs:
 
 
 def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, *, shares_memory: bool) -> _Needs:
-    """Stage 1 of PyTorch's engine: gradients and their sums keep their memory.
+    """Return the needs of stage 1 of PyTorch's engine, where gradients and their sums keep their memory between steps.
 
-    Ranks that share memory share one copy of the weights, and each is charged a part of it; others receive the ranks'
-    sums for their part.
+    Ranks that share memory share one copy of the weights, and each is charged a part of it; other ranks receive all
+    ranks' sums for their part.
     """
     whole, part = _whole_and_part(sizes, plan)
     sums = part if ranks > 1 else 0
@@ -192,11 +194,12 @@ def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, 
 
 
 def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Needs:
-    """Stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
+    """Return the needs of stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
 
-    Besides its part, a rank holds all weights at stage 2. At stage 3 it holds the weights outside all blocks, and one
-    block beside the largest: while one block's gradients are sent, the next block is gathered. The gradients of the
-    largest block are sent whole, with a copy; gradients outside all blocks are sent when backward ends.
+    Besides its part, a rank holds all weights at stage 2. At stage 3, it holds the weights outside all blocks and those
+    of a neighbor of the largest block, because the next block is gathered while one block's gradients are sent. The
+    gradients of the largest block are sent as a whole, with a copy; gradients outside all blocks are sent at the end of
+    the backward pass.
     """
     whole, part = _whole_and_part(sizes, plan)
     if ranks == 1:
@@ -206,7 +209,7 @@ def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Nee
     most = FLOAT32_BYTES * gathered + sent
     return _Needs(
         part,
-        max(1, kept) * part,  # what ranks send each other takes the place of the sums in the last micro-step
+        max(1, kept) * part,  # in the last micro-step, the data to send takes the place of the sums
         ready=lambda done: done - sizes.outside,
         communication=most,
         grows=sent,
@@ -215,11 +218,11 @@ def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Nee
 
 
 def _deepspeed(sizes: ModelSizes, plan: ParallelPlan, ranks: int, *, on_cpu: bool) -> _Needs:
-    """DeepSpeed, which keeps a copy of the weights for the optimizer at every stage.
+    """Return the needs of DeepSpeed, which keeps a copy of the weights for the optimizer at every stage.
 
-    A bucket's gradients are copied into one tensor to be sent, and their norm is computed in fp64. A CPU allocates only
-    the part of a bucket that is written. Stage 3 keeps gradients between steps, and its CPU ranks gather weights into
-    memory that is copied, up to one bucket at a time.
+    A bucket's gradients are copied into one tensor to be sent, and their norm is computed in fp64. On a CPU, only the
+    part of a bucket that is written is allocated. Stage 3 keeps gradients between steps, and its CPU ranks copy the
+    weights that they gather, up to one bucket at a time.
     """
     whole, part = _whole_and_part(sizes, plan)
     shards_gradients, shards_weights = plan.zero_stage > 1, plan.zero_stage > 2
@@ -243,18 +246,18 @@ def _deepspeed(sizes: ModelSizes, plan: ParallelPlan, ranks: int, *, on_cpu: boo
 
 
 def _whole_and_part(sizes: ModelSizes, plan: ParallelPlan) -> tuple[float, float]:
-    """Return the bytes of one value per trained parameter, and of this rank's part."""
+    """Return the bytes of one fp32 value per trained parameter, and the bytes of this rank's part of these values."""
     return FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
 
 
 def _rows(ranks: int, accumulation_steps: int) -> int:
-    """The number of whole gradients on a rank: the running sum, and those that the tree sets aside."""
+    """Return the number of whole gradients on a rank: the running sum, and the sums that the tree sets aside."""
     tree = StepTree(ranks, accumulation_steps)
     return max(tree.rows_sent, 1 + max(segment.most_parked for segment in tree.segments))
 
 
 def _sums_kept(leaves: Leaves) -> int:
-    """The most partial gradient sums that a rank keeps from one micro-step to the next."""
+    """Return the largest number of partial gradient sums that a rank keeps from one micro-step to the next."""
     total, ends = leaves.ranks * leaves.per_rank, range(1, leaves.per_rank)
     return max((len(plan_segment(0, end * leaves.in_turn, total).nodes) for end in ends), default=0)
 

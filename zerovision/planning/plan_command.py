@@ -30,9 +30,9 @@ from zerovision.training.engines.precision import under_autocast
 from zerovision.training.out_of_memory import Rung, is_out_of_memory
 from zerovision.training.world.mesh_sizes import data_ranks
 
-WIDTH = 160  # of a table, if it is not printed to a wide terminal
+WIDTH = 160  # smallest width of a table, in characters
 ERROR = "predictions were within 6 % on CPU ranks, and not compared on GPUs"  # docs/dev/memory.md
-# Columns of the plan's table: what they add up.
+# Columns of the plan's table, and the parts of `MemoryPlan` that each adds up.
 PARTS = {
     "parameters": ("weights", "buffers"),
     "gradients": ("gradients",),
@@ -46,18 +46,18 @@ PARTS = {
 def print_plan(
     job: PlannedJob, chosen: Option, rungs: list[Rung], assumed: str, step_s: float | None, *, as_json: bool
 ) -> None:
-    """Print the chosen option and the others.
+    """Print the recommended option and the other options.
 
     Args:
         job: the job that is planned.
         chosen: the recommended option.
-        rungs: the rungs that lead to it.
+        rungs: the rungs that lead to the recommended option.
         assumed: the assumptions for missing values.
         step_s: seconds that a step of the chosen micro-batch took on this machine; None if not measured.
         as_json: whether to print JSON instead of text.
     """
     words = chosen.config
-    can_fill = job.has_gpus and words.ranks_per_replica == words.ranks_per_layer  # stages have memories of their own
+    can_fill = job.has_gpus and words.ranks_per_replica == words.ranks_per_layer  # stages differ in memory
     filled = filling_batch(job, chosen) if can_fill else None
     content = _described(job, options(job), filled)
     best = content["recommended"] = _of_option(job, chosen) | {
@@ -99,7 +99,7 @@ def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
 
 
 def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
-    """Return how many images fill a GPU, their memory, and the effect on global batch and learning rate."""
+    """Return how many images fill a GPU, their memory, and their effect on the global batch and the learning rate."""
     need = f"{format_bytes(filled.memory.peak)} of {format_bytes(job.machine.gpu.memory_bytes)}"
     if filled is chosen:
         return f"--batch-size {chosen.config.micro_batch} does, with {need}"
@@ -112,7 +112,7 @@ def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
 
 
 def _table(content: dict[str, Any]) -> Table:
-    """Tabulate the options, with the recommended one if it is not among them."""
+    """Return a table of the options, to which the recommended one is added if it is missing."""
     each = f"{content['gpu_memory_bytes'] / 1e9:.1f} GB each"
     table = Table(title=f"{content['model_type']} on {content['ranks']} x {content['gpu']}, {each}: GB per GPU")
     for heading in ("strategy, engine", *PARTS, "needs", "fits"):
@@ -166,8 +166,8 @@ IMAGENET: dict[str, Any] = {
     "classes": 1000,
     "image_size": 224,
     "images": 1_281_167,
-}  # planned for if no --data is given
-STEPS, WARM_UP_STEPS = 20, 5  # that are timed, and before
+}  # the data set to plan for without --data
+STEPS, WARM_UP_STEPS = 20, 5  # timed steps, and steps before them
 
 
 def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
@@ -232,13 +232,13 @@ def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> floa
     """Train `STEPS` steps of a micro-batch of random images on this machine's first GPU, or its CPU, in one process.
 
     Args:
-        config: settings with model, micro-batch, channels of the images, optimizer, and a resolved precision; the loss
-            is not scaled here.
+        config: settings that contain the model, micro-batch, image channels, optimizer, and a resolved precision; the
+            loss is not scaled here.
         classes: number of classes.
-        image_size: in pixels.
+        image_size: size of the images in pixels.
 
     Returns:
-        The median seconds of forward, backward and update.
+        The median seconds of a forward pass, backward pass and update.
     """
     limit_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -260,7 +260,7 @@ def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> floa
 
 
 def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, Any], str]:
-    """Return classes, images, size, channels (as given, or 3) and the assumptions."""
+    """Return the numbers of classes and images, the images' size and channels, and a text with the assumptions."""
     if not has_data:
         size = config.image_size or IMAGENET["image_size"]
         text = f"no --data: {IMAGENET['images']:,} images of {IMAGENET['classes']:,} classes at {size} pixels"

@@ -1,9 +1,9 @@
 """Chooses how a training runs on given GPUs: the first rung of the ladder on which it fits.
 
-Each rung uses the default engine, or the first other one with which it fits. The rungs are those of
-`out_of_memory.next_rung`, fastest settings first; a run that is out of memory goes down the same ladder, which
-docs/dev/strategies.md draws. After stage 3 and before costlier rungs, the fewest ranks that can share a copy of the
-model are tried.
+Each rung uses the default engine, or the first other engine with which the training fits. The rungs come from
+`out_of_memory.next_rung`, fastest settings first; a run that is out of memory descends the same ladder, which is drawn
+in docs/dev/strategies.md. After stage 3 and before costlier rungs, the planner tries to divide each copy of the model
+over as few ranks as possible.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.engines.ways import OUR_ENGINE
 from zerovision.training.out_of_memory import Rung, next_rung
 
-SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
-SIZES = (2, 4, 8, 16)  # ranks that share a copy of the model
-MESH = {way.flag: way for way in reversed(WAYS) if way.division}  # what is tried first, first
+SMALLEST_IMAGE = 32  # pixels, the smallest image size to suggest
+SIZES = (2, 4, 8, 16)  # numbers of ranks that share a copy of the model
+MESH = {way.flag: way for way in reversed(WAYS) if way.division}  # in the order in which they are tried
 
 
 def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
-    """Return the first option that fits, and the changes that lead there from the job's configuration.
+    """Return the first option that fits, and the changes that lead to it from the job's configuration.
 
     Raises:
-        UserError: if the ranks or settings contradict each other, or nothing fits; the message names the nearest thing
-            that works.
+        UserError: if the ranks or settings contradict each other, or nothing fits; the message names the nearest
+            alternatives that work.
     """
     config, rungs = job.config, list[Rung]()
     asked = config.ranks_per_replica > 1 or config.engine not in OUR_ENGINE or config.has_own_sharding
@@ -60,18 +60,19 @@ def _costs_more_than_a_mesh(rung: Rung) -> bool:
 
 
 def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
-    """Return the smallest mesh that fits; the images per update stay the job's.
+    """Return the job's configuration with the smallest mesh that fits, at the same number of images per update.
 
     Args:
-        job: the job, which does not fit as it is.
+        job: the job, which does not fit without a mesh.
         batch_size: images per micro-batch.
     """
     kinds = [{flag: size} for flag in MESH for size in SIZES]
-    # Over several machines: a group on each, whose stages they are (Narayanan et al. 2021, section 3.2).
+    # On several machines, the ranks of each form a tensor group, which runs a pipeline stage (Narayanan et al. 2021,
+    # section 3.2).
     of_a_machine = {flag: job.machine.ranks for flag, way in MESH.items() if way.divides_layers}
     of_groups = [of_a_machine | stages for stages in kinds if not of_a_machine.keys() & stages.keys()]
     for divided in (*kinds, *(of_groups if job.ranks > job.machine.ranks > 1 else [])):
-        with contextlib.suppress(UserError):  # ranks or a model that cannot be divided so
+        with contextlib.suppress(UserError):  # ranks or a model that cannot be divided like this
             for config in _candidates(job, divided, batch_size):
                 if fits(job, config):
                     return config
@@ -79,10 +80,10 @@ def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
 
 
 def _candidates(job: PlannedJob, divided: dict[str, Any], batch_size: int) -> Iterator[TrainConfig]:
-    """Yield the trainer's configurations with this many ranks of each kind, fastest first."""
+    """Yield configurations that divide the model over the numbers of ranks in `divided`, fastest first."""
     config = dataclasses.replace(job.config, engine="torch", **divided)
     images = config.ranks_per_replica * config.micro_batch * config.gradient_accumulation_steps
-    # A tensor group takes the images of its ranks at once, unless BatchNorm would see more of them.
+    # A tensor group processes the images of its ranks together, unless BatchNorm would then see more images.
     at_a_time = 1 if job.workload.has_batchnorm else config.ranks_per_layer
     sizes = [each for each in dict.fromkeys((at_a_time * batch_size, batch_size)) if images % each == 0]
     for recomputes, size, strategy in itertools.product((False, True), sizes, STRATEGIES):
@@ -94,7 +95,7 @@ def _candidates(job: PlannedJob, divided: dict[str, Any], batch_size: int) -> It
 
 
 def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
-    """Return a mesh as a change to a configuration."""
+    """Return the rung that changes a configuration into the one with a mesh."""
     names = ("strategy", *MESH, "batch_size", "gradient_accumulation_steps", "activation_checkpointing")
     values = {name: getattr(mesh, name) for name in names}
     changes = {name: value for name, value in values.items() if value != getattr(config, name)}
@@ -106,7 +107,7 @@ def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
 
 
 def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
-    """Return one sentence on why this option is recommended."""
+    """Return one sentence that explains why this option is recommended."""
     gpu = job.machine.gpu
     need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
     if chosen.memory.offloaded:
@@ -115,7 +116,7 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
     if default.engine != chosen.engine:
         need += f"; --engine {default.engine} would need {format_bytes(default.memory.peak)}"
     if rungs:
-        last = {tuple(rung.changes): rung for rung in rungs}.values()  # of those that change the same
+        last = {tuple(rung.changes): rung for rung in rungs}.values()  # the last rung for each set of settings
         way = "; then ".join(rung.describe(has_batchnorm=job.workload.has_batchnorm) for rung in last)
         asked = format_bytes(evaluate(job, job.config).memory.peak)
         return f"as requested, it would need {asked} per GPU; {way}; it then needs {need}"
@@ -127,7 +128,7 @@ def _halved(size: ImageSize) -> ImageSize:
 
 
 def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
-    """Build the error for a job that does not fit: its smallest need, and the nearest GPU or size that works."""
+    """Return the error for a job that does not fit, with its smallest need and the nearest GPU or size that works."""
     need, gpu = smallest.memory.peak, job.machine.gpu
     enough = [
         other.name
@@ -136,7 +137,7 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
     ]
     works = [f"--gpu {enough[0]}"] if enough else []
     size = _halved(job.image_size)
-    # Smaller images save activations alone.
+    # Smaller images reduce only activations.
     is_too_large = evaluate(job, smallest.config, counts_activations=False).memory.peak > gpu.memory_bytes
     while not is_too_large and min(sides(size)) >= SMALLEST_IMAGE:
         config = dataclasses.replace(smallest.config, image_size=size)
@@ -144,7 +145,7 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
             if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
                 works.append(f"--image-size {size}")
                 break
-        except UserError:  # a network that takes one size alone
+        except UserError:  # a network that accepts only one size
             break
         size = _halved(size)
     least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all memory savings"

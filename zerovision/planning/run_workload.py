@@ -1,4 +1,4 @@
-"""The workload of a run for planning: its network in numbers, counted without data and weights."""
+"""The workload of a run, for the planner: sizes of its network, computed without data or weights."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Workload:
     Attributes:
         network: network on the meta device; not modified.
         image_size: size of the training images in pixels.
-        image_channels: channels of these images.
+        image_channels: number of channels of the training images.
         sizes: the network's sizes.
-        optimizer_values: values that the update rule and averages keep per trained parameter.
-        whole_bytes: bytes of weights and buffers that a rank holds before it takes its part.
+        optimizer_values: number of values that the update rule and weight averages keep per trained parameter.
+        whole_bytes: bytes of the whole network's weights and buffers, which a rank holds until the network is divided.
     """
 
     network: nn.Module
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the weights file and one checkpoint, without buffers."""
+        """Size in bytes of the weights file and one checkpoint, without buffers."""
         return FLOAT32_BYTES * (self.sizes.parameters + round(self.sizes.trained * (1 + self.optimizer_values)))
 
     @property
@@ -58,10 +58,10 @@ class Workload:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of an image in fp32."""
+        """Size of an image in bytes, in fp32."""
         return FLOAT32_BYTES * self.image_channels * math.prod(sides(self.image_size))
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # lives as long as the workload, and a command has only one
     def activations(
         self,
         batch_size: int,
@@ -80,7 +80,7 @@ class Workload:
         shape = (batch_size, self.image_channels, *sides(self.image_size))
         try:
             return activations(network, shape, precision, device, channels_last=channels_last, places=places)
-        except Exception as error:  # whatever a user's timm model does with its data
+        except Exception as error:  # a user's timm model may do anything with its data
             raise UserError("this model's work depends on its images' values: it cannot be planned.") from error
 
     def without_data(self, *, recomputes: bool) -> nn.Module:
@@ -95,19 +95,19 @@ def build_network(config: TrainConfig, classes: int, image_size: ImageSize) -> n
     """Build a run's network in training mode, with random weights on PyTorch's default device.
 
     Args:
-        config: settings with model and channels of the images.
+        config: settings that contain the model and the number of image channels.
         classes: number of classes.
         image_size: size of the training images in pixels.
 
     Raises:
-        UserError: if it cannot be built for such images.
+        UserError: if the network cannot be built for these images.
     """
     built = build_model(config, classes, image_size, config.image_channels or 3, loads_weights=False)
     return tune(built, config.tune).module.train()
 
 
 def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Build a run's optimizer, with an arbitrary learning rate if that is not yet chosen."""
+    """Build a run's optimizer, with an arbitrary learning rate if none has been chosen yet."""
     if config.learning_rate == "auto":
         config = dataclasses.replace(config, learning_rate=config.default_rate)
     return build_optimizer(network, config, (), discriminative=False)
@@ -117,12 +117,12 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
     """Return the workload of a run's network, or of one rank's part of it.
 
     Args:
-        config: settings of the model, the image channels, the optimizer and the averages.
+        config: settings of the model, the image channels, the optimizer and the weight averages.
         classes: number of classes.
         image_size: size of the training images in pixels.
 
     Raises:
-        UserError: if the network cannot be built for such images.
+        UserError: if the network cannot be built for these images.
     """
     channels = config.image_channels or 3
     with torch.device("meta"):

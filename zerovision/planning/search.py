@@ -28,7 +28,7 @@ from zerovision.training.recipe.rules import check_optimizer
 from zerovision.training.setup import RunFacts
 from zerovision.training.world.mesh_sizes import data_ranks
 
-FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
+FIRST_PROBE, MOST_PROBES = 4, 5  # multiple of the option's images to try first; number of batch sizes to try
 NO_ACTIVATIONS = Activations(0, ((0, 0),))
 
 
@@ -38,11 +38,11 @@ class PlannedJob:
 
     Attributes:
         config: settings of the training; the search begins with its strategy.
-        machine: one of the machines that the ranks fill.
-        ranks: the run's ranks.
+        machine: one of the identical machines on which the ranks run.
+        ranks: number of ranks in the run.
         classes: number of classes.
         image_size: size of the training images in pixels.
-        images: images in an epoch.
+        images: number of images in an epoch.
     """
 
     config: TrainConfig
@@ -54,16 +54,16 @@ class PlannedJob:
 
     @cached_property
     def workload(self) -> Workload:
-        """The network, or a tensor group's part of it, counted on first use."""
+        """The workload of the network, or of one rank's part in a tensor group, computed on first use."""
         return workload_of(self.config, self.classes, self.image_size)
 
     @cached_property
     def _divided(self) -> dict[int, Workload]:
-        """Cached counts by the number of ranks that divide every layer; each takes seconds for a large network."""
+        """Cached workloads by the number of ranks that divide each layer; one takes seconds for a large network."""
         return {}
 
     def workload_for(self, config: TrainConfig) -> Workload:
-        """Return a rank's workload under another configuration with the job's network."""
+        """Return a rank's workload under another configuration of the job's network."""
         ranks = config.ranks_per_layer
         if ranks == self.config.ranks_per_layer:
             return self.workload
@@ -75,7 +75,7 @@ class PlannedJob:
         """Return how a configuration distributes the state over the job's ranks.
 
         Raises:
-            UserError: if they cannot form its mesh.
+            UserError: if the ranks cannot form the configuration's mesh.
         """
         of_data, local = data_ranks(self.ranks, config.mesh), min(self.machine.ranks, self.ranks)
         check_machine(config, local)
@@ -84,7 +84,7 @@ class PlannedJob:
 
     @property
     def device(self) -> str:
-        """The ranks' device type, in PyTorch's terms."""
+        """The ranks' device type as PyTorch names it."""
         return "cuda" if self.has_gpus else "cpu"
 
     @property
@@ -93,7 +93,7 @@ class PlannedJob:
         return self.machine.gpu.name != CPU
 
     def host_bytes(self, option: Option) -> int:
-        """Return the bytes that a machine's ranks offload to its memory."""
+        """Return the number of bytes that a machine's ranks offload to CPU memory."""
         return option.memory.offloaded * min(self.machine.ranks, self.ranks)
 
     @property
@@ -101,7 +101,7 @@ class PlannedJob:
         """The precision that `--precision` means on these devices; see `zerovision.training.engines.precision`.
 
         Raises:
-            UserError: for a precision that they do not support.
+            UserError: for a precision that the devices do not support.
         """
         wanted, known = self.config.precision, self.machine.gpu.precisions
         if wanted == "auto":
@@ -123,18 +123,18 @@ class Option:
 
     @property
     def images_per_update(self) -> int:
-        """Images per update over all ranks."""
+        """Number of images per update, over all ranks."""
         return self.config.micro_batch * self.config.gradient_accumulation_steps * self.plan.shards * self.plan.replicas
 
 
 def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool = True) -> Option:
-    """Predict one configuration of a job, with the job's network and update rule.
+    """Predict the memory of one configuration of a job, with the job's network and update rule.
 
     Args:
         job: the job that is planned.
-        config: settings with the same network.
-        counts_activations: whether to count activations, which takes seconds for a large network; without them the
-            memory is too low.
+        config: settings of the configuration, with the job's network.
+        counts_activations: whether to count activations, which takes seconds for a large network; if False, the
+            predicted memory is too low.
 
     Raises:
         UserError: if the engine does not support the settings, or the update rule does not support the engine and
@@ -149,7 +149,7 @@ def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool =
     plan, workload = job.plan_for(config), job.workload_for(config)
     name = resolve_engine(config, plan, workload.network, needing_torch(config))
     is_cut = config.ranks_per_replica > config.ranks_per_layer  # into stages
-    if not counts_activations:  # nor what a stage has, for which they are counted
+    if not counts_activations:  # nor the sizes of stages, which require activations
         sizes = ModelSizes(0, 0, 0) if is_cut else workload.sizes
         shares: Sequence[RankShare] = [RankShare(sizes, NO_ACTIVATIONS, workload.whole_bytes)]
     elif is_cut:
@@ -158,7 +158,7 @@ def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool =
         channels_last = job.has_gpus or (name == "torch" and plan.zero_stage == 1)
         settings = (config.micro_batch, job.precision, job.device, config.activation_checkpointing, channels_last)
         shares = [RankShare(workload.sizes, workload.activations(*settings), workload.whole_bytes)]
-    ahead = workload.image_bytes * config.micro_batch if job.has_gpus else 0  # a GPU has the next micro-batch, too
+    ahead = workload.image_bytes * config.micro_batch if job.has_gpus else 0  # a GPU also holds the next micro-batch
     found = []
     for share in shares:
         kept = share.activations._replace(saved=share.activations.saved + ahead)
@@ -176,7 +176,7 @@ def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[i
         configs: configurations that differ in batch size, strategy, offload and activation checkpointing.
 
     Raises:
-        UserError: if the network cannot be counted, or the engine does not support the settings.
+        UserError: if the network's memory cannot be predicted, or the engine does not support the settings.
     """
     machine = Machine(Gpu("gpu" if facts.has_gpus else CPU, memory_bytes=0), facts.ranks_per_machine)
     job = PlannedJob(facts.config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
@@ -184,7 +184,7 @@ def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[i
 
 
 def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
-    """Return whether a configuration fits into a share of a GPU; activations are counted only if the rest fits.
+    """Return whether a configuration fits into a share of a GPU's memory; count activations only if the rest fits.
 
     Raises:
         UserError: see `evaluate`.
@@ -194,17 +194,17 @@ def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
 
 
 def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
-    """Return a configuration with the default engine and, if none is requested, with every other that supports it.
+    """Return a configuration with the default engine and, if none is requested, with any other that supports it.
 
     Raises:
-        UserError: if the default or the requested engine does not support it.
+        UserError: if the default or the requested engine does not support the configuration.
     """
     default = evaluate(job, config, counts_activations=False).engine
     found = [config]
     for name in ENGINES if config.engine == "auto" else ():
         if name != default:
-            with contextlib.suppress(UserError):  # an engine that does not do this
-                engine: Any = name  # of the field's own values
+            with contextlib.suppress(UserError):  # an engine that does not support this
+                engine: Any = name  # one of the field's values
                 other = dataclasses.replace(config, engine=engine)
                 evaluate(job, other, counts_activations=False)
                 found.append(other)
@@ -212,7 +212,7 @@ def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
 
 
 def options(job: PlannedJob) -> list[Option]:
-    """Return the job under every possible strategy and engine."""
+    """Return one option for every possible strategy and engine of the job."""
     found: list[Option] = []
     possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
     for name in possible:
@@ -240,11 +240,11 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
 
 
 def filling_batch(job: PlannedJob, chosen: Option) -> Option:
-    """Return an option with the most images per step, without accumulation, that are predicted to fit, and never with
-    fewer than its own.
+    """Return the option with the most images per step, without accumulation, that are predicted to fit; never fewer
+    images than `chosen` has.
 
-    Backward's memory grows about linearly with the images. The line through the latest two sizes tells where it reaches
-    `FILL` of the GPU; the memory at that size then improves the estimate.
+    The memory of the backward pass grows about linearly with the number of images. The line through the last two sizes
+    predicts where it reaches `FILL` of the GPU; the memory at that size then improves the estimate.
     """
 
     def with_images(count: int) -> tuple[Option, int]:

@@ -1,7 +1,7 @@
-"""The part of a network on each pipeline rank, for the planner, cut as `engines.pipeline` cuts it.
+"""Computes each pipeline rank's part of a network, for the planner; the network is cut as in `engines.pipeline`.
 
-The trainer balances the measured time of a forward pass, the planner the number of operations. An ensemble's members
-are distributed by the same criterion.
+The trainer balances the measured time of a forward pass; the planner balances the number of operations. Each uses its
+criterion to distribute an ensemble's members as well.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from zerovision.training.engines.pipeline.cuts import (
 
 @functools.lru_cache(maxsize=64)
 def stages_of(workload: Workload, config: TrainConfig, precision: str, device: str) -> tuple[RankShare, ...]:
-    """Cut a network; return each rank's part.
+    """Cut a network into stages; return each rank's part.
 
     Args:
         workload: the whole network.
-        config: its micro-batch, accumulation, activation checkpointing, and how the network is cut.
+        config: settings of the micro-batch, accumulation, activation checkpointing and pipeline.
         precision: 'fp32', 'bf16' or 'fp16'.
         device: 'cpu' or 'cuda'.
 
     Raises:
-        UserError: if it cannot be cut like this.
+        UserError: if the network cannot be cut as requested.
     """
     if isinstance(workload.network, Ensemble):
         return _members_of(workload, workload.network, config, precision, device)
@@ -72,7 +72,7 @@ def stages_of(workload: Workload, config: TrainConfig, precision: str, device: s
 def _members_of(
     workload: Workload, ensemble: Ensemble, config: TrainConfig, precision: str, device: str
 ) -> tuple[RankShare, ...]:
-    """Distribute the members of the workload's network; for the other arguments, see `stages_of`."""
+    """Distribute an ensemble's members over the ranks; see `stages_of` for the other arguments."""
     settings = (config.micro_batch, precision, device, config.activation_checkpointing, True)
     costs = []
     for member in ensemble.members:
@@ -86,9 +86,9 @@ def _members_of(
 
 
 def _under_way(config: TrainConfig, rank: int) -> int:
-    """Return the most micro-batches whose activations a rank keeps, counted once per stage.
+    """Return the largest number of micro-batches whose activations a rank keeps, counted once per stage.
 
-    Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+    See Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
     """
     steps, ranks = config.gradient_accumulation_steps, config.pipeline_parallel
     if config.pipeline_schedule == "interleaved":
