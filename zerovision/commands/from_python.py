@@ -131,11 +131,11 @@ def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **sett
     """Train a network on images, like `zerovision train`: choose the settings that you omit, and print the reasons.
 
     Args:
-        data: any value of `--data`, such as a folder of photographs.
+        data: any value that `--data` accepts, such as a folder of photographs.
         gpus: number of ranks that the launcher starts on this machine, each with one GPU (on the CPU if the machine has
             no GPU); None to train in this process, on one GPU if available.
-        effort: how much time to spend: "seconds", "minutes", "hours" or "best"; by default "minutes", or the effort that
-            fits the setting `minutes`.
+        effort: how much time to spend: "seconds", "minutes", "hours" or "best"; by default "minutes", or the effort
+            that fits the setting `minutes`.
         settings: the trainer's flags, with `_` for `-`, such as `epochs=5` or `model_type="resnet18"`; each overrides a
             choice. Paths may be `Path` objects, and several plug-ins may be a list.
 
