@@ -14,8 +14,8 @@ class Command(NamedTuple):
     """One line of `COMMANDS`; the functions are imported when they are used.
 
     Attributes:
-        read: turns the command line into settings.
-        act: acts on the settings and returns the exit code.
+        read: name of the function that turns the command line into settings.
+        act: name of the function that acts on the settings and returns the exit code.
         writes_product: see `run_script`.
         may_have_ranks: whether a launcher may start the command once per rank.
     """

@@ -128,7 +128,7 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
 
 
 def _name_for_commands(folder: RunFolder) -> str:
-    """Return a run's name if commands find the run by its name, else the path to its folder."""
+    """Return a run's name if commands find the run by that name, otherwise the path to its folder."""
     from zerovision.delivery.trained_model import find_run
 
     with contextlib.suppress(UserError):

@@ -92,7 +92,7 @@ class Agent:
         """
         self._node, self._channel, self._address, self._lost_s = node, channel, address, lost_s
         self._orders: queue.Queue[Message | None] = queue.Queue()
-        # Signals from the launch, or from Slurm, which may signal a single node; the ranks of all nodes then agree.
+        # Signals from the launch, or from Slurm, which may signal a single node: the ranks of all nodes agree to stop.
         self._received = receive_signals()
         self._last_message = time.monotonic()
         self._is_closed = False
@@ -185,7 +185,7 @@ class Agent:
         }
 
     def _find_out(self, order: Message) -> Message:
-        """Answer a question of the doctor; the output of libraries is discarded."""
+        """Answer a question from the doctor; the output of libraries is discarded."""
         from zerovision.launch.machine_facts import ANSWERS  # takes as long as all imports of a start
 
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -222,7 +222,7 @@ class Agent:
         return dataclasses.asdict(ending) | progress
 
     def _progress(self) -> Message:
-        """Return what a restart needs to know about the current run, if there is one."""
+        """Return the run's name and newest checkpoint for a restart; '' and -1 if no ranks are running."""
         if self._node_run is None or self._folder is None:
             return {"run_name": "", "position": -1}
         return {"run_name": self._folder.run_name(), "position": self._folder.checkpoint_position()}

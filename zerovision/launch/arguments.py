@@ -112,7 +112,7 @@ class Launcher(NamedTuple):
 
     Attributes:
         positional: names of the leading arguments.
-        settings: the fields of `LaunchArguments` that it accepts.
+        settings: names of the fields of `LaunchArguments` that the script accepts.
     """
 
     positional: str
@@ -143,7 +143,7 @@ LAUNCHERS = {
 
 @current_folder_kept_out()
 def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run `main` on the command line and exit with its result; for a known error, exit with one line and its code.
+    """Run `main` on the command line and exit with its result; print a known error as one line and exit with its code.
 
     The process gets SIGTERM when its caller ends (`end_with_caller`).
     """

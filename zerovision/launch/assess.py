@@ -150,7 +150,7 @@ def _assess_cores(cores: int, ranks: int) -> Row:
     return Row("GPUs", "ok", found)
 
 
-# Limits of a GPU: the verdict if it is exceeded, the fact that is compared, the limit, and the text after the value.
+# Limits of a GPU: the verdict if the limit is exceeded, the fact's name, the limit, and the text after the value.
 GPU_LIMITS: list[tuple[Verdict, str, float, str]] = [
     ("wrong", "ecc_uncorrected", 0, "uncorrected memory errors"),
     ("warning", "temperature_c", HOT_C, "degrees C"),
@@ -261,7 +261,7 @@ def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
 
 
 def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
-    """Return one row if any paths failed: its host is the one in most of them, or the target of a single failed path.
+    """Return a row if any paths failed; its host is in most failed paths, or is the target of a single failed path.
 
     Args:
         failed: for each failed path, the host that could not connect, the target host, and its port.

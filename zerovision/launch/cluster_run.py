@@ -1,4 +1,4 @@
-"""One start of a training on its nodes: directs the agents, and ends all nodes when one fails."""
+"""Runs one start of a training on its nodes: directs the agents, and stops all nodes when one fails."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ClusterRun:
         self._deadline = math.inf
 
     def run(self, restart: int, resuming: list[str]) -> Started:
-        """Start the ranks; return when none is left on any reachable node.
+        """Start the ranks; return when no rank is left on any reachable node.
 
         Args:
             restart: number of restarts so far.

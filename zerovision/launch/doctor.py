@@ -92,7 +92,7 @@ class DoctorSettings(CommandSettings):
             raise UserError("--hostfile, --hosts and --here each say which machines: give one of them.")
 
     def config(self) -> TrainConfig:
-        """Return the training's configuration, to which the doctor's own flags are applied."""
+        """Return the training's configuration, with the doctor's own flags applied."""
         own = {"--data": self.check_data or self.data, "--log-dir": self.log_dir}
         own_words = [f"{flag}={value}" for flag, value in own.items() if value is not None]
         return parse_args([*self.training_words, *own_words], self.parser().flags)[0]
@@ -107,7 +107,7 @@ class Request:
         shell: how to reach the hosts: a key of `zerovision.launch.hosts.SHELLS`.
         config: settings of the training, or the defaults.
         has_data: whether to examine the data set in `config`.
-        has_training: whether `config` describes a training, rather than defaults.
+        has_training: whether `config` describes a training, rather than the defaults.
     """
 
     slots: Mapping[str, int]
@@ -245,7 +245,7 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
 
 
 def _examine_shared_logs(nodes: Nodes, log_dir: str, hosts: Mapping[str, Facts]) -> list[Row]:
-    """Let the first host write a file into the log folder, and the others look for it."""
+    """Let the first host write a file into the log folder, and the other hosts look for it."""
     writing = [host for host, facts in hosts.items() if not facts["log_folder"]["problem"]]
     if len(writing) < 2:
         return []

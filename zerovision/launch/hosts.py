@@ -30,8 +30,8 @@ SSH_OPTIONS = {
     "ServerAliveCountMax": 3,
     "ControlPath": "none",  # a separate connection, which ends with this process
 }
-# sbatch sets some of these variables, with which srun gives each task a share of the node, but the agent is the only
-# task on it. Others redirect the agent's standard streams, which carry messages.
+# Some of these variables, which sbatch sets, make srun give each task only a share of the node, but the agent is its
+# only task. Others redirect the agent's standard streams, which carry messages.
 DROPPED_VARIABLES = frozenset(
     f"SLURM_{name}"
     for name in (

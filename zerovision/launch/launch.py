@@ -34,7 +34,7 @@ from zerovision.training.world.launchers import refuse_a_pod_alone, remember_lin
 
 
 def main(words: list[str]) -> int:
-    """Train as the given script does with its arguments and the environment variables; return the exit code."""
+    """Launch the training that a script's name, its arguments and the environment describe; return the exit code."""
     script, *arguments = words
     given = read_arguments(script, arguments, os.environ)
     is_local = "num_nodes" not in given.positional

@@ -83,7 +83,7 @@ def import_ahead(names: str) -> None:
         return
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     before = dict(os.environ)
-    # Keep libraries that look for GPUs from initializing CUDA, as one would do without NVML.
+    # Keep libraries that look for GPUs from initializing CUDA, as they may do without NVML.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("DS_ACCELERATOR", "cuda")
     gc.disable()

@@ -107,7 +107,7 @@ class NodeLauncher:
         return [rank for rank in self.ranks.values() if is_alive(rank)]
 
     def signal_ranks(self, number: int) -> int:
-        """Send a signal to each rank; return how many there are."""
+        """Send a signal to each running rank; return their number."""
         ranks = self.living_ranks()
         for rank in ranks:
             send(rank, number)

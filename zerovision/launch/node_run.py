@@ -1,4 +1,4 @@
-"""One start of a machine's ranks and of their launcher: forwards signals, and kills processes that do not exit."""
+"""Runs one start of a machine's ranks and their launcher: forwards signals, and kills processes that do not exit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Ending:
 
     Attributes:
         code: the exit code, in the shell's form.
-        reason: why the start ended, without a period.
+        reason: why the start ended, without a trailing period.
         is_final: whether another start would not help.
         hang_order: after a hang, whether the hung rank's process was running rather than stopped, and the rank's step;
             the machine with the smallest value is the likeliest cause.

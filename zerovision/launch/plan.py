@@ -1,4 +1,4 @@
-"""The plan of a launch, made before any rank starts: arguments, configuration, strategy, hosts, and this machine."""
+"""The plan of a launch, made before any rank starts: arguments, configuration, strategy, hosts and software."""
 
 from __future__ import annotations
 

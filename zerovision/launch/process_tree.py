@@ -156,7 +156,7 @@ class HeartbeatFolder:
         return (self.path / SUCCESS).exists()
 
     def clear(self) -> None:
-        """Remove everything, before the ranks are started again."""
+        """Empty the folder, except for `OWNER`, before the ranks are started again."""
         self.path.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the system's temporary folder
         for path in self.path.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -189,7 +189,7 @@ def launch_folder(launch: Launch) -> Iterator[HeartbeatFolder]:
 
 
 def make_temporary_folder(mark: str) -> HeartbeatFolder:
-    """Make the folder of the launch with this mark, and remove those of launches that are gone.
+    """Make the folder of the launch with this mark, and remove the folders of launches that are gone.
 
     Raises:
         OSError, UserError: if the folder cannot be made.

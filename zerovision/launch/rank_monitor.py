@@ -61,7 +61,7 @@ class Death:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the other ranks may wait for this one forever: it neither finished nor agreed to end."""
+        """Whether the other ranks may wait for this rank forever, because it neither finished nor agreed to end."""
         return self.code not in AGREED_CODES and not (self.noted and self.code == 0)
 
     def describe(self, launcher_code: int) -> str:
@@ -92,7 +92,7 @@ class RankMonitor:
             codes = {rank: code_of_zombie(pid) for rank, pid in ended.items()}  # before their parent reaps them
             self.beats |= self._folder.beats()  # their last beats, written before they ended
             deaths = [self._death(rank, pid, codes[rank], now) for rank, pid in ended.items()]
-            # Of deaths found together, those by a signal come first, those by SIGTERM last: launchers send it.
+            # Of deaths found together, those by a signal come first, but those by SIGTERM last: launchers send SIGTERM.
             deaths.sort(key=lambda death: (death.code == -signal.SIGTERM, death.code is None or death.code >= 0))
             self.deaths += deaths
 

@@ -292,7 +292,7 @@ def by_reason(unfit: Mapping[str, str]) -> str:
 
 
 def reachable_addresses(known: Sequence[str], own: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
-    """Return the address at which the other machines reach each machine, or ''.
+    """Return, for each machine, the address at which the other machines reach it, or ''.
 
     Args:
         known: the address of each machine that ssh or Slurm used, or to which its name resolves; '' if unknown.

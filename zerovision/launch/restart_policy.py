@@ -24,7 +24,7 @@ NODES_BACK_CODE = -1  # not a process's: the ranks were stopped so that the next
 
 @dataclass(frozen=True)
 class Started:
-    """The outcome of one start, or of all of them.
+    """The outcome of one start, or of all starts.
 
     Attributes:
         ending: how the start ended.
@@ -58,7 +58,7 @@ class Adaptation:
         """Print what happens next, and add the flags of the next rung; return False if the launch ends instead.
 
         Args:
-            reason: what happened, without a period.
+            reason: what happened, without a trailing period.
             has_gpus: whether the ranks compute on GPUs.
         """
         config = check_training([*self._training, *self.flags])
@@ -86,7 +86,7 @@ class RestartPolicy:
         """Print what happens next to stderr; return the seconds to wait before the next start, None if none follows.
 
         Args:
-            reason: what happened, without a period.
+            reason: what happened, without a trailing period.
             position: position of the newest checkpoint since the last start, or -1.
         """
         if position > self._position:

@@ -159,7 +159,7 @@ class JobState(Enum):
 
     @classmethod
     def of(cls, shown: str, *, was_terminated: bool) -> JobState:
-        """Return the state in the output of `scontrol show job`; `was_terminated`: whether SIGTERM was received."""
+        """Return the state in the output of `scontrol show job`, given whether SIGTERM was received."""
         values = dict(re.findall(r"(\S+?)=(\S*)", shown))
         if values.get("JobState") != "RUNNING":
             return cls.ENDING

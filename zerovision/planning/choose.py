@@ -26,7 +26,7 @@ SMALL = 64  # pixels: images whose shorter side is at most this suit a network o
 TINY = 16  # pixels: smaller images do not fit those networks
 FEW = 5000  # images: with fewer, a head is fitted to its optimum within seconds
 MINUTES_OF_A_HEAD = 5  # a shorter training is better spent on the whole network
-HELD_OUT = (0.2, 1000, 0.1)  # share to hold out; from this number of images, the second share
+HELD_OUT = (0.2, 1000, 0.1)  # share to hold out below this number of images, and share above it
 MOST_BAD = "skip:0.05"
 
 # By effort, on CPU cores and on GPUs: networks to train from random weights, and their image sizes in pixels.

@@ -1,4 +1,4 @@
-"""The command line of scripts/plan.py: turns a training's flags into a plan, and prints it with its reason."""
+"""The command line of scripts/plan.py: turns a training's flags into a plan, and prints the plan with its reason."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _costs_more_than_a_mesh(rung: Rung) -> bool:
 
 
 def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
-    """Return the job's configuration with the smallest mesh that fits, at the same number of images per update.
+    """Return the configuration with the smallest mesh that fits, at the job's images per update; None if none fits.
 
     Args:
         job: the job, which does not fit without a mesh.

@@ -172,7 +172,7 @@ def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[i
     """Predict the peak bytes of a rank's tensors for several configurations of a run that tries batch sizes.
 
     Args:
-        facts: facts about the run; their `config` has the network and update rule.
+        facts: facts about the run; their `config` contains the network and the update rule.
         configs: configurations that differ in batch size, strategy, offload and activation checkpointing.
 
     Raises:
@@ -240,8 +240,8 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
 
 
 def filling_batch(job: PlannedJob, chosen: Option) -> Option:
-    """Return the option with the most images per step, without accumulation, that are predicted to fit; never fewer
-    images than `chosen` has.
+    """Return the option without accumulation and with the most images per step that are predicted to fit; it never has
+    fewer images than `chosen`.
 
     The memory of the backward pass grows about linearly with the number of images. The line through the last two sizes
     predicts where it reaches `FILL` of the GPU; the memory at that size then improves the estimate.

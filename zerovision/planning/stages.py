@@ -1,7 +1,7 @@
 """Computes each pipeline rank's part of a network, for the planner; the network is cut as in `engines.pipeline`.
 
-The trainer balances the measured time of a forward pass; the planner balances the number of operations. Each uses its
-criterion to distribute an ensemble's members as well.
+The trainer balances the measured time of a forward pass; the planner balances the number of operations. Each applies
+the same criterion to an ensemble's members.
 """
 
 from __future__ import annotations
