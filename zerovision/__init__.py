@@ -6,7 +6,7 @@ import pkgutil
 from typing import Any
 
 __version__ = "1.0.0"
-_PLACES = {  # of what `import zerovision` offers, imported when it is used
+_PLACES = {  # the module of each public name, imported when the name is first used
     "AUGMENTATIONS": "training.data.augmentations",
     "Augmentation": "training.data.augmentations",
     "Batch": "training.data.reader",

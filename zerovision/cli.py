@@ -1,6 +1,6 @@
-"""The command `zerovision`: a subcommand and its arguments.
+"""The `zerovision` command: runs the subcommand that is named on the command line.
 
-Importing this module imports only the standard library.
+Importing this module loads only the standard library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zerovision import __version__
 
-VERBS = {  # what each does
+VERBS = {  # what each subcommand does
     "train": "train on a folder of photographs; chooses the settings and prints them",
     "launch": "train on this machine or several: MODEL STRATEGY [MACHINES] GPUS BATCH_SIZE EPOCHS",
     "evaluate": "compute the scores of a trained model, class by class",
@@ -28,7 +28,7 @@ VERBS = {  # what each does
     "replay": "repeat one step of a run, bit for bit",
     "bisect": "find the first step at which two runs differ",
 }
-WORDS_OF_ONE_MACHINE = 5  # of `launch`, before its flags
+WORDS_OF_ONE_MACHINE = 5  # number of positional arguments of `launch` for a single machine
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
         return 2
     from zerovision.training.base.run_folder import SCRIPTS, TYPED
 
-    os.environ[TYPED] = verb  # messages name the command, not a script
+    os.environ[TYPED] = verb  # messages then name the command, not a script
     if verb == "launch":
         return _launch(words)
     from zerovision.commands import main as run_command
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _print(text: str) -> None:
-    """Print to a reader that may stop early, such as `head`."""
+    """Print to standard output, whose reader may stop early, as `head` does."""
     from zerovision.training.base.lasting_output import report_failed_output
 
     report_failed_output(is_product=False)
@@ -67,7 +67,7 @@ def _print(text: str) -> None:
 
 
 def _launch(words: list[str]) -> int:
-    """Run the launcher for one machine or for several."""
+    """Run the single-machine or the multi-machine launcher."""
     leading = next((count for count, word in enumerate(words) if word.startswith("-")), len(words))
     script = "launch_multi_node" if leading > WORDS_OF_ONE_MACHINE else "launch_distributed"
     if not words or ({"-h", "--help"} & {*words} and words[-2:] != ["--help", "all"]):

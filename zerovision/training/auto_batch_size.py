@@ -1,9 +1,9 @@
 """`--batch-size auto`: finds the largest micro-batch that fits on every rank; the global batch stays the same.
 
-The result is a multiple of 8 that divides a rank's share of the global batch, and that has trained in a trial on the
-run's own ranks. The smallest candidate is tried first; its memory, and the planner's prediction for the others, decide
-which one is next. The training is bit-identical to one that is given this number. If a trial runs out of memory on one
-of several ranks, the start ends; the trial is recorded in the run's folder, and the next start continues the search.
+The result is a multiple of 8 that divides a rank's share of the global batch and has passed a short trial on the run's
+own ranks. The search starts with the smallest candidate, and chooses each further one from the measured memory and the
+planner's predictions. The training is bit-identical to one with this number as `--batch-size`. If one of several ranks
+runs out of memory in a trial, the run exits; its folder records the trial, and the next start continues the search.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from zerovision.training.trial import (
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
 from zerovision.training.world.world import World
 
-STEPS = 2  # updates of a trial: the first one chooses kernels and fills caches
+STEPS = 2  # optimizer steps per trial: the first one chooses kernels and fills caches
 TRIAL_FOLDER = "batch-size-trial"
-# What memory depends on beside the recipe.
+# Settings outside the recipe that affect memory use.
 OF_MEMORY = (
     *("strategy", "precision", "offload", "engine", "replicate_across", "activation_checkpointing", "compile"),
     *(name for way in WAYS for name in way.resumable),
@@ -55,7 +55,7 @@ OF_MEMORY = (
 
 
 class Trial(NamedTuple):
-    """The memory that a micro-batch took, on the rank closest to its limit."""
+    """The memory that a trial of one micro-batch size used, on the rank closest to its limit."""
 
     is_out_of_memory: bool
     """Whether any rank ran out of memory."""
@@ -66,7 +66,7 @@ class Trial(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether enough memory is left."""
+        """Whether the micro-batch fits, with some memory to spare."""
         return not self.is_out_of_memory and self.taken_bytes <= FILL * self.room_bytes
 
     def describe(self) -> str:
@@ -80,14 +80,14 @@ class Trial(NamedTuple):
 
 
 def choose_batch_size(run: Run) -> Run:
-    """Return the run with a number for `--batch-size auto`, and a note for the log; a collective.
+    """Return the run with `--batch-size auto` resolved to a number, and a note for the log; a collective.
 
-    A run keeps what its first start found, even on another number of ranks if they can share it; a resumed run has it
-    from the checkpoint.
+    A run keeps the number that its first start found, even on a different number of ranks if they can share the global
+    batch evenly. A resumed run takes the number from its checkpoint.
 
     Raises:
-        UserError: on all ranks, if the ranks cannot share the global batch, or 8 images do not fit.
-        MemoryError: instead of the latter, if the launcher is to continue with smaller settings.
+        UserError: on all ranks, if the ranks cannot share the global batch evenly, or if even 8 images do not fit.
+        MemoryError: if 8 images do not fit, and `--on-oom adapt` lets the launcher continue with smaller settings.
     """
     config, world = run.config, run.world
     if config.batch_size != "auto":
@@ -100,7 +100,7 @@ def choose_batch_size(run: Run) -> Run:
         global_batch = config.global_batch or usual_global_batch(world.data.size, len(run.data.train))
         try:
             size, how = _search(run, global_batch)
-        except TrialStopped:  # as the run, which is about to end
+        except TrialStopped:  # the run itself is about to end
             size, how = micro_batches(global_batch, world.data.size)[0], "because the search was stopped"
     config = divided(config, size, global_batch, world.data.size)
     unit, units = world.units()
@@ -111,11 +111,11 @@ def choose_batch_size(run: Run) -> Run:
 
 
 def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -> int | None:
-    """Return the index of the largest size that fits, None if the smallest does not.
+    """Return the index of the largest size that fits, or None if the smallest does not fit.
 
     Args:
         planned: predicted bytes for each size, in ascending order; only their differences matter.
-        measure: trains with the size at an index.
+        measure: function that runs a trial with the size at an index.
     """
     fitting, too_large, place = -1, len(planned), 0
     while fitting < place < too_large:
@@ -125,7 +125,7 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
         else:
             too_large = place
         left = FILL * found.room_bytes - found.taken_bytes
-        # The peak of an attempt that failed says too little.
+        # The peak of a failed trial is too low to predict from.
         expected: Sequence[int] = () if found.is_out_of_memory else range(fitting + 1, too_large)
         places = [other for other in expected if planned[other] - planned[place] <= left]
         place = max(places, default=fitting if found.fits else too_large - 1)
@@ -168,12 +168,12 @@ def _search(run: Run, global_batch: int) -> tuple[int, str]:
 def _record(folder: RunFolder, about: dict[str, Any], trials: dict[int, Trial]) -> None:
     """Write the trials into the run's folder."""
     tried = [{"batch_size": size} | found._asdict() for size, found in trials.items()]
-    with contextlib.suppress(OSError):  # a full disk: a start before the first checkpoint would search again
+    with contextlib.suppress(OSError):  # e.g. a full disk: a start before the first checkpoint then searches again
         write_json(folder.path / BATCH_SIZE, about | {"tried": tried})
 
 
 def _earlier_trials(folder: RunFolder, about: dict[str, Any]) -> list[list[Any]]:
-    """Return batch size and outcome of each trial in earlier starts of this search."""
+    """Return the batch size and the outcome of each trial that earlier starts of this search recorded."""
     with contextlib.suppress(TypeError, LookupError):
         tried = earlier_result(folder.path / BATCH_SIZE, about)["tried"]
         return [[one[key] for key in ("batch_size", *Trial._fields)] for one in tried]
@@ -190,36 +190,36 @@ def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
 def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: Start) -> list[int]:
     """Return the predicted bytes for each configuration; zeros if the planner cannot predict them."""
     if start.plan_memory is not None:
-        with contextlib.suppress(Exception):  # a network that cannot be counted without data: the trials decide
+        with contextlib.suppress(Exception):  # some networks cannot be analyzed without data: the trials decide
             return start.plan_memory(facts, configs)
     return [0] * len(configs)
 
 
 def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
-    """Train `STEPS` updates in a trial; a collective.
+    """Run a trial of `STEPS` optimizer steps; a collective.
 
     Raises:
-        AnotherStartNeededError: if one of several ranks runs out of memory, after `record` was called.
+        AnotherStartNeededError: if one of several ranks runs out of memory; `record` is called first.
     """
-    if run.config.learning_rate == "auto":  # found after the batch size
+    if run.config.learning_rate == "auto":  # resolved after the batch size
         run = run.changed(learning_rate=run.config.default_rate)
     config, world, is_short = run.config, run.world, False
     had, device = used_memory(world.device), world.device
-    # Gathered before any rank takes more, because ranks of a machine divide what is free.
+    # Gathered before any rank allocates more, because the ranks of a machine share its free memory.
     rooms = gather_objects(memory_room(device, world.local_size), world)
     reset_peak_memory(device)
     with trial(run, TRIAL_FOLDER) as attempt:
-        copy = Snapshot()  # of a checkpoint, which stays while it is written beside the steps
+        copy = Snapshot()  # like a checkpoint's, which stays in memory while it is written
         copy.take(attempt.state.engine.state(), attempt.state.sums.state())
         plan, epochs = shortened(attempt.plan, STEPS)
-        last = config.epochs - 1  # with the largest images
+        last = config.epochs - 1  # this epoch has the largest images
         try:
             train_shortly(dataclasses.replace(attempt, plan=plan), [last] * epochs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             is_short = True
-            if world.size > 1:  # the others wait for this one
+            if world.size > 1:  # the other ranks wait for this one
                 record(Trial(True, max(peak_memory(device) - had, 0), rooms[world.rank]))
                 raise AnotherStartNeededError(
                     f"{describe_failure(error, world.rank)}: after a restart by a launcher, --batch-size auto "
@@ -228,7 +228,7 @@ def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
         taken = gather_objects(max(peak_memory(device) - had, 0), world)
     del attempt, copy
     free_memory(world)
-    reset_peak_memory(device)  # the run reports its own
+    reset_peak_memory(device)  # the run reports its own peak
     worst = max(range(world.size), key=lambda rank: taken[rank] / max(rooms[rank], 1))
     return Trial(is_short, taken[worst], rooms[worst])
 
@@ -243,7 +243,7 @@ def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Sta
 
 
 def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: Start) -> str:
-    """Return the first settings down the ladder that are predicted to fit, in words."""
+    """Return a sentence with the first settings down the ladder that are predicted to fit."""
     ladder, changes = [config], list[dict[str, Any]]([{}])
     while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=facts.has_gpus)) is not None:
         ladder.append(dataclasses.replace(ladder[-1], **rung.changes))

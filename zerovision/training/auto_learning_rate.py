@@ -1,11 +1,11 @@
-"""`--learning-rate auto`: tries rates in short trainings on the run's own ranks before the training.
+"""`--learning-rate auto`: tries learning rates in short trials on the run's own ranks before the training.
 
-They differ only in the rate, going up or down from the default. The training is the same as with this number as
-`--learning-rate`.
+The trials differ only in the rate, which goes up or down from the default. The training is then the same as with the
+chosen rate as `--learning-rate`.
 
-This is not a range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3), in which the rate grows with every
-step of one training. That loss depends on the number of steps as much as on the rate, and a network whose loss falls
-only after a while would get a rate far too low.
+This is not a range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3), which raises the rate at every
+step of a single run. The loss in a range test depends on the number of steps as much as on the rate, so the test would
+choose far too low a rate for a network whose loss falls only after a while.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from zerovision.training.trial import (
 from zerovision.training.world.collectives import broadcast_object
 from zerovision.training.world.world import World
 
-TRIAL_STEPS = 300  # at most as many as the run has
-FAR = 5  # from the default, by which a rate is said to be below it
+TRIAL_STEPS = 300  # per trial; fewer if the run has fewer
+FAR = 5  # a rate that is lower than the default by this factor is called far below it
 TRIAL_FOLDER = "learning-rate-trial"
 
 
-LOWEST, HIGHEST = 1e-6, 1.0  # rates, unless others are asked for
-FACTOR = math.sqrt(10)  # between a rate and the next
-PATIENCE = 2  # rates one way that are not better, as long as none has lowered the loss below that of a guess
+LOWEST, HIGHEST = 1e-6, 1.0  # lowest and highest rate to try
+FACTOR = math.sqrt(10)  # between one rate and the next
+PATIENCE = 2  # rates to try without improvement while no rate has a loss below that of a guess
 FEWEST_STEPS = 20
-CLEARLY = 2.5  # standard errors
-BETTER = 0.02  # share of the loss that another rate must save
+CLEARLY = 2.5  # standard errors by which a loss must be lower
+BETTER = 0.02  # share by which a better rate must lower the loss
 
-Losses = Sequence[float | None]  # nats, of each step; None or NaN of one that had none
+Losses = Sequence[float | None]  # of each step, in nats; None or NaN for a step without a loss
 
 
 def choose_learning_rate(run: Run) -> Run:
-    """Return the run with a number for `--learning-rate auto`, and a note for the log; a collective.
+    """Return the run with `--learning-rate auto` resolved to a number, and a note for the log; a collective.
 
-    A run keeps the rate from the search that its folder records for these settings.
+    If the run's folder records an earlier search with the same settings, the rate from that search is used.
 
     Raises:
         UserError: on all ranks, if no rate clearly lowers the loss.
@@ -72,7 +72,7 @@ def choose_learning_rate(run: Run) -> Run:
     if rate is None:
         try:
             rate, source = _search(run)
-        except TrialStopped:  # as the run, which is about to end
+        except TrialStopped:  # the run itself is about to end
             rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
         raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is not a rate: give one.")
@@ -111,7 +111,7 @@ def _search(run: Run) -> tuple[float, str]:
     usual = config.default_rate
     rate, tried = find_rate(usual, LOWEST, HIGHEST, GUESSES[config.loss](max(classes, 2)), measure)
     if world.is_main:
-        with contextlib.suppress(OSError):  # a full disk: the losses alone are missing
+        with contextlib.suppress(OSError):  # e.g. a full disk: only the file of losses is then missing
             result = describe_search(rate, tried) | {"settings": _settings(config, world)}
             write_json(run.folder.path / LEARNING_RATE, result)
     if rate is None:
@@ -124,12 +124,12 @@ def _search(run: Run) -> tuple[float, str]:
 
 
 def _train(run: Run) -> list[float | None]:
-    """Train a short version of the run, or until no more steps are applied; return each step's loss; a collective."""
+    """Train a short version of the run, or until steps keep being skipped; return each step's loss; a collective."""
     config, whole = run.config, run.schedule
     plan, epochs = shortened(run.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, whole.total_steps)))
     is_head_first = run.model.head_epochs > 0
     schedule = whole.shortened(epochs * plan.steps_per_epoch, only_head=is_head_first)
-    # Over and over those before the run's last ones, in which nothing is mixed.
+    # Cycle through the epochs that precede the run's last ones, in which no images are mixed.
     mixed = config.epochs - config.mixup_off_epochs if config.mixup_off_epochs else epochs
     numbers = [number % max(mixed, 1) for number in range(epochs)]
     small = dataclasses.replace(run, plan=plan, schedule=schedule)
@@ -139,17 +139,18 @@ def _train(run: Run) -> list[float | None]:
 def find_rate(
     first: float, lowest: float, highest: float, guess: float, measure: Callable[[float], Losses]
 ) -> tuple[float | None, dict[float, Losses]]:
-    """Return the best rate, None if even that does not lower the loss, and the losses of each rate tried.
+    """Return the best rate, or None if even this rate does not lower the loss, and the losses of each rate tried.
 
-    From the first rate, the search goes up while each rate is better than the one before, or else down.
+    From the first rate, the search goes up as long as rates get better; if no higher rate is better, it goes down.
 
     Args:
-        first: a usual rate.
-        lowest: no rate below this is tried.
-        highest: no rate above this is tried.
-        guess: loss (nats) of a uniform guess. A higher loss means nothing, because a network that learns to give every
-            image the same answer has it too.
-        measure: trains with a rate, from the same weights and with the same images each time.
+        first: rate to start from.
+        lowest: lowest rate to try.
+        highest: highest rate to try.
+        guess: loss of a uniform guess, in nats. Differences above this loss mean nothing, because a network reaches it
+            by learning to give every image the same answer.
+        measure: function that trains with a rate and returns the losses; each call starts from the same weights and
+            uses the same images.
     """
     best, tried = first, {first: measure(first)}
     for factor in (FACTOR, 1 / FACTOR):
@@ -167,19 +168,19 @@ def find_rate(
 
 
 def final_loss(losses: Losses) -> float:
-    """Return the mean of the last losses; infinity if half of them are missing, as with too high a rate."""
+    """Return the mean of the last losses; infinity if half or more are missing, as happens if the rate is too high."""
     last = _finite(losses[-_few(losses) :])
     return statistics.fmean(last) if 2 * len(last) > _few(losses) else math.inf
 
 
 def first_loss(losses: Losses) -> float:
-    """Return the mean of the first losses; infinity if there is none."""
+    """Return the mean of the first losses; infinity if all of them are missing."""
     first = _finite(losses[: _few(losses)])
     return statistics.fmean(first) if first else math.inf
 
 
 def is_better(losses: Losses, others: Losses, guess: float) -> bool:
-    """Return whether the final loss is clearly lower, by the differences at the same steps on the same images."""
+    """Return whether `losses` end clearly lower than `others`, judged by their differences at the same steps."""
     ours, theirs = final_loss(losses), final_loss(others)
     if math.isinf(ours) or math.isinf(theirs):
         return ours < theirs
@@ -190,9 +191,10 @@ def is_better(losses: Losses, others: Losses, guess: float) -> bool:
 
 
 def has_fallen(losses: Losses, before: Iterable[float]) -> bool:
-    """Return whether the final loss is clearly below each of the first losses, given their scatter.
+    """Return whether the final loss is clearly below all losses in `before`, given the scatter from step to step.
 
-    The first losses are those of all rates: with too high a rate they are above the loss of the initial weights.
+    `before` contains the first losses of all rates, because at too high a rate even the first losses exceed the loss of
+    the initial weights.
     """
     steps = _finite(losses)
     if math.isinf(final_loss(losses)) or len(steps) < FEWEST_STEPS // 2:
@@ -210,7 +212,7 @@ def _finite(losses: Losses) -> list[float]:
 
 
 def describe_search(rate: float | None, tried: Mapping[float, Losses]) -> dict[str, Any]:
-    """Return the content of `learning_rate.json`; the final loss of too high a rate is null."""
+    """Return the content of `learning_rate.json`, in which losses that are not finite are null."""
     rows = []
     for tried_rate, losses in sorted(tried.items()):
         numbers = [loss if loss is not None and math.isfinite(loss) else None for loss in (final_loss(losses), *losses)]
@@ -219,5 +221,5 @@ def describe_search(rate: float | None, tried: Mapping[float, Losses]) -> dict[s
 
 
 def in_words(tried: Mapping[float, Losses]) -> str:
-    """Return the final loss of each rate, in ascending order."""
+    """Return a text with the final loss of each rate, in ascending order of the rates."""
     return ", ".join(f"{rate:g}: {final_loss(losses):.3f}" for rate, losses in sorted(tried.items()))

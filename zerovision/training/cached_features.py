@@ -1,8 +1,8 @@
-"""`--features cached`: the head's input for each image, computed once by the frozen network before it.
+"""`--features cached`: the frozen backbone computes the head's input for each image once.
 
-Without augmentation an image is the same in every epoch, and so are its features from a frozen network. Each image goes
-through the network once, in evaluation batches; later batches have features instead of images. These batches have the
-training's batch size, on which the last bit of a kernel's sums may depend.
+Without augmentation, an image is the same in every epoch, and so are the features that a frozen network computes from
+it. Each image goes through the network once, in evaluation batches; later batches contain features instead of images.
+The evaluation batches have the training batch size, because the last bits of a kernel's sums may depend on it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from zerovision.training.loop import forward_all, seed_dropout
 from zerovision.training.steps.carrier import Run
 from zerovision.training.world.collectives import copy_from_main, largest_over_ranks
 
-MOST_DIFFERENCE = 0.01  # as a share of the largest number: a wrong dropout makes more, another rounding less
+MOST_DIFFERENCE = 0.01  # relative to the largest number: a wrong dropout rate exceeds it, different rounding does not
 MOST_ITERATIONS, HISTORY = 5000, 100
-SMALLEST_GRADIENT, SMALLEST_CHANGE = 1e-9, 1e-12  # of L-BFGS, which ends there
-LARGEST_GRADIENT = 1e-5  # of what is called the optimum
+SMALLEST_GRADIENT, SMALLEST_CHANGE = 1e-9, 1e-12  # below these values, L-BFGS stops
+LARGEST_GRADIENT = 1e-5  # above this value, the log says that the optimum was not reached exactly
 
 
 def cache_features(run: Run) -> int:
-    """Let the loaders yield features instead of images, and the model take either; a collective.
+    """Make the loaders yield features instead of images, and the model accept both; a collective.
 
     Returns:
-        The number of the signal that ended it, or 0.
+        The number of the signal that stopped the computation, or 0.
 
     Raises:
-        UserError: on all ranks, if the model has several heads, or one that does not read a vector; if the network
-            before it differs between training and evaluation; if an image on any rank cannot be read.
+        UserError: on all ranks, if the model has several heads, or a head whose input is not a vector; if the backbone
+            computes something else in training than in evaluation; if an image on any rank cannot be read.
     """
     config, engine, world, begin = run.config, run.state.engine, run.world.data, time.perf_counter()
     heads = {name.rpartition(".")[0] for name in run.model.built.head_parameter_names}
@@ -82,7 +82,7 @@ def cache_features(run: Run) -> int:
 
 
 def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: torch.Tensor) -> None:
-    """Keep the head's latest input; a collective."""
+    """Store the head's input for a batch; a collective."""
     own = read.pop()
     if own.ndim != 2:
         shape = " x ".join(map(str, own.shape[1:]))
@@ -92,11 +92,12 @@ def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: 
 
 @torch.no_grad()
 def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
-    """Let the model also take features [B, D], in training after the dropout before its head; a collective.
+    """Make the model also accept features [B, D], to which training applies the dropout before the head; a collective.
 
-    The dropout is the one with which features give the same result as images for the same random numbers.
+    The dropout rate is the one with which features and images yield the same result from the same random numbers.
 
-    Returns: The difference between the two results, relative to the largest number.
+    Returns:
+        The remaining difference between these two results, relative to the largest number.
     """
     engine, device = run.state.engine, run.world.device
     module, rate = engine.module, 0.0
@@ -112,7 +113,7 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
         return [read.pop().double(), logits.double(), drawn.double()]
 
     module.forward = forward
-    images, cached = (part.flip(0) for part in features.first)  # not where they were in the batch
+    images, cached = (part.flip(0) for part in features.first)  # at other places in the batch
     wanted = results(images)
     own = {child.p for child in module.modules() if isinstance(child, nn.Dropout)}
     rates = sorted(own | {0.0, float(getattr(module, "drop_rate", 0.0))})
@@ -135,17 +136,17 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:
-    """Set the head to its optimum; only an evaluation remains to be done; a collective.
+    """Set the head to its optimum, so that only an evaluation remains to be done; a collective.
 
     The optimum minimizes the mean cross-entropy plus weight_decay / 2 times the sum of the squared weights without
-    biases, as in scikit-learn's `LogisticRegression` with C = 1 / (weight_decay x images). This is convex, with one
-    minimum. It is computed in float64 on rank 0; the features are the same on every rank, so the result does not depend
-    on their number.
+    biases, as in scikit-learn's `LogisticRegression` with C = 1 / (weight_decay x images). The problem is convex
+    and has one minimum, which rank 0 computes in float64. Every rank has the same features, so the result does not
+    depend on the number of ranks.
 
     Args:
         run: the run.
         head: a linear layer.
-        features: its input for each training image, [N, D].
+        features: the head's input for each training image, [N, D].
         weights: weights of the images' losses, float32 [N].
 
     Raises:
@@ -162,7 +163,7 @@ def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch
     solved = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     if world.is_main:
         inputs = features.detach().cpu().double()
-        # Without their mean, which the bias takes on, features need a tenth of the iterations.
+        # After subtracting their mean, which the bias absorbs, a tenth of the iterations is enough.
         mean = inputs.mean(0) * (len(solved) > 1)
         decay, smoothing = config.weight_decay, config.label_smoothing
         loss, gradient = _minimize(solved, inputs - mean, labels, weights.double(), decay, smoothing)
@@ -196,7 +197,7 @@ def _minimize(
     decay: float,
     smoothing: float,
 ) -> tuple[float, float]:
-    """Minimize in place, in float64; return the minimum and the largest remaining gradient."""
+    """Minimize the loss over `solved` in place, in float64; return the minimum and the largest remaining gradient."""
     optimizer = torch.optim.LBFGS(
         solved,
         max_iter=MOST_ITERATIONS,

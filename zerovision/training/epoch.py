@@ -18,13 +18,14 @@ from zerovision.training.tasks.class_scores import count_classes, score_of
 from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import error_on_any_rank
 
-# Times the loss of a uniform guess, log(classes): the geometric mean of the true class's probability is then
-# classes ** -10. Good trainings stay far below, also while BatchNorm's running statistics lag behind at the start.
+# An epoch has diverged if its loss is above this many times the loss of a uniform guess, log(classes): the geometric
+# mean of the true class's probability is then below classes ** -10. Good runs stay far below this limit, even at the
+# start, when BatchNorm's running statistics lag behind.
 GUESSES_ALLOWED = 10
 
 
 def begin_epoch(run: Run) -> None:
-    """Set which parts learn in the next or current epoch."""
+    """Set which parts of the model are trained in the epoch that begins or continues."""
     progress, head_epochs = run.state.progress, run.model.head_epochs
     run.model.freezer.start_epoch(only_head=progress.epoch < head_epochs)
     if progress.epoch == head_epochs > 0 and progress.step == 0:
@@ -32,7 +33,7 @@ def begin_epoch(run: Run) -> None:
 
 
 def train_and_evaluate(run: Run) -> int:
-    """Train and evaluate one epoch, or the part of it before a signal, and save; return the signal."""
+    """Train, evaluate and save one epoch, or the part of it before a stop signal; return the signal, or 0."""
     state, world = run.state, run.world
     first_step, last_step = state.progress.step, run.plan.steps_per_epoch
     begin_epoch(run)
@@ -41,7 +42,7 @@ def train_and_evaluate(run: Run) -> int:
     check_bad_images(run.readers.train, world)
     stop_signal = result.stop_signal
     if state.progress.step == last_step:
-        # A checkpoint of this moment holds averaged buffers: averaging them again would round them again.
+        # A checkpoint saved at this point contains averaged buffers: averaging them again would round them twice.
         if first_step != last_step:
             state.engine.buffers.average(world.data)
         if not stop_signal:
@@ -60,14 +61,14 @@ def train_and_evaluate(run: Run) -> int:
 
 
 def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds: float) -> Callable[[], None] | None:
-    """Log an epoch and count it; if it is the best so far, return the function that writes its weights.
+    """Log an epoch and update the progress; if the epoch is the best so far, return a function that writes its weights.
 
     This is a collective.
     """
     state, world, names, best_by = run.state, run.world, run.data.class_names, run.config.best_by
     train_scores = state.sums.reduce(world)
     state.sums.reset()
-    is_trained = train_scores.samples > 0  # by a step that was applied
+    is_trained = train_scores.samples > 0  # at least one step was applied
     train_loss = train_scores.loss if is_trained else None
     choices = max(len(names), run.plan.global_batch if run.task.compares else 0)
     diverged = find_divergence((train_loss or 0.0) / run.task.loss_scale, scores.loss, choices)
@@ -109,7 +110,7 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
 
 
 def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str | None]:
-    """Return the function that writes the best epoch's weights, or why it diverged after all; a collective."""
+    """Return the function that writes the best epoch's weights, or the reason why the epoch diverged; a collective."""
     with run.clock.saving:
         weights = run.model.adapters.merge(gather_weights(run.state.engine, run.world))
         broken = error_on_any_rank(not_finite(weights), run.world)
@@ -120,9 +121,9 @@ def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str
 
 
 def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:
-    """Return why an epoch with these mean losses (nats) counts as diverged, or None.
+    """Return the reason why an epoch with these mean losses, in nats, has diverged, or None.
 
-    The reference is a uniform guess among this many choices.
+    The losses are compared with the loss of a uniform guess among `choices` possibilities.
     """
     guess = math.log(max(choices, 2))
     for name, loss in (("validation loss", val_loss), ("training loss", train_loss)):

@@ -1,4 +1,4 @@
-"""Evaluates the test part of the data once, after training, with the weights of the best epoch."""
+"""Evaluates the test split once, after training, with the weights of the best epoch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zerovision.training.world.collectives import agreed, broadcast_object
 
 @dataclasses.dataclass(frozen=True)
 class _WholeModel:
-    """The methods of `Engine` that an evaluation uses, for a network that every rank has whole."""
+    """The methods of `Engine` that an evaluation uses, for an unsharded network on every rank."""
 
     module: nn.Module
 
@@ -43,9 +43,9 @@ class _WholeModel:
 
 
 def judge_test(run: Run) -> None:
-    """Write the scores of the test part into a separate folder, unless they exist already; a collective.
+    """Evaluate the test split and write its scores to a separate folder, unless they already exist; a collective.
 
-    An error here does not fail the run, whose weights are saved; it is only logged.
+    An error is only logged; the run does not fail, because its weights are already saved.
     """
     test, world, folder = run.data.test, run.world, run.folder
     best_epoch = run.state.progress.best_epoch
@@ -81,7 +81,7 @@ def judge_test(run: Run) -> None:
 
 
 def _is_due(run: Run) -> bool:
-    """Return whether the folder's weights are those of the best epoch and not yet evaluated on the test part.
+    """Return whether the folder's weights are those of the best epoch and the test split has yet to be evaluated.
 
     Only rank 0 calls this.
     """
@@ -98,7 +98,7 @@ def _score(run: Run, network: nn.Module, thresholds: np.ndarray | None) -> Score
     data, world = run.data, run.world
     assert data.test is not None
     plan = EvaluationPlan(len(data.test), run.config.micro_batch, world.data.size)
-    workers = run.readers.val.pool or 0  # which read all parts
+    workers = run.readers.val.pool or 0  # the same workers read all splits
     loader = Loader(data.test, plan, world.data.rank, workers=workers, device=world.device)
     with run.clock.evaluation:
         return evaluate(cast(Engine, _WholeModel(network)), loader, run, thresholds)

@@ -24,25 +24,26 @@ LAUNCHER = [str(LAUNCH / "launch.py"), "launch_distributed.sh"]
 
 
 def run_launched(config: TrainConfig, gpus: int) -> int:
-    """Train on the ranks that scripts/launch_distributed.sh would start, and print their lines as they come.
+    """Train on the ranks that scripts/launch_distributed.sh would start, and print their output as it arrives.
 
-    SIGINT, SIGTERM and SIGUSR1 to this process reach the ranks, which save and stop; they also do so if it dies.
+    SIGINT, SIGTERM and SIGUSR1 sent to this process are forwarded to the ranks, which save and stop. The ranks also
+    save and stop if this process dies.
 
     Args:
-        config: what to train.
-        gpus: number of ranks on this machine, with one GPU each, or CPU ranks if it has none.
+        config: configuration of the run.
+        gpus: number of ranks on this machine, each with one GPU; they are CPU ranks if the machine has no GPU.
 
     Returns:
-        The launcher's exit code, that of `zerovision.training.run.run`.
+        The launcher's exit code; for its values, see `zerovision.training.run.run`.
 
     Raises:
-        UserError: for a mistake in the values, and in a process that is a rank itself.
+        UserError: if a value is wrong, or if this process is itself a launcher's rank.
     """
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS_PER_NODE:
         raise UserError(f"gpus {shown(gpus)}: expected a whole number from 1 to {MOST_GPUS_PER_NODE}.")
     check_launched(config, FLAG_OF)
     environment = environment_for_ranks() | {CALLER_VARIABLE: str(os.getpid())}
-    # As an activated environment has it: an engine's operators are compiled with a ninja from there.
+    # As in an activated environment: an engine compiles its operators with the `ninja` in this folder.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     command = [sys.executable, *LAUNCHER, *launch_words(config, gpus)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
@@ -52,7 +53,7 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
     ):
         try:
             _print_lines(launcher)
-        except BaseException:  # they cannot be printed
+        except BaseException:  # the lines cannot be printed
             launcher.terminate()
             raise
         code = launcher.wait()
@@ -60,7 +61,7 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
 
 
 def launch_words(config: TrainConfig, gpus: int) -> list[str]:
-    """Return the launcher's arguments: the positional ones, and a flag for every other value that they do not imply."""
+    """Return the launcher's arguments: the positional ones, and a flag for each other value that is not a default."""
     model, strategy, *sizes = (str(getattr(config, name)) for name in WORDS_OF_LAUNCH)
     start = TrainConfig(**{"learning_rate": config.default_rate} | read_preset(config.preset))
     return [model, strategy, str(gpus), *sizes, *changed_flags(config, start)]

@@ -24,12 +24,12 @@ from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import error_on_any_rank, gather_objects
 from zerovision.training.world.signals import FAILED, StopDecision
 
-# Of groups that train apart, whose link may take longer than a step: nothing waits for a poll until the next.
+# For groups that train independently, whose link may be slower than a step: a poll is awaited only at the next poll.
 STEPS_BETWEEN_POLLS = 10
 
 
 class EpochResult(NamedTuple):
-    """Measurements of one epoch of training; `stop_signal` is 0 unless it ended early; see `StopRequest.poll`."""
+    """Measurements of one training epoch; `stop_signal` is 0 unless the epoch ended early; see `StopRequest.poll`."""
 
     seconds: float
     images_per_second: float
@@ -38,13 +38,13 @@ class EpochResult(NamedTuple):
 
 
 def train_one_epoch(run: Run, batches: Iterable[Batch]) -> EpochResult:
-    """Train from `run.state.progress` to the end of the epoch, or to a stop signal; a collective.
+    """Train from `run.state.progress` to the end of the epoch, or until a stop signal; a collective.
 
-    All ranks run the same steps, and all stop after the same one.
+    All ranks run the same steps, and stop after the same step.
 
     Args:
         run: the run, whose state is updated.
-        batches: this rank's micro-batches on its device, from that step.
+        batches: this rank's micro-batches on its device, starting at the current step.
 
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read.
@@ -75,7 +75,7 @@ def train_one_epoch(run: Run, batches: Iterable[Batch]) -> EpochResult:
 def note(
     run: Run, batch: Batch, losses: torch.Tensor, logits: torch.Tensor, evidence: torch.Tensor | None = None
 ) -> None:
-    """Show the observers a micro-batch; a `zerovision.training.engines.engine.Note`."""
+    """Pass a micro-batch to the observers; implements `zerovision.training.engines.engine.Note`."""
     run.observers.seen(Seen(batch, losses, logits, losses if evidence is None else evidence))
 
 
@@ -96,9 +96,9 @@ def _measure(run: Run, first_step: int, start: float, before: dict[str, float], 
 
 @torch.no_grad()
 def evaluate(engine: Engine, batches: Loader, run: Run, thresholds: np.ndarray | None = None) -> Scores | int:
-    """Return exact scores of every validation sample, each counted once; a collective.
+    """Return exact scores over all samples, each of which is counted once; a collective.
 
-    Every rank has the same number of batches, padded with samples of weight 0.
+    Every rank has the same number of batches, which are padded with samples of weight 0.
 
     Args:
         engine: the model.
@@ -131,13 +131,13 @@ def forward_all(
     batches: Loader,
     record: Callable[[Batch, torch.Tensor], None],
 ) -> int:
-    """Call `record` with every batch and a network's outputs; return the stop signal that ended it, or 0; a collective.
+    """Call `record` with each batch and the network's outputs; return the stop signal, or 0; a collective.
 
     Args:
         run: the run.
         outputs_of: see `Engine.outputs`.
         batches: this rank's batches.
-        record: takes a batch and its outputs.
+        record: function that takes a batch and its outputs.
     """
     waiting, stop_signal = SafeBatches(batches, len(batches), run), 0
     for batch, outputs in outputs_of(waiting):
@@ -158,7 +158,7 @@ def seed_own_leaf(run: Run, position: int, micro_step: int) -> None:
 
 
 def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> None:
-    """Make dropout depend only on (seed, step, leaf of the step); for leaves see `base.leaves`.
+    """Make dropout depend only on (seed, step, leaf of the step); for leaves, see `base.leaves`.
 
     A run that resumes inside an epoch therefore needs no stored generator state, and the same micro-batches get the
     same masks on any number of ranks.
@@ -170,12 +170,12 @@ def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> N
 class SafeBatches:
     """An iterator over `count` batches that continues after an unreadable image.
 
-    If a rank raised an error in the middle of a step, the others would wait for it in a collective. So after an error
-    the rank continues with empty batches of weight 0 until all ranks have agreed to stop.
+    If a rank raised an error in the middle of a step, the other ranks would wait for it in a collective. So after an
+    error, the rank continues with empty batches of weight 0 until all ranks have agreed to stop.
     """
 
     def __init__(self, batches: Iterable[Batch], count: int, run: Run, clock: SpanClock | None = None) -> None:
-        """Iterate; with a clock, waiting for a batch counts as span `data`."""
+        """Start the iteration; with a clock, the time spent waiting for batches is attributed to the span `data`."""
         self._iterator: Iterator[Batch] = iter(batches)
         self._left, self._run = count, run
         self._clock = clock or SpanClock()
@@ -183,7 +183,7 @@ class SafeBatches:
 
     @property
     def failure(self) -> int:
-        """Why this rank cannot continue, for `StopRequest.poll`; 0 if it can."""
+        """The reason why this rank cannot continue, to pass to `StopRequest.poll`; 0 if the rank can continue."""
         return FAILED if self.error else 0
 
     def raise_error(self) -> None:

@@ -1,4 +1,4 @@
-"""The messages at the start of a run, after each epoch, and at the end."""
+"""The messages at the start and at the end of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AUGMENTED_IMAGES_SHOWN = 16
 
 
 def announce_start(run: Run) -> None:
-    """Log what is trained, on what, and anything unexpected."""
+    """Log the model, the ranks, the batch and the data of a run, and anything unexpected."""
     config, world, plan, log = run.config, run.world, run.plan, run.loggers.message
     log(f"run {run.folder.name}: {config.model_type}, {config.strategy}, {run.precision}, {world.describe()}")
     (unit, units), is_own = world.units(), config.learning_rate == config.default_rate != USUAL_RATE
@@ -79,12 +79,12 @@ def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
         log(f"memory       keeps decoded images for the next run; to free it: rm -r {cache}")
     if stop_signal:
         sizes = (run.world.size, run.world.local_size)
-        command = launch_command(run.config, *sizes, FIELDS.keys() - {"log_dir"})  # all else is saved
+        command = launch_command(run.config, *sizes, FIELDS.keys() - {"log_dir"})  # the run has saved all others
         log(f"to continue  {line_to_go_on(run.folder.name, command)}")
 
 
 def _result(run: Run) -> list[str]:
-    """Return whether the training diverged, the best epoch, and its weights if the run folder has them."""
+    """Return lines about divergence, about the best epoch, and about its weights if they are in the run folder."""
     progress, lines = run.state.progress, []
     if progress.diverged_epochs_in_row:
         first = progress.epoch - progress.diverged_epochs_in_row + 1
@@ -150,7 +150,7 @@ def _augmented_sample(run: Run) -> torch.Tensor:
     """Return the first training images of epoch 0 as the model sees them, float32 [N, 1 or 3, S, S] in 0..1."""
     images = []
     for draw_key in run.plan.draw_keys(0)[:AUGMENTED_IMAGES_SHOWN]:
-        # The loader reports an unreadable image, on all ranks; this runs on rank 0 alone.
+        # The loader reports unreadable images on all ranks; this code runs only on rank 0.
         with contextlib.suppress(ImageError):
             images.append(run.data.train[(0, int(draw_key))][0])
     if not images:

@@ -1,6 +1,6 @@
-"""Handles running out of memory: recognizes the errors, and chooses the next, smaller configuration.
+"""Recognizes out-of-memory errors, and chooses the next configuration that needs less memory.
 
-This module does not import torch, because launchers use it too.
+This module does not import torch, because launchers also use it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zerovision.training.config.values import word_of
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.tasks.settings import asked_task
 
-# Of errors that are no MemoryError: PyTorch's allocators on GPUs and CPUs, libraries of both, and the system's ENOMEM.
-# oneDNN cannot "create a primitive" where no memory is left for the code that it generates.
+# Messages of errors other than MemoryError: from PyTorch's allocators on GPUs and CPUs, from libraries, and ENOMEM.
+# oneDNN cannot "create a primitive" when no memory is left for the code that it generates.
 SIGNS = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED"
     r"|could not create a (memory object|primitive(?! descriptor))"
@@ -41,13 +41,13 @@ def describe_failure(error: BaseException, rank: int) -> str:
 
 
 class Rung(NamedTuple):
-    """A step down the ladder of smaller configurations that give the same training.
+    """A step down the ladder of configurations that run the same training in less memory.
 
     Attributes:
-        changes: values of fields of `TrainConfig`.
-        cost: what it saves, and what it costs.
-        batchnorm_images: number of images that BatchNorm then sees at a time; 0 if that does not change.
-        start: the configuration that it changes.
+        changes: new values of fields of `TrainConfig`, by name.
+        cost: what the change saves, and what it costs.
+        batchnorm_images: number of images from which BatchNorm then computes its statistics; 0 if it does not change.
+        start: the configuration before the change.
     """
 
     changes: dict[str, Any]
@@ -57,12 +57,12 @@ class Rung(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """The trainer's flags for the changes."""
+        """The changes as flags of the trainer."""
         wholes = dict.fromkeys(FIELDS[name].metadata["part_of"][0] or name for name in self.changes)
         return [f"{FLAG_OF[name]}={word_of(vars(self.start) | self.changes, name)}" for name in wholes]
 
     def describe(self, *, has_batchnorm: bool | None = None) -> str:
-        """Return flags and cost for messages; `has_batchnorm` is None if unknown."""
+        """Return the flags and their cost, for messages; `has_batchnorm` is None if unknown."""
         text = f"{' '.join(self.flags)}: {self.cost}"
         if self.batchnorm_images and has_batchnorm is not False:
             any_there = "" if has_batchnorm else ", if there is any,"
@@ -71,25 +71,26 @@ class Rung(NamedTuple):
 
 
 def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None:
-    """Return the cheapest change of a configuration that saves memory; None if nothing is left.
+    """Return the cheapest change to a configuration that saves memory, or None if no such change is left.
 
     Args:
         config: settings of the run that ran out of memory.
-        ranks: the run's ranks.
-        has_gpus: whether they use GPUs; sharding helps CPU ranks little, because they mostly share memory already.
+        ranks: number of ranks of the run.
+        has_gpus: whether the ranks use GPUs. Sharding helps CPU ranks little, because most of them share the memory of
+            one machine.
     """
     for propose in _LADDER:
         for rung in propose(config, ranks, has_gpus):
             try:
                 check_config(dataclasses.replace(config, **rung.changes), FLAG_OF)
-            except UserError:  # such as an update rule that one strategy alone has
+            except UserError:  # such as an optimizer that only one strategy supports
                 continue
             return rung._replace(start=config)
     return None
 
 
 def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
-    """Return what a user can do about a configuration that ran out of memory."""
+    """Return advice for a user whose configuration ran out of memory."""
     rung = next_rung(config, ranks, has_gpus=has_gpus)
     if rung is None:
         return "no setting is left that would save memory: use a smaller --image-size or model, or more ranks"
@@ -99,7 +100,7 @@ def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
 
 
 def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
-    if config.batch_size == "auto":  # the ranks have found the largest that fits, or that none of 8 images does
+    if config.batch_size == "auto":  # the ranks found the largest size that fits, or that 8 images do not fit
         return
     half, steps = config.batch_size // 2, 2 * config.gradient_accumulation_steps
     if config.batch_size % 2 or half < fewest or steps > FIELDS["gradient_accumulation_steps"].metadata["high"]:
@@ -114,12 +115,12 @@ def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
 
 
 def _recompute(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
-    if not config.activation_checkpointing and config.compile != "on":  # which do not go together
+    if not config.activation_checkpointing and config.compile != "on":  # the two exclude each other
         yield Rung({"activation_checkpointing": True}, "recomputes activations in backward, about a third more time")
 
 
 def _shard(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
-    """Shard more; for the volumes see Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7)."""
+    """Propose the next ZeRO stage; for its communication, see Rajbhandari et al. 2020 (arXiv:1910.02054, section 7)."""
     if ranks == 1 or config.has_own_sharding or not (has_gpus or config.engine != "auto"):
         return
     costs = {2: "shards gradients, communicates as much as ddp", 3: "shards weights too, with half more communication"}
@@ -136,7 +137,7 @@ def _offload(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
         whats = {"optimizer": "the optimizer's state is", "all": "parameters are"}
         for strategy, plan in STRATEGIES.items():
             is_enough = plan.zero_stage >= STRATEGIES[config.strategy].zero_stage and kind in plan.offloadable
-            # At stage 3 the torch engine has all or nothing.
+            # At stage 3, the torch engine offloads everything or nothing.
             if is_enough and not (config.engine == "torch" and kind == "optimizer" and plan.releases_weights):
                 cost = f"{whats[kind]} kept in CPU memory, about 30 % slower"
                 yield Rung({"strategy": strategy, "offload": kind}, cost)
