@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, takes settings from it, and rejects it if it does not fit."""
+"""Finds the checkpoint to resume from, takes settings from it, and rejects a checkpoint that does not fit the run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def before_decay(
 ) -> tuple[FoundCheckpoint | None, list[str]]:
     """Return the checkpoint to resume from, and a note for the log if its number of epochs differs; a collective.
 
-    A longer run returns to the start of the decay, if the schedule does not depend on the epochs until then. A
-    checkpoint that the user named is kept.
+    If the number of epochs has increased, the run goes back to the start of the decay, provided that the schedule up to
+    there does not depend on the number of epochs. A checkpoint that the user named is kept.
     """
     epochs = found.manifest.config.get("epochs") if found else None
     if found is None or type(epochs) is not int or not 1 <= epochs <= FIELDS["epochs"].metadata["high"]:
@@ -72,7 +72,7 @@ def before_decay(
     return dataclasses.replace(earlier, manifest=dataclasses.replace(earlier.manifest, progress=progress)), [note]
 
 
-DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest.identity`
+DATA_SET, NORMALIZATION = "data set", "normalization"  # keys in `Manifest.identity`
 
 
 def resolve(run: Run) -> Run:
@@ -81,7 +81,7 @@ def resolve(run: Run) -> Run:
     This is a collective.
 
     Raises:
-        UserError: on all ranks, if a requested checkpoint is missing or damaged, or does not fit.
+        UserError: on all ranks, if a requested checkpoint is missing or damaged, or does not fit the run.
     """
     config, world = run.config, run.world
     found, notes = find_checkpoint(config, run.folder, world, is_restart=run.start.origin.restarts > 0)
@@ -108,17 +108,17 @@ def identity_of(run: Run) -> dict[str, Any]:
 
 
 def saved_identity(run: Run) -> dict[str, Any]:
-    """Return the result of `identity_of` with the image preprocessing that the run keeps."""
+    """Return the result of `identity_of` plus the image preprocessing that the run keeps."""
     return identity_of(run) | {NORMALIZATION: preparation_of(run.data)}
 
 
 def find_checkpoint(
     config: TrainConfig, folder: RunFolder, world: World, *, is_restart: bool
 ) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Return the checkpoint to resume from, None for a fresh start, and notes for the log; a collective.
+    """Return the checkpoint to resume from (None for a fresh start) and notes for the log; a collective.
 
     Raises:
-        UserError: on all ranks, if the user requested a checkpoint and there is no good one.
+        UserError: on all ranks, if the user requested a checkpoint and no undamaged one is found.
     """
     candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
     found, refused = choose(candidates, world)
@@ -134,13 +134,13 @@ def find_checkpoint(
 
 
 def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
-    """Return the configuration with the accumulation steps of the checkpoint's global batch, or of `--global-batch`.
+    """Return the configuration with the accumulation steps for the checkpoint's global batch or `--global-batch`.
 
-    With `--batch-size auto` the micro-batch is the checkpoint's, or the most that another number of ranks can share;
-    without a checkpoint it is still to be found.
+    With `--batch-size auto`, the micro-batch is the checkpoint's or, if that does not divide a rank's share of the
+    global batch, a smaller one that does. Without a checkpoint, the micro-batch is chosen later.
 
     Raises:
-        UserError: if the ranks and the batch size do not divide it; the message has values that do.
+        UserError: if ranks times batch size does not divide the global batch; the message suggests values that do.
     """
     if found is None:
         return config if config.batch_size == "auto" else divide_given(config, world.data.size)
@@ -162,7 +162,7 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
 
 
 def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
-    """Return the data set with the checkpoint's preprocessing, which fits the starting weights of its run.
+    """Return the data set with the checkpoint's preprocessing, which suits the weights that its run started from.
 
     Raises:
         UserError: if the checkpoint has no valid preprocessing.
@@ -186,7 +186,7 @@ def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpo
 
 
 def preparation_of(data: DatasetPair) -> dict[str, Any]:
-    """Return the means and standard deviations per channel of pixels in 0..1, the filter, and the crop share."""
+    """Return the resize filter, crop fraction, and each channel's mean and standard deviation for pixels in 0..1."""
     made = Preparation.of_run(data.preprocessing)
     return {
         "mean": [*made.mean],
@@ -200,10 +200,10 @@ def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World
     """Divide the ranks into independent groups, if the run uses them; a collective.
 
     Returns:
-        The configuration with the intended number of groups, the current number, and notes for the log.
+        The configuration with the intended number of groups, the current number of groups, and notes for the log.
 
     Raises:
-        UserError: on all ranks, if a new run's ranks cannot be divided into the groups.
+        UserError: on all ranks, if the ranks of a new run cannot be divided into the groups.
     """
     names = found.manifest.parameters if found else None
     divided = (way.divide_ranks(names, world) for way in ways_of(config, TORCH))
@@ -212,10 +212,10 @@ def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World
 
 
 def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with the threads per CPU rank, and notes for the log; a collective.
+    """Return the configuration with the number of threads per CPU rank, and notes for the log; a collective.
 
-    They affect the last bits of every kernel, so a run keeps its first number on any number of ranks and cores, unless
-    the user changes it.
+    The number of threads affects the last bits of every kernel's result, so a run keeps its initial number on any
+    number of ranks and cores, unless the user changes it.
     """
     if world.device.type != "cpu":
         return config, []
@@ -230,7 +230,7 @@ def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[st
 
 
 def note_other_bytes(config: TrainConfig, found: FoundCheckpoint | None) -> list[str]:
-    """Return notes for the log about changed settings that are allowed, but change the bytes of the run."""
+    """Return notes for the log about allowed changes of settings after which results are no longer bit-identical."""
     saved = found.manifest.config if found else {}
     return [
         f"{FLAG_OF[name]} {getattr(config, name)} instead of {shown(saved[name])}: the bytes will differ from those of "
@@ -247,23 +247,23 @@ def check_fit(
     steps_per_epoch: int,
     data: DatasetPair | None = None,
 ) -> None:
-    """Raise an error for a checkpoint with another recipe, model, class list or data set, or an impossible position.
+    """Raise an error if a checkpoint's recipe, model, classes or data differ from the run's, or its position is wrong.
 
     Args:
         found: the checkpoint.
         config: this run's configuration.
         identity: this run's identity; see `Manifest.identity`.
         steps_per_epoch: optimizer steps of one epoch of this run.
-        data: this run's data, to describe differences.
+        data: this run's data, used to describe differences.
 
     Raises:
-        UserError: with the first difference.
+        UserError: for the first difference.
     """
     manifest = found.manifest
     for name, field in FIELDS.items():
         if name in CHANGEABLE_ON_RESUME:
             continue
-        # A flag that is younger than the checkpoint had its default.
+        # A flag that was added after the checkpoint was saved had its default value.
         saved, given = manifest.config.get(name, field.default), getattr(config, name)
         if saved != given:
             raise UserError(
@@ -290,7 +290,7 @@ def check_fit(
 
 
 def _difference(saved: Any, given: Any) -> str:
-    """Return the first entry in which two values differ, or both values."""
+    """Return a description of the first entry in which two values differ, or of both values."""
     if isinstance(saved, dict) and isinstance(given, dict):
         for key in sorted({*saved, *given}, key=str):
             if saved.get(key) != given.get(key):

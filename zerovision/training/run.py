@@ -1,4 +1,4 @@
-"""Runs a training: joins the ranks, builds the run, trains epoch by epoch, and closes it."""
+"""Executes a training run: connects the ranks, builds the run, trains epoch by epoch, and closes the run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world
 
-# Writes evaluation, model card and report of a run and returns lines for the log, as `end_of_run.leave_files`.
+# Writes a run's evaluation, model card and report, and returns lines for the log; see `end_of_run.leave_files`.
 Deliver = Callable[..., list[str]]
 
 
@@ -66,19 +66,20 @@ def run(
     """Train with a configuration; every rank calls this.
 
     Args:
-        config: what to train.
-        start: how this process comes to the run.
-        deliver: writes the files about a finished run on rank 0; None for only weights and logs.
-        gpus: number of ranks to start on this machine, which write the same files as scripts/launch_distributed.sh,
-            whatever `start` and `deliver` are; None to train in this process, which may be a launcher's rank.
-        raises: whether to raise, not print, a user's mistake that is found in this process.
+        config: configuration of the run.
+        start: circumstances of this start, such as the launcher and its stop signals.
+        deliver: function that writes the files about a finished run on rank 0; None to write only weights and logs.
+        gpus: number of ranks to start on this machine; these write the same files as with
+            scripts/launch_distributed.sh, and `start` and `deliver` are ignored. With None, the training runs in this
+            process, which may be a launcher's rank.
+        raises: whether to raise a user's mistake that is found in this process, instead of printing it.
 
     Returns:
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
-        user's mistake; 65, 71, 74, 75 and 78 as in `zerovision.training.base.errors`; 1 for anything else.
+        user's mistake; 65, 70, 71, 74, 75 and 78 as in `zerovision.training.base.errors`; 1 for anything else.
 
     Raises:
-        UserError: for a value that a flag would reject; with `raises` for every mistake.
+        UserError: for a value that a flag would reject; with `raises`, for every user's mistake.
     """
     if gpus is not None:
         return run_launched(config, gpus)
@@ -92,7 +93,7 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
     start.stop.install()
     try:
         world = start_world(deterministic=config.deterministic)
-    except OSError as error:  # a rank did not come, or belongs to another run
+    except OSError as error:  # a rank did not connect, or belongs to another run
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     context = mistake = None
@@ -105,7 +106,7 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
         elif world.is_main or not isinstance(error, (AgreedError, RunEnded)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            # A launcher ends all ranks as soon as one has failed: rank 0 prints its line first.
+            # A launcher ends all ranks as soon as one fails, so rank 0 must print its line first.
             time.sleep(RANK_0_MESSAGE_SECONDS)
         exit_code = USER_ERROR_EXIT_CODE
         if context is not None and isinstance(error, RunEnded):
@@ -115,13 +116,13 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
             if world.is_main:
                 _deliver(context, deliver, has_finished=False)
     except Exception as error:
-        if is_out_of_memory(error):  # the launcher ends the others, and may start all again
+        if is_out_of_memory(error):  # the launcher ends the other ranks, and may restart them all
             print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
             return OUT_OF_MEMORY_EXIT_CODE
         if isinstance(error, (FileServerError, AnotherStartNeededError)):
             print(f"error: {error}", file=sys.stderr, flush=True)
             return FILE_SERVER_EXIT_CODE
-        # The other ranks do not know of it. Closing anything that needs them would wait for ever.
+        # The other ranks do not know of this error: closing anything that needs them would wait forever.
         print(known_failure(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1
     start.stop.close()
@@ -134,10 +135,10 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
 
 
 def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run:
-    """Build the run of a configuration, after the short trainings that choose settings; a collective.
+    """Build the run for a configuration, after the short trials that choose settings; a collective.
 
     Raises:
-        UserError: on all ranks, for a mistake that any of them found.
+        UserError: on all ranks, for a mistake that any rank found.
     """
     start = start or Start()
     config = resumed(config, is_restart=start.origin.restarts > 0)
@@ -148,7 +149,7 @@ def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run
 
 
 def train(context: Run, deliver: Deliver | None = None) -> int:
-    """Train to the last epoch, to early stopping or to a signal; return the exit code; a collective.
+    """Train until the last epoch, early stopping or a signal; return the exit code; a collective.
 
     Raises:
         RunEnded: on all ranks, if the run cannot continue.
@@ -188,13 +189,13 @@ def train(context: Run, deliver: Deliver | None = None) -> int:
     gauge = DeviceGauge(world, context.folder, context.model.flops)
     announce_end(context, stop_signal, run_point(context.position, images, context.clock.seconds(), gauge, world))
     if world.is_main:
-        # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.
+        # Launchers send SIGTERM once another rank has exited: the handler of `stop` still catches it.
         _deliver(context, deliver, has_finished=not stop_signal)
     return 128 + stop_signal if stop_signal else DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
 
 
 def _resume(context: Run) -> None:
-    """Restore the state from the checkpoint that was found, if there is one; a collective."""
+    """Restore the state from the checkpoint to resume from, unless this is a fresh start; a collective."""
     start, loggers = context.start, context.loggers
     found = start.found
     for note in start.notes:
@@ -218,7 +219,7 @@ def _resume(context: Run) -> None:
 def _deliver(context: Run, deliver: Deliver | None, *, has_finished: bool) -> None:
     if deliver is None:
         return
-    # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
+    # A run without a sound epoch has no weights; a run that went back before its decay may still have earlier ones.
     with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
     sources = {name: part.source for name, part in context.data.parts.items()}
     for line in deliver(context.folder, sources, with_card=with_card, with_report=context.config.report):

@@ -1,4 +1,4 @@
-"""Prepares a run, then builds its parts, once, in the order in which mistakes are cheapest to report."""
+"""Prepares a run, then builds each of its parts once, in the order that reports mistakes at the lowest cost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build(run: Run) -> Run:
     """Build the parts of a run; a collective.
 
     Raises:
-        UserError: on all ranks, for a mistake that any of them found.
+        UserError: on all ranks, for a mistake that any rank found.
     """
     for add in (_add_plan, _add_task, _add_model, _add_engine):
         run = add(run)
@@ -70,7 +70,7 @@ def _add_plan(run: Run) -> Run:
 
 
 def _add_task(run: Run) -> Run:
-    """Add the step function, with one loss over all its images or one per image, and the loaders."""
+    """Add the loaders and the step function, whose loss is computed per image or over all images of a step."""
     run.task.prepare(run.data, run.precision, run.world)
 
     def of_losses(loss: Loss) -> Step:
@@ -78,7 +78,7 @@ def _add_task(run: Run) -> Run:
         return next(filter(None, of_ways), Accumulate(loss))
 
     step = agreed(lambda: run.task.step(run.plan.leaves, of_losses), run.world)
-    # Worker processes take seconds to start: they do so while the model and the engine are built.
+    # Worker processes take seconds to start, during which the model and the engine are built.
     build = partial(build_loaders, run.config, run.data, run.plan, run.world)
     readers = Readers(*agreed(lambda: run.task.readers(build), run.world))
     return dataclasses.replace(run, step=step, readers=readers)
@@ -125,21 +125,21 @@ def _add_engine(run: Run) -> Run:
 
 
 def _compiles(run: Run) -> bool:
-    """Return whether the model is compiled, the same on all ranks; a collective."""
+    """Return whether to compile the model, with the same answer on all ranks; a collective."""
     config, data = run.config, run.data
     pixels = config.epochs * len(data.train) * math.prod(data.train.preprocessing.sides)
-    # Not where images go through it twice: the first pass would be another network, with other dropout.
-    # Nor a network in stages, which ends in the midst of a forward, or whose layers other ranks compute, too.
+    # Not if images go through the model twice: the first pass would be a different network, with different dropout.
+    # Not if the model is cut into stages, which end in the middle of a forward, or if ranks share its layers.
     return (
         not run.task.compares
-        and config.features == "computed"  # else nothing is left to compile
+        and config.features == "computed"  # otherwise nothing is left to compile
         and config.ranks_per_replica == 1
         and resolve_compile(config, pixels, run.world)
     )
 
 
 def _computes_alike(run: Run) -> bool:
-    """Return whether forward and backward use the same kernels in every step, and involve this rank alone."""
+    """Return whether forward and backward use the same kernels in every step and involve only this rank."""
     config = run.config
     is_whole = config.ranks_per_replica == 1 and not config.sync_batchnorm
     is_all_trained = read_tune(config.tune)[0] == "full" and not run.model.head_epochs
@@ -159,7 +159,7 @@ def _open_loggers(run: Run, setup: EngineSetup, ways: Sequence[Way]) -> Loggers:
 def _tuned(run: Run) -> RunModel:
     """Return the model prepared for `--tune`, before it is sharded; a collective."""
     module, frozen = run.model.built.module, None
-    if read_tune(run.config.tune)[0] != "full":  # what is not trained is written once, beside the checkpoints
+    if read_tune(run.config.tune)[0] != "full":  # frozen weights are written once, next to the checkpoints
         kept = (run.folder.checkpoints, frozen_parameters(module), run.start.found)
         frozen = agreed(lambda: keep_frozen(*kept, is_main=run.world.is_main), run.world)
     freezer = BackboneFreezer(module, run.model.built.head_parameter_names)
@@ -168,15 +168,15 @@ def _tuned(run: Run) -> RunModel:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts that predictions about a run depend on.
+    """The properties of a run on which predictions about it depend.
 
     Attributes:
-        config: settings with the resolved precision, and the channels of the images.
+        config: settings, with the resolved precision and number of image channels.
         classes: number of classes.
-        image_size: size of the training images, pixels.
+        image_size: size of the training images, in pixels.
         ranks: number of ranks that share one training state: all, or those of an independent group.
-        ranks_per_machine: how many of these are on each machine.
-        has_gpus: whether they use GPUs.
+        ranks_per_machine: number of these ranks on each machine.
+        has_gpus: whether the ranks use GPUs.
     """
 
     config: TrainConfig
@@ -188,7 +188,7 @@ class RunFacts:
 
 
 def memory_facts(run: Run) -> RunFacts:
-    """Return the facts that determine the memory of a rank."""
+    """Return the facts that determine the memory use of a rank."""
     world, ranks = run.world, run.world.size // run.start.groups  # that share one training state
     resolved: dict[str, Any] = {"precision": run.precision, "image_channels": run.data.preprocessing.channels}
     return RunFacts(
@@ -202,7 +202,7 @@ def memory_facts(run: Run) -> RunFacts:
 
 
 def prepare(config: TrainConfig, world: World, start: Start) -> Run:
-    """Return a prepared run, not yet built; checks come in the order in which mistakes are cheapest to report.
+    """Return a run that is prepared but not yet built; the cheapest checks come first.
 
     This is a collective.
 
@@ -227,7 +227,7 @@ def create_folder(config: TrainConfig, start: Start, world: World) -> RunFolder:
 
     def create() -> RunFolder:
         if config.run_name:
-            check_replaceable(run_folder(config).path / EVALUATION)  # by that of the best epoch
+            check_replaceable(run_folder(config).path / EVALUATION)  # the best epoch's evaluation replaces it
         return create_run_folder(config, start.origin)
 
     created = agreed(lambda: create() if world.is_main else None, world)

@@ -1,10 +1,10 @@
-"""Short trial runs on a run's ranks: for `--learning-rate auto`, `--batch-size auto` and `--minutes`.
+"""Short trials on a run's ranks, for `--learning-rate auto`, `--batch-size auto` and `--minutes`.
 
-A trial is built like the run, on the same data, in a temporary folder inside the run's. It is closed before the run's
-own model is built, so it does not change the training.
+A trial is built like the run, on the same data, in a temporary folder inside the run's folder. The trial is closed
+before the run's own model is built, so it does not change the training.
 
-The trial of `--minutes` trains its steps twice, because the first epoch reads images from files, and others may find
-them in a cache.
+The trial for `--minutes` runs its steps twice, because the first epoch reads images from files, while later epochs may
+find them in a cache.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from zerovision.training.steps.watch import every_step, guard_of
 from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
 
-MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
+MOST_BAD_STEPS = 10  # in a row, after which a trial ends
 
 
 def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, Any]:
-    """Return, as JSON, the conditions of a trial's result: the recipe's settings, the data, and more."""
+    """Return the conditions of a trial's result as JSON values: the recipe, the data, and other settings and facts."""
     names = FIELDS.keys() - CHANGEABLE_ON_RESUME | {"data", "data_root", *more}
     return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)} | facts))
 
 
 def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of an earlier start under the same conditions, or {}."""
+    """Return the result that an earlier start saved under the same conditions, or {}."""
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
         content = json.loads(file.read_text(encoding="utf-8"))
         return content if all(content[name] == value for name, value in about.items()) else {}
@@ -60,25 +60,25 @@ def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrialStopped(Exception):
-    """Raised on every rank at the same point if the run is asked to stop during a trial."""
+    """Raised on every rank at the same point if the run receives a stop signal during a trial."""
 
 
 @contextmanager
 def trial(run: Run, name: str) -> Iterator[Run]:
-    """Build a run, and leave nothing of it behind; a collective.
+    """Build a run for a trial, and remove everything that it leaves behind; a collective.
 
     Args:
         run: the run that the trial is for, with the settings to try.
-        name: name of the trial's folder inside the run's, which is removed.
+        name: name of the trial's folder, which is created inside the run's folder and removed at the end.
 
     Raises:
-        TrialStopped: if the run was asked to stop.
+        TrialStopped: if the run received a stop signal.
     """
     world, folder = run.world, RunFolder(run.folder.path / name, "trial")
     if run.start.stop.poll_now(world):
         raise TrialStopped
     if world.is_main:
-        shutil.rmtree(folder.log_dir, ignore_errors=True)  # of a trial that did not end
+        shutil.rmtree(folder.log_dir, ignore_errors=True)  # left by an interrupted trial
     agreed(lambda: make_folders(folder) if world.is_main else None, world)
     quiet = run.changed(compile="off", progress="off", loggers="none", profile=0, log_every_steps=1)
     built = build(dataclasses.replace(quiet, folder=folder))
@@ -95,27 +95,27 @@ def trial(run: Run, name: str) -> Iterator[Run]:
 
 
 def free_memory(world: World) -> None:
-    """Free a trial's memory before the next model is moved to the device; call it when nothing refers to the trial."""
+    """Free a trial's memory before the next model is moved to the device; nothing may refer to the trial."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError):  # of glibc alone
+    with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
-    """Return a plan and its epochs with this many steps, plus fewer than `epochs` more to make epochs equally long."""
+    """Return a plan and its number of epochs: at least `steps` steps in as few epochs as possible, all equally long."""
     epochs = math.ceil(steps / plan.steps_per_epoch)
     most = math.ceil(steps / epochs) * plan.global_batch
     return dataclasses.replace(plan, num_samples=min(plan.num_samples, most)), epochs
 
 
 class KeptSteps(RunLogger):
-    """Keeps each step's loss and completion time, on every rank.
+    """Records each step's loss and completion time, on every rank.
 
     Attributes:
-        losses: losses in nats; None or NaN for a step without one.
-        times: times in seconds.
+        losses: loss of each step in nats; None or NaN for a step without a loss.
+        times: completion time of each step, in seconds.
     """
 
     def __init__(self) -> None:
@@ -128,17 +128,17 @@ class KeptSteps(RunLogger):
 
 
 def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) -> KeptSteps:
-    """Train, and return the records of the steps; a collective.
+    """Train for a few epochs of a shortened plan, and return the records of the steps; a collective.
 
-    It also ends after `MOST_BAD_STEPS` non-finite steps in a row.
+    Training ends early after `MOST_BAD_STEPS` non-finite steps in a row.
 
     Args:
-        run: the run built for it, with a plan from `shortened`.
-        numbers: indices of the epochs whose images are used, each as far as the plan goes.
-        only_head: whether only the head is trained.
+        run: the run built by `trial`, with a plan from `shortened`.
+        numbers: indices of the epochs whose images are used, as many from each epoch as the plan contains.
+        only_head: whether to train only the head.
 
     Raises:
-        TrialStopped: if the run was asked to stop, after the current step.
+        TrialStopped: after the current step, if the run received a stop signal.
     """
     state, signal, kept = run.state, 0, KeptSteps()
     run = run.changed(epochs=len(numbers), local_steps=1)
@@ -146,9 +146,9 @@ def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) 
     run = dataclasses.replace(run, loggers=Loggers([kept]))
     run = dataclasses.replace(run, observers=Observers(every_step(run, guard), run.clock))
     run.model.freezer.start_epoch(only_head=only_head)
-    with contextlib.suppress(RunEnded):  # nothing but steps that are not finite
+    with contextlib.suppress(RunEnded):  # raised only for non-finite steps
         for place, number in enumerate(numbers):
-            state.progress = dataclasses.replace(state.progress, epoch=place, step=0)  # the schedule goes on
+            state.progress = dataclasses.replace(state.progress, epoch=place, step=0)  # the schedule continues
             signal = train_one_epoch(run, run.readers.train.epoch(number)).stop_signal
             state.sums.reset()
             if signal:
@@ -159,24 +159,24 @@ def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) 
     return kept
 
 
-STEPS = 5  # of each pass; what the first one makes beside its update counts for none
-OF_EVALUATION = 0.5  # of the time of a training step, for as many images: no backward, but their files are read whole
-END_SECONDS = 6.0  # from the last epoch to the end: the files about the run
+STEPS = 5  # of each pass; the set-up work of the first one is not counted
+OF_EVALUATION = 0.5  # share of a training step's time for as many images: no backward, but image files are read whole
+END_SECONDS = 6.0  # from the last epoch to the end, for writing the files about the run
 TRIAL_FOLDER = "time-trial"
 
 
 def limit_epochs(run: Run) -> Run:
-    """Return the run with at most the epochs that `--minutes` allows, and a note for the log; a collective.
+    """Return the run with no more epochs than `--minutes` allows, and a note for the log; a collective.
 
-    A resumed run keeps its epochs; see `saved_and_given`.
+    A resumed run keeps its number of epochs; see `saved_and_given`.
     """
     config, world = run.config, run.world
-    if not config.minutes or config.solver == "lbfgs":  # which has no epochs
+    if not config.minutes or config.solver == "lbfgs":  # lbfgs has no epochs
         return run.changed(minutes=0.0)
     run.start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     try:
         first, others = broadcast_object(_epoch_seconds(run), world)
-    except TrialStopped:  # as the run, which is about to end
+    except TrialStopped:  # the run itself is about to end
         return run.changed(minutes=0.0)
     spent = broadcast_object(time.time() - run.start.began, world)
     left = 60 * config.minutes - spent - END_SECONDS
@@ -190,7 +190,7 @@ def limit_epochs(run: Run) -> Run:
 
 
 def _epoch_seconds(run: Run) -> tuple[float, float]:
-    """Return the seconds of the first epoch, including the final test, and of each other epoch; a collective."""
+    """Return the duration in seconds of the first epoch, with the final test, and of each later epoch; a collective."""
     passes, data = list[float](), run.data
     with trial(run.changed(ema=0.0), TRIAL_FOLDER) as attempt:
         plan, _ = shortened(attempt.plan, min(STEPS, attempt.plan.steps_per_epoch))

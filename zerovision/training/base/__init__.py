@@ -1,1 +1,1 @@
-"""What every other folder may use: errors, files, options, units, and messages about a run."""
+"""The basics that all other folders may import: errors, files, settings, units, and messages about a run."""

@@ -1,4 +1,4 @@
-"""The resources that control groups, such as a container's, leave this process."""
+"""The resources that control groups, such as a container's, allow this process to use."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-OLD_LIMIT = "memory.limit_in_bytes"  # of memory, under version 1
-# A process's own limits of memory, and the line of /proc/self/status that counts against each.
+OLD_LIMIT = "memory.limit_in_bytes"  # file of the memory limit under version 1
+# A process's own memory limits, and for each the line of /proc/self/status that counts toward it.
 OWN_LIMITS = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) -> Iterator[Path]:
-    """Yield the paths where this process's control groups may have a file, innermost first.
+    """Yield the paths at which this process's control groups may have a file, innermost group first.
 
     Args:
         controller: the file's controller, 'memory' or 'cpu'.
-        name: name of the file under version 2.
-        old_name: name of the file under version 1.
+        name: name of the file under version 2 of control groups.
+        old_name: name of the file under version 1 of control groups.
         root: folder that contains /proc and /sys.
     """
     with contextlib.suppress(OSError):
@@ -31,7 +31,7 @@ def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) ->
             _, controllers, group = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
-            # Version 1 may mount several controllers as one; version 2 is beside it then.
+            # Version 1 may mount several controllers as one, with version 2 mounted next to it.
             tops = {"": (".", "unified")}.get(controllers, dict.fromkeys((controllers, controller)))
             inside = Path(group.lstrip("/"))
             for folder in dict.fromkeys((inside, *inside.parents)):  # a container may see its own group at the top
@@ -40,7 +40,7 @@ def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) ->
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Return how many cores this process can use: those it may run on, or fewer under a control group's quota.
+    """Return the number of cores that this process can use: those it may run on, or fewer if a control group limits it.
 
     Args:
         root: folder that contains /proc and /sys.
@@ -67,7 +67,7 @@ def cpu_quota(root: Path = ROOT) -> float:
 
 
 def quota_note(root: Path = ROOT) -> str:
-    """Return a phrase about the quota that leaves this process less than its cores; '' if there is none.
+    """Return a phrase about a CPU quota that is smaller than this process's number of cores; '' without such a quota.
 
     Args:
         root: folder that contains /proc and /sys.
@@ -77,7 +77,7 @@ def quota_note(root: Path = ROOT) -> str:
 
 
 def usable_memory(root: Path = ROOT) -> int:
-    """Return this machine's bytes of memory, or fewer under a control group's limit.
+    """Return this machine's memory in bytes, or a control group's limit if it is lower.
 
     Args:
         root: folder that contains /proc and /sys.
@@ -87,7 +87,7 @@ def usable_memory(root: Path = ROOT) -> int:
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Return the free bytes of the machine and control groups; the kernel's file cache counts as free.
+    """Return the free memory in bytes, within the control groups' limits; the kernel's file cache counts as free.
 
     Args:
         root: folder that contains /proc and /sys.
@@ -102,14 +102,14 @@ def free_memory(root: Path = ROOT) -> int:
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
     """Yield each memory limit in bytes that this process's control groups set, and its file."""
-    for name in ("memory.max", "memory.high"):  # beyond the second the kernel slows the processes down to a halt
+    for name in ("memory.max", "memory.high"):  # above memory.high, the kernel slows processes down to a halt
         for path in group_files("memory", name, OLD_LIMIT, root):
             with contextlib.suppress(OSError, ValueError):  # no such group, or 'max'
                 yield int(path.read_text()), path
 
 
 def _kept_files(statistics: Path) -> int:
-    """Return the bytes of a control group that the kernel can reclaim."""
+    """Return how many bytes of a control group's file cache the kernel can reclaim."""
     with contextlib.suppress(OSError):
         if kept := re.search(r"^inactive_file (\d+)$", statistics.read_text(), re.MULTILINE):
             return int(kept[1])
@@ -122,9 +122,9 @@ def bytes_by_name(text: str) -> dict[str, int]:
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """Return how many processes in this process's control group the kernel has killed for lack of memory.
+    """Return how many processes in this process's control group the kernel has killed because memory ran out.
 
-    If the group has no count, it is the machine's; if there is none at all, as in some sandboxes, it is 0.
+    If the group has no count, return the machine's count; if that is also missing, as in some sandboxes, return 0.
 
     Args:
         root: folder that contains /proc and /sys.

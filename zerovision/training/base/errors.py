@@ -18,14 +18,14 @@ from typing import Any
 from zerovision.training.base.run_folder import as_typed, cure_of_missing
 
 USER_ERROR_EXIT_CODE = 2
-TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
+TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps steps in a row had no finite gradient
 DIVERGED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: the run finished, and its last epoch had diverged
 CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: saves have failed for too long
-WRONG_GRADIENT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: --audit has found a machine that computes wrong
+WRONG_GRADIENT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: --audit has found a machine that computes wrong results
 OUT_OF_MEMORY_EXIT_CODE = 71  # EX_OSERR of sysexits.h: a rank could not get memory
-FILE_SERVER_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: another start may succeed, as where images cannot be read now
-RANK_0_MESSAGE_SECONDS = 2.0  # a launcher ends all ranks when one exits: the others wait until rank 0 has printed
-JOINERS = "\u200c\u200d"  # of letters in Persian and Indic scripts, and of emoji; terminals do not interpret them
+FILE_SERVER_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: another start may succeed, e.g. after a file server failed
+RANK_0_MESSAGE_SECONDS = 2.0  # a launcher ends all ranks when one exits, so the other ranks let rank 0 print first
+JOINERS = "\u200c\u200d"  # join letters in Persian and Indic scripts, and emoji; terminals do not interpret them
 
 
 def printable(text: str) -> str:
@@ -39,25 +39,25 @@ def printable(text: str) -> str:
 
 
 def one_line(error: object, most: int = 200) -> str:
-    """Return a message without line breaks and control characters, cut after `most` characters."""
+    """Return a message without line breaks or control characters, truncated after `most` characters."""
     text = printable(" ".join(str(error).split()))
     return text if len(text) <= most else text[:most] + "..."
 
 
 def shown(value: Any) -> str:
-    """Return a short text for a value that may be huge or deeply nested."""
+    """Return a short representation of a value that may be huge or deeply nested."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 100
     try:
         return one_line(short.repr(value))
-    except ValueError:  # Python formats no whole number of more than 4300 digits
+    except ValueError:  # Python does not format integers of more than 4300 digits
         return "a huge number"
 
 
 class UserError(Exception):
     """A mistake in the user's input; the message is the single line to print, without control characters.
 
-    Its commands are those that the user can type; see `as_typed`.
+    Commands in the message are shown as the user can type them; see `as_typed`.
     """
 
     def __init__(self, message: str) -> None:
@@ -65,11 +65,11 @@ class UserError(Exception):
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' with the names that begin with the given one, or else the most similar name.
+    """Return ' Did you mean ...?' with the names that begin with the given name, or else the most similar name.
 
     Args:
         given: the unknown name.
-        allowed: the known ones.
+        allowed: the known names.
 
     Returns:
         The question; '' if no name is similar.
@@ -87,7 +87,7 @@ def unknown_name(kind: str, given: str, allowed: Iterable[str], hint: str = "") 
     Args:
         kind: kind of name.
         given: the unknown name.
-        allowed: the known ones.
+        allowed: the known names.
         hint: an additional sentence, or ''.
     """
     names = list(allowed)
@@ -104,17 +104,17 @@ def names_elsewhere() -> dict[str, Any]:
 
 
 def plain(word: str) -> str:
-    """Return a name in lower case, with '-' for '_', without leading dashes and Lightning's section, for comparison."""
+    """Normalize a name for comparison: lower case, '-' for '_', no leading dashes, no section as in Lightning."""
     return word.lower().replace("_", "-").lstrip("-").rpartition(".")[2]
 
 
 def ours(word: str, here: Collection[str], kind: str = "") -> str:
-    """Return a sentence with our name for another trainer's word, '' if it is in no table.
+    """Return a sentence with our name for another trainer's word, or '' if no table contains the word.
 
     Args:
-        word: the word as given.
-        here: the existing names; other suggestions are left out.
-        kind: what the word names, a key of the table's `values`; '' for a flag.
+        word: the word as the user gave it.
+        here: the names that exist in this context; no other name is suggested.
+        kind: kind of name, a key of the table's `values`; '' for a flag.
     """
     tables = names_elsewhere()
     for answer, words in (tables["values"].get(kind, {}) if kind else tables["flags"]).items():
@@ -134,7 +134,7 @@ class AgreedError(UserError):
 
 
 class FileServerError(Exception):
-    """A file or folder cannot be read for now; neither the user nor the file is at fault.
+    """A file or folder temporarily cannot be read; neither the user nor the file is at fault.
 
     Args:
         path: path to the file or folder.
@@ -143,7 +143,7 @@ class FileServerError(Exception):
     """
 
     def __init__(self, path: str, reason: str, seconds: float) -> None:
-        super().__init__(path, reason, seconds)  # all of them, so that it can be sent between processes
+        super().__init__(path, reason, seconds)  # all arguments, so that the error can be pickled
 
     def __str__(self) -> str:
         path, reason, seconds = self.args
@@ -162,7 +162,7 @@ class RunEnded(Exception):
 
     Attributes:
         exit_code: the exit code of every rank.
-        step: the run's step, from 1, at which it gave up.
+        step: the step, counted from 1, at which the run gave up.
     """
 
     def __init__(self, message: str, exit_code: int, step: int) -> None:
@@ -170,7 +170,7 @@ class RunEnded(Exception):
         self.exit_code, self.step = exit_code, step
 
 
-# By a part of the exception's text: failures of other processes, or of limits, rather than of a rank's own code.
+# By part of the exception's text: failures caused by other processes or by limits, not by a rank's own code.
 _KNOWN_FAILURES = {
     "DataLoader worker": "a data worker of rank {rank} died: {error}",
     "Too many open files": "rank {rank} cannot open enough files: raise 'ulimit -n', or give fewer --workers",
@@ -180,13 +180,13 @@ _KNOWN_FAILURES = {
 
 
 def check_installed(*modules: str) -> None:
-    """Raise a UserError with what to type for the first missing module; imports none of them."""
+    """Raise a UserError that says what to type for the first missing module; no module is imported."""
     for name in modules:
         if find_spec(name) is None:
             raise UserError(f"{sys.executable} has no module {name!r}: {cure_of_missing(name)}.")
 
 
 def known_failure(error: Exception, rank: int) -> str | None:
-    """Return one line for an exception that another process or a limit caused; None for any other."""
+    """Return one line for an exception caused by another process or a limit, or None for any other exception."""
     text = " ".join(str(error).split())
     return next((line.format(rank=rank, error=text) for sign, line in _KNOWN_FAILURES.items() if sign in text), None)

@@ -1,4 +1,4 @@
-"""Files and folders that get their names only when complete; text files of a user, CSV files, and hashes."""
+"""Files and folders that get their names only when complete, text files from users, CSV files, and hashes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zerovision.training.base.errors import UserError
 
 # name, owner, kind: .model.safetensors.node01+4026531836+4711+99887766.tmp
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
-# What safetensors 0.8 writes beside the file that it was asked for, and renames; a killed program leaves it.
+# safetensors 0.8 writes to such a name next to its target, then renames the file; a killed program leaves it behind.
 _OF_SAFETENSORS = re.compile(r"\.tmp[A-Za-z0-9]{6}")
-SECONDS_OF_OTHERS = 86400.0  # another machine's files count as left behind after so long without a change
-NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # that of folders on CIFS, and of some FUSE servers
+SECONDS_OF_OTHERS = 86400.0  # after this long without a change, another machine's files count as abandoned
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # fsync of folders on CIFS and some FUSE servers
 LOOK_SECONDS = 0.1
 
 
@@ -46,11 +46,11 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def errors_of_writing(place: Path, cure: str = "") -> Iterator[None]:
-    """Raise a UserError instead of an OSError: that nothing can be written there, or that another file failed.
+    """Convert an OSError to a UserError that says that `place` cannot be written, or that another file failed.
 
     Args:
-        place: the file or folder.
-        cure: what to do if nothing can be written there, a sentence.
+        place: the file or folder to write.
+        cure: a sentence that says what to do if `place` cannot be written.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def errors_of_writing(place: Path, cure: str = "") -> Iterator[None]:
 
 
 def _is_of(place: Path, file: Path) -> bool:
-    """Return whether writing `place` involves a file: below it, above it, or unfinished beside it."""
+    """Return whether writing `place` involves `file`: a file inside it, a folder above it, or an unfinished version."""
     if file in place.parents:
         return True
     below = file.relative_to(place.parent).parts if file.is_relative_to(place.parent) else ("",)
@@ -71,15 +71,15 @@ def _is_of(place: Path, file: Path) -> bool:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; the file replaces `path` if the block ends without error.
+    """Yield a temporary path next to `path`; the file written there replaces `path` if the block ends without an error.
 
-    A failure leaves the old file, and nothing beside it.
+    After a failure, the old file is unchanged and the temporary file is removed.
 
     Args:
-        path: the file.
+        path: the file to replace.
         durable: whether to wait until the new content, and then its name, are on disk.
-        follows: whether to keep a link and replace the file that it points to; what is not a file, such as `/dev/null`,
-            is written directly.
+        follows: whether to keep a symbolic link and replace the file that it points to; anything that is not a regular
+            file, such as `/dev/null`, is written directly.
     """
     if follows:
         if path.exists() and not path.is_file():
@@ -100,9 +100,9 @@ def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> It
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder` to fill; it replaces `folder` if the block ends without error.
+    """Yield an empty folder next to `folder` to fill; it replaces `folder` if the block ends without an error.
 
-    A link stays, and the folder that it points to is replaced.
+    If `folder` is a symbolic link, the folder that it points to is replaced.
     """
     folder = Path(os.path.realpath(folder))
     remove_leftovers(folder.parent)
@@ -121,9 +121,9 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_by_library(path: Path) -> Iterator[Path]:
-    """Yield a name for a library to write to; the file replaces `path`, durably, if the block ends without error.
+    """Yield a path for a library to write to; the file durably replaces `path` if the block ends without an error.
 
-    The name is in a separate folder: if the library is killed, its leftovers are removed with the folder, see
+    The yielded path is in a separate folder, so that the leftovers of a killed library are removed with the folder; see
     `remove_leftovers`. The file gets the permissions of any new file (umask, ACLs), whatever the library sets.
     """
     folder = unfinished(path, "tmp")
@@ -146,15 +146,15 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def unfinished(path: Path, kind: str) -> Path:
-    """Return the name beside `path` under which this process prepares it; `kind` is 'new', 'old' or 'tmp'."""
+    """Return this process's temporary name for `path`, in the same folder; `kind` is 'new', 'old' or 'tmp'."""
     return path.with_name(f".{path.name[:100]}.{process_space()}+{os.getpid()}+{process_start_ticks('self')}.{kind}")
 
 
 def check_renames(folder: Path) -> None:
-    """Rename a folder with a file in it, and a file over another, as every save does; leave nothing behind.
+    """Try the renames that every save needs: a folder with a file in it, and a file over another; leave nothing behind.
 
     Raises:
-        OSError: if the file system cannot do that, such as a mounted object store.
+        OSError: if the file system, such as a mounted object store, does not support these renames.
     """
     place = unfinished(folder / "renames", "tmp")
     try:
@@ -170,16 +170,16 @@ def check_renames(folder: Path) -> None:
 def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bool = False) -> None:
     """Remove the unfinished files and folders of dead processes from a folder.
 
-    Whether a process lives is visible only from its own machine and container. A folder that was moved aside
-    to be replaced, but never was, gets its name back.
+    Whether a process is alive is visible only on its own machine and in its own container. A folder that was moved
+    aside for a replacement that never came gets its name back.
 
     Args:
-        folder: the folder.
+        folder: the folder to clean up.
         ours: names of files that no other process is writing.
-        of_library: whether to remove safetensors' own unfinished files too. Their names do not show what they are, so
-            do this only in folders in which nothing else writes.
+        of_library: whether to also remove safetensors' own unfinished files. Their names do not show what they are, so
+            use this only for folders to which nothing else writes.
     """
-    with contextlib.suppress(OSError):  # nothing depends on what cannot be listed or removed
+    with contextlib.suppress(OSError):  # leftovers that cannot be listed or removed do no harm
         for path in list(folder.iterdir()):
             if of_library and _OF_SAFETENSORS.fullmatch(path.name) and path.is_file() and not _is_being_written(path):
                 path.unlink(missing_ok=True)
@@ -205,14 +205,15 @@ def _is_recent(path: Path) -> bool:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether a process has the file open, as safetensors does until the end, or whether another user's process
-    may.
+    """Return whether a process has the file open, as safetensors does while it writes.
+
+    A recent file of another user counts as open, because that user's processes are not visible.
     """
     facts = path.stat()
     if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):
         return True
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # closed by now, or of another user
+        with contextlib.suppress(OSError):  # already closed, or another user's
             if os.path.samestat(descriptor.stat(), facts):
                 return True
     return False
@@ -220,7 +221,7 @@ def _is_being_written(path: Path) -> bool:
 
 @functools.cache
 def process_space() -> str:
-    """Return the machine and container in which our process ids are valid."""
+    """Return the name of the machine and container in which this process's id is valid."""
     host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:60] or "host"
     return f"{host}+{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -233,15 +234,15 @@ def process_start_ticks(pid: str) -> str:
 
 
 def existing_part(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
+    """Return the folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.resolve().parents) if path.exists())
 
 
 def leave_mark(folder: Path) -> Path:
-    """Write a file into a folder, or into the nearest existing one above it; the caller removes it.
+    """Create a marker file in a folder, or in its nearest existing parent; the caller removes the file.
 
     Raises:
-        OSError: if nothing can be written there.
+        OSError: if the file cannot be written.
     """
     handle, name = tempfile.mkstemp(dir=existing_part(folder), prefix=".zerovision-shared-")
     os.close(handle)
@@ -251,8 +252,9 @@ def leave_mark(folder: Path) -> Path:
 def sees_mark(mark: Path, seconds: float) -> bool:
     """Return whether another machine's mark exists, or appears within this many seconds.
 
-    A client of a network disk may cache a missing name for a while. It asks its server again when a folder is opened
-    (close-to-open consistency, nfs(5)), so the mark's folder and its parent are opened before each check.
+    The client of a network file system may cache for a while that a file does not exist. It queries the server again
+    when a folder is opened (close-to-open consistency, nfs(5)), so the mark's folder and its parent are opened before
+    each check.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -267,8 +269,8 @@ def sees_mark(mark: Path, seconds: float) -> bool:
 
 
 LARGEST_BYTES = 2**20
-# What begins a formula, also after a spreadsheet has taken off white space, and in the full width of Chinese and
-# Japanese input: https://owasp.org/www-community/attacks/CSV_Injection
+# Characters that begin a formula, including white space that a spreadsheet strips, and the full-width forms in Chinese
+# and Japanese input: https://owasp.org/www-community/attacks/CSV_Injection
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 
 
@@ -290,16 +292,16 @@ def read_small_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file's content, hexadecimal."""
+    """Return the sha256 of a file's content, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def csv_line(row: Iterable[Any]) -> str:
-    r"""Return an inert row for a file opened with `newline=""`; it ends in \n.
+    r"""Return a row as inert CSV text that ends in \n, for a file opened with `newline=""`.
 
-    Python's writer quotes a line break in a cell only if it is one of those that end its rows, and readers end a row at
-    each of \n, \r and \r\n.
+    Python's writer quotes a line break in a cell only if the writer's own line terminator contains it, but readers end
+    a row at any of \n, \r and \r\n.
     """
     line = io.StringIO()
     csv.writer(line, lineterminator="\r\n").writerow(inert(row))
@@ -307,16 +309,16 @@ def csv_line(row: Iterable[Any]) -> str:
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Write a file of rows under a header; file names keep bytes that are not text."""
+    """Write a header and rows to a file; bytes in file names that are not valid text are preserved."""
     with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
         stream.writelines(map(csv_line, (header, *rows)))
 
 
 def inert(row: Iterable[Any]) -> list[Any]:
-    """Return a row whose texts cannot start a formula: those that would get a single quote in front; numbers stay."""
+    """Return a row with a single quote before each text that could start a formula; numbers are unchanged."""
     return [f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA_STARTS) else cell for cell in row]
 
 
 def as_given(cell: str) -> str:
-    """Return the text that `inert` was given."""
+    """Return the text that a cell had before `inert`."""
     return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA_STARTS) else cell

@@ -6,11 +6,11 @@ The launcher makes the folder and passes its path in `FOLDER_VARIABLE`. It conta
     stack-<r>.txt     the Python stacks of rank r, written on SIGUSR2
     run-name          the run's name, for a restart
     checkpoint        the position of the newest checkpoint saved since the last start
-    owner             the mark of the launch, locked by the process that made the folder
-    success           written by rank 0 when training is done; without it an exit code of 0 counts as a failure
+    owner             the mark of the launch, locked by the process that created the folder
+    success           written by rank 0 when training is done; without it, an exit code of 0 counts as a failure
 
-No rank ever fails because of this folder: what cannot be written is left out. It is also the ranks' TMPDIR, so that a
-killed process's files are removed with it.
+No rank ever fails because of this folder: a file that cannot be written is skipped. The folder is also the ranks'
+TMPDIR, so that the temporary files of a killed process are removed with it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from pathlib import Path
 from zerovision.training.base.files import replacing
 
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"
-LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # in the environment of everything that one launch starts: survives re-parenting
-CALLER_VARIABLE = "ZEROVISION_CALLER"  # process that starts the launcher, which stops the ranks if it dies
+LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # set for every process that one launch starts; survives re-parenting
+CALLER_VARIABLE = "ZEROVISION_CALLER"  # id of the launcher's caller; if it dies, the launcher stops the ranks
 RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # how often this launch has been restarted: 0 at the first start
-RUN_ID_VARIABLE = "ZEROVISION_RUN_ID"  # of one start: the prefix of its ranks' store
+RUN_ID_VARIABLE = "ZEROVISION_RUN_ID"  # identifies one start: prefix of keys in its ranks' store
 RUN_NAME, CHECKPOINT, SUCCESS = "run-name", "checkpoint", "success"
-ENDED = "ended"  # the phase of a rank's last beat
+ENDED = "ended"  # the phase in a rank's last heartbeat
 RECORD_BYTES = 512
 CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
-LONGEST_NAME = 80  # of a phase or a host: a record must fit its bytes
+LONGEST_NAME = 80  # characters of a phase or a host, so that a record fits into its bytes
 PR_SET_PDEATHSIG = 1
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
-LEAVE_SECONDS = 60.0  # that a rank which has ended may wait for whoever reads what it has printed
-SLOW_IMPORT_S = 300.0  # a thousand ranks that read torch from one network disk at once
+LEAVE_SECONDS = 60.0  # for which a rank that has ended may wait for the reader of its output
+SLOW_IMPORT_S = 300.0  # for a thousand ranks that import torch from one network disk at the same time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Heartbeat:
     Attributes:
         rank: the rank's number in its world.
         host: name of the machine.
-        pid: process of the rank.
+        pid: process id of the rank.
         phase: the current phase, such as "step"; `ENDED` in the last heartbeat.
-        step: optimizer steps done, -1 before the first.
-        time: wall clock, seconds since 1970.
+        step: number of optimizer steps done; -1 before the first.
+        time: wall-clock time, in seconds since 1970.
         monotonic: `time.monotonic` of this machine, in seconds.
-        allowed_s: seconds within which the next beat is due.
-        exit_code: the rank's exit code, in its last beat.
+        allowed_s: seconds within which the next heartbeat is due.
+        exit_code: the rank's exit code, in its last heartbeat; None in others.
     """
 
     rank: int
@@ -92,10 +92,10 @@ class HeartbeatWriter:
         """Open the record of this rank.
 
         Args:
-            folder: the launch's folder; None (started without our launcher) makes every method do nothing.
+            folder: the launch's folder; with None, for a start without our launcher, every method does nothing.
             rank: this rank's number.
-            hang_timeout_s: seconds without a heartbeat after which the rank counts as hung, unless a heartbeat says
-                otherwise.
+            hang_timeout_s: seconds without a heartbeat after which the rank counts as hung, unless its last heartbeat
+                sets another limit.
         """
         self._folder, self._rank, self._hang_timeout_s = folder, rank, hang_timeout_s
         self._host = socket.gethostname()[:LONGEST_NAME]
@@ -108,7 +108,7 @@ class HeartbeatWriter:
 
     @classmethod
     def of_this_process(cls, hang_timeout_s: float) -> HeartbeatWriter:
-        """Return the writer of this rank, after its first heartbeat; it writes nothing without our launcher."""
+        """Return this rank's writer after writing its first heartbeat; without our launcher, nothing is written."""
         folder, rank = os.environ.get(FOLDER_VARIABLE), os.environ.get("RANK", "0")
         writer = cls(Path(folder) if folder else None, int(rank) if rank.isdigit() else 0, hang_timeout_s)
         writer.watch_stacks()
@@ -120,20 +120,20 @@ class HeartbeatWriter:
     def beat(self, phase: str, step: int = -1, allowed_s: float | None = None) -> None:
         """Write a heartbeat; the next one is due within `allowed_s` seconds (by default the hang timeout).
 
-        It takes microseconds, so it may be called at every optimizer step.
+        A call takes microseconds, so this may be called at every optimizer step.
         """
         self._write(phase, step, self._hang_timeout_s if allowed_s is None else allowed_s)
 
     def ended(self, exit_code: int) -> None:
-        """Write the last beat, with the exit code of this rank."""
+        """Write the last heartbeat, with the exit code of this rank."""
         self._write(ENDED, -1, self._hang_timeout_s + LEAVE_SECONDS, exit_code)
 
     def run_name(self, name: str) -> None:
-        """Write the run's name on rank 0; a restart continues in its folder."""
+        """On rank 0, write the run's name, so that a restart continues in the run's folder."""
         self._replace(RUN_NAME, name)
 
     def checkpoint_saved(self, position: int) -> None:
-        """Write the position of a complete checkpoint on rank 0; a newer one resets the restart count."""
+        """On rank 0, write the position of a complete checkpoint; a newer position resets the restart count."""
         self._replace(CHECKPOINT, str(position))
 
     def succeeded(self) -> None:
@@ -157,7 +157,7 @@ class HeartbeatWriter:
         try:
             os.pwrite(self._descriptor, beat.record(), 0)
         except OSError:
-            # A record that grows old would look like a hang: a rank that cannot write is not watched.
+            # A stale record would look like a hang, so a rank that cannot write is no longer watched.
             self._descriptor = -1
             with contextlib.suppress(OSError):
                 self._file.unlink()
@@ -170,12 +170,12 @@ class HeartbeatWriter:
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's stacks."""
+    """Return the path of the file for a rank's stacks."""
     return folder / f"stack-{rank}.txt"
 
 
 def end_with_parent(parent: int = 0) -> None:
-    """Request SIGTERM when the parent process dies; does nothing without prctl.
+    """Request a SIGTERM for this process when its parent dies; does nothing without prctl.
 
     Call this only in processes that a launcher started; otherwise a process would end with its shell. The kernel sends
     the signal when the parent's *thread* that created this process ends, so launchers create ranks in their main
@@ -187,17 +187,17 @@ def end_with_parent(parent: int = 0) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         now = os.getppid()
-        if now != parent if parent else now == 1 and not _process_1_started_us():  # it died before
+        if now != parent if parent else now == 1 and not _process_1_started_us():  # the parent has already died
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_caller() -> None:
-    """Call `end_with_parent` for the process that `CALLER_VARIABLE` names, if there is one."""
+    """Call `end_with_parent` for the process that `CALLER_VARIABLE` names, if it is set."""
     if caller := os.environ.pop(CALLER_VARIABLE, ""):
         end_with_parent(int(caller))
 
 
 def _process_1_started_us() -> bool:
-    """Whether process 1 is the launcher itself, as in a container; its command line then names our script."""
+    """Return whether process 1 is the launcher, as in a container; its command line then contains our script's name."""
     script = os.fsencode(Path(sys.argv[0]).name)
     return bool(script) and script in Path("/proc/1/cmdline").read_bytes()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from zerovision.training.base.errors import UserError
 
-# A socket's path may have 107 bytes; those of multiprocessing add '/pymp-12345678/listener-12345678'.
+# A socket's path may have 107 bytes; multiprocessing appends '/pymp-12345678/listener-12345678' to the folder.
 LONGEST_PLACE = 107 - 32
 SAFE_PATH = "PYTHONSAFEPATH"
 OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
@@ -17,10 +17,10 @@ OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 
 @contextlib.contextmanager
 def current_folder_kept_out() -> Iterator[None]:
-    """Start every Python process inside the block with -P; also a decorator.
+    """Make every Python process that is started inside the block run as with `-P`; also works as a decorator.
 
-    Processes started with `-c` and `-m`, such as multiprocessing's, would import a random.py from the current folder.
-    Outside the block, the caller's processes are not affected.
+    Processes started with `-c` or `-m`, such as those of multiprocessing, would otherwise import a `random.py` from the
+    current folder. Processes started outside the block are not affected.
     """
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
@@ -35,10 +35,10 @@ def socket_place(subfolder: str = "") -> str:
     """Return the folder for temporary files, or another one if its path is too long for sockets.
 
     Args:
-        subfolder: the subfolder that is to contain the sockets.
+        subfolder: name of the subfolder for the sockets.
 
     Raises:
-        UserError: if there is none.
+        UserError: if no suitable folder can be written.
     """
     wanted, longest = "", LONGEST_PLACE - len(subfolder)
     with contextlib.suppress(OSError):
@@ -53,13 +53,13 @@ def socket_place(subfolder: str = "") -> str:
 
 
 def is_as_asked(place: str) -> bool:
-    """Return whether a folder for temporary files is the one that TMPDIR names, if it is set."""
+    """Return whether a folder for temporary files is the folder that TMPDIR names, or TMPDIR is not set."""
     return os.path.abspath(os.environ.get("TMPDIR") or place) == place
 
 
 @contextlib.contextmanager
 def temporary_files_in(place: str) -> Iterator[None]:
-    """Let `tempfile` use this folder inside the block."""
+    """Make `tempfile` use this folder inside the block."""
     before, tempfile.tempdir = tempfile.tempdir, place
     try:
         yield

@@ -1,4 +1,4 @@
-"""Handles standard output and error that cannot be written: a training goes on, other scripts may end."""
+"""Handles standard output and error that can no longer be written: training continues, other scripts may exit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from zerovision.training.base.errors import UserError
 
-KEEP_UP_SECONDS = 0.5  # that a write may take; for a longer one nothing waits
-MOST_WAITING = 16 * 2**20  # bytes, of a process's standard output or error
+KEEP_UP_SECONDS = 0.5  # longest wait for a write
+MOST_WAITING = 16 * 2**20  # bytes that are buffered for standard output, and for standard error
 
 
 class ReaderGone(Exception):
@@ -24,12 +24,12 @@ class ReaderGone(Exception):
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that discards output after the first failed write."""
+    """A file that discards all output after the first failed write."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except OSError as error:  # the reader of a pipe or socket has gone, the terminal is closed, the disk is full
+        except OSError as error:  # the reader of a pipe or socket is gone, the terminal is closed, the disk is full
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -37,14 +37,14 @@ class _LastingFile(io.FileIO):
             return super().write(data)
 
     def failed(self, error: OSError) -> None:
-        """Continue without output."""
+        """Handle the first failed write; unless overridden, do nothing."""
 
 
 class _UnhurriedFile(_LastingFile):
-    """A `_LastingFile` that never waits for a reader: a terminal may be paused (Ctrl-S), or a pipe full.
+    """A `_LastingFile` that is not blocked by its reader, such as a paused terminal (Ctrl-S) or a full pipe.
 
-    A thread writes. While it keeps up, each write waits for it, so output normally appears at once and in order. If it
-    falls behind, the last `MOST_WAITING` bytes wait in memory.
+    A thread does the writing. While it keeps up, each write waits for it, so output normally appears immediately and in
+    order. If the thread falls behind, the last `MOST_WAITING` bytes are kept in memory.
     """
 
     def __init__(self, descriptor: int, mode: str, *, closefd: bool) -> None:
@@ -52,8 +52,8 @@ class _UnhurriedFile(_LastingFile):
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes, self._left_out_bytes, self._keeps_up = 0, 0, True
         self._changed = threading.Condition()
-        self._process = 0  # that has the thread: no fork does
-        with contextlib.suppress(RuntimeError):  # too many threads: all is written at once
+        self._process = 0  # the process that has the thread: a fork does not have it
+        with contextlib.suppress(RuntimeError):  # too many threads: everything is written directly
             threading.Thread(target=self._write_waiting, daemon=True).start()
             self._process = os.getpid()
 
@@ -74,9 +74,9 @@ class _UnhurriedFile(_LastingFile):
         return len(content)
 
     def finish(self, seconds: float | None) -> None:
-        """Wait until everything is written, or for this many seconds; None waits without a limit.
+        """Wait until everything is written, but no longer than `seconds`; None means no limit.
 
-        Later output is written at once or dropped.
+        Later output is written directly, or may be lost if the limit was reached.
         """
         with self._changed:
             is_done = self._changed.wait_for(lambda: not self._waiting, seconds)
@@ -90,7 +90,7 @@ class _UnhurriedFile(_LastingFile):
                 self._waiting_bytes -= len(rest)
             while rest:
                 written = super().write(rest)
-                if written is None:  # another process has let the terminal refuse what it cannot take at once
+                if written is None:  # another process made the terminal non-blocking, and it is full
                     time.sleep(KEEP_UP_SECONDS)
                 rest = rest[written or 0 :]
             with self._changed:
@@ -104,21 +104,21 @@ class _UnhurriedFile(_LastingFile):
 
 
 def outlast_readers() -> None:
-    """Let this process continue if its standard output or error cannot be written, and never wait for a reader."""
+    """Keep this process running if its standard output or error cannot be written, and never block on a reader."""
     sys.stdout = _replaced(sys.stdout, _UnhurriedFile)
     sys.stderr = _replaced(sys.stderr, _UnhurriedFile)
     atexit.register(_finish_at_exit)
 
 
 def _finish_at_exit() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # handled until now: they end the wait
+    for number in (signal.SIGINT, signal.SIGTERM):  # handled until now: from here on, they end the wait
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     finish_output(None)
 
 
 def finish_output(seconds: float | None) -> None:
-    """Wait until standard output and error are written, or for this many seconds, before the process ends."""
+    """Before the process ends, wait until standard output and error are written, at most `seconds` for each."""
     for stream in (sys.stdout, sys.stderr):
         file = getattr(getattr(stream, "buffer", None), "raw", None)
         if isinstance(file, _UnhurriedFile):
@@ -127,9 +127,9 @@ def finish_output(seconds: float | None) -> None:
 
 
 def report_failed_output(*, is_product: bool) -> None:
-    """Let standard output raise `UserError` if it cannot be written, `ReaderGone` if the product has no reader.
+    """Make standard output raise `UserError` if it cannot be written, or `ReaderGone` if its reader is gone.
 
-    Without a reader, other scripts go on.
+    A script for which standard output is not the product continues without a reader.
     """
 
     class Reporting(_LastingFile):

@@ -1,8 +1,9 @@
-"""Assigns the micro-batches of a step to ranks: the leaves of the tree along which gradients are added.
+"""Assigns the micro-batches of a step to ranks: they are the leaves of the tree along which gradients are added.
 
-A step has R x A leaves, on R ranks with A micro-steps each. The assignment changes no bit of the sum, so the most
-efficient one is used. If a rank keeps whole gradients, its leaves are neighbors: it adds them first, and sends one
-sum. If it keeps a part of the gradients, the leaves of one micro-step are neighbors: each part is added at once.
+A step has R x A leaves, on R ranks with A micro-steps each. The assignment does not change a bit of the sum, so the
+most efficient one is used. If a rank keeps whole gradients, its leaves are neighbors: the rank adds their gradients and
+sends one sum. If a rank keeps a part of the gradients, the leaves of each micro-step are neighbors: the part is added
+after every micro-step.
 """
 
 from __future__ import annotations

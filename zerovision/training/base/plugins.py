@@ -1,6 +1,6 @@
-"""A user's own files: `--plugin FILE.py` adds lines to our tables, in every process of a run.
+"""Plug-ins: `--plugin FILE.py` loads a user's own file, which adds entries to our tables, in every process of a run.
 
-A file is code, so only files that the user names are loaded, never those that a run, a checkpoint or a hub names.
+A plug-in is code, so only files that the user names are loaded, never files that a run, a checkpoint or a hub names.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from zerovision.training.base.errors import UserError, one_line, shown
 
 FLAG = "--plugin"
 USAGE = "A Python file that adds networks, augmentations and so on, as in examples/; may be repeated."
-IN_FILES = "plugins"  # the key of what `names_of` returns in weights files
-DIGITS = 16  # of the sha256 that tells two states of a file apart
-_LOADED: dict[str, str] = {}  # FILE@SHA256 by name of the module
+IN_FILES = "plugins"  # key in weights files for the result of `names_of`
+DIGITS = 16  # of the sha256, enough to detect that a file has changed
+_LOADED: dict[str, str] = {}  # FILE@SHA256 by module name
 
 
 def load_plugins(files: str) -> str:
-    """Import files, once per process; return `FILE@SHA256,...` with absolute paths, which this function also accepts.
+    """Import comma-separated files, each once per process.
+
+    Returns:
+        `FILE@SHA256,...` with absolute paths; `files` may also have this form.
 
     Raises:
         UserError: for a file that cannot be imported, or whose hash has changed.
@@ -50,7 +53,7 @@ def _load(file: str) -> str:
 
 
 def _import(name: str, path: Path, content: bytes, given: str) -> None:
-    """Run these bytes of a file as a module that can be imported by name."""
+    """Execute a file's content as a module that can be imported by name."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
         raise UserError(f"{FLAG} {given}: expected a file that ends with .py.")
@@ -65,7 +68,7 @@ def _import(name: str, path: Path, content: bytes, given: str) -> None:
 
 
 def files_in(words: Sequence[str]) -> str:
-    """Return the `--plugin` values of a command line, before it can be parsed."""
+    """Return the `--plugin` values of a command line that has not been parsed yet."""
     pairs = ((*word.partition("="), after) for word, after in zip(words, [*words[1:], ""], strict=False))
     return ",".join(value if equals else after for flag, equals, value, after in pairs if flag == FLAG)
 
@@ -81,10 +84,10 @@ def loaded() -> str:
 
 
 def require_plugins(what: str, needed: Iterable[Any]) -> list[str]:
-    """Check that files with these names are loaded; return those whose content has changed.
+    """Check that plug-ins with these names are loaded; return those whose content has changed.
 
     Raises:
-        UserError: if one is not loaded.
+        UserError: if a plug-in is not loaded.
     """
     here = {name.rpartition("@")[0]: name for name in names_of(loaded())}
     for file in (str(name).rpartition("@")[0] for name in needed):
@@ -96,7 +99,7 @@ def require_plugins(what: str, needed: Iterable[Any]) -> list[str]:
 
 
 class LoadedPlugins:
-    """The files loaded in this process; a process that unpickles it loads the same files before it reads on."""
+    """Represents the plug-ins loaded in this process; another process that unpickles it loads the same files."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_plugins, (loaded(),)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from zerovision.training.tasks.scores import Scores
 
-# What --best-by may choose the best epoch by.
+# The scores by which --best-by can choose the best epoch.
 SCORE_NAMES = {
     "top1": "top-1",
     "top5": "top-5",
@@ -38,7 +38,7 @@ def show_score(name: str, value: float) -> str:
 
 
 def says_top5(classes: int, task: str) -> bool:
-    """Whether to show top-5: with at most 5 classes it is always 100 %, and with several labels it measures nothing.
+    """Return whether to show top-5, which is always 100 % with at most 5 classes, and meaningless with several labels.
 
     Args:
         classes: number of classes.
@@ -53,9 +53,9 @@ def has_top5(scores: Mapping[str, Any]) -> bool:
 
 
 def merit(score: str, value: float | None) -> float:
-    """Convert a score to a number of which more is better, and back.
+    """Convert a score to a number for which more is better, or convert such a number back.
 
-    A missing value and NaN are worse than all others.
+    A missing value or NaN is converted to a number that is worse than all others.
     """
     return -math.inf if value is None or math.isnan(value) else -value if score == "loss" else value
 
@@ -66,7 +66,7 @@ def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def best_epoch(epochs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the line of the best epoch, None if no score is a number; `Progress.is_beaten_by` decides a tie."""
+    """Return the line of the best epoch, None if no score is a number; for ties, see `Progress.is_beaten_by`."""
     lines = (line for line in epochs if not line.get("diverged"))
     ranked = ((merit(*score_in(line)), merit("loss", line.get("val_loss")), -line["epoch"], line) for line in lines)
     best = max(ranked, key=lambda one: one[:3], default=(-math.inf, 0.0, 0, None))
@@ -77,14 +77,14 @@ class DeviceUse(NamedTuple):
     """Memory of rank 0, and utilization of the devices; None for unknown values.
 
     Attributes:
-        memory_bytes: peak memory: of tensors on a GPU, resident on a CPU.
-        memory_allocated_bytes: current memory: of tensors on a GPU, resident on a CPU.
+        memory_bytes: peak memory: of tensors on a GPU, resident memory on a CPU.
+        memory_allocated_bytes: current memory: of tensors on a GPU, resident memory on a CPU.
         memory_reserved_bytes: memory that PyTorch has reserved on a GPU, None on a CPU.
-        tflops_per_second: 10**12 operations of the model per second and rank.
-        mfu: these as a share of the device's 16-bit peak: model FLOPs utilization as in PaLM (arXiv 2204.02311,
-            appendix B), for any training precision.
-        gpu_utilization: recent share of the time in which any kernel ran, from NVML.
-        disk_free_bytes: free space where the run's folder is.
+        tflops_per_second: floating-point operations of the model per second and rank, in units of 10**12.
+        mfu: model FLOPs utilization as in PaLM (arXiv 2204.02311, appendix B): `tflops_per_second` as a share of the
+            device's 16-bit peak, for any training precision.
+        gpu_utilization: share of recent time in which any kernel ran, from NVML.
+        disk_free_bytes: free space on the disk that contains the run's folder.
     """
 
     memory_bytes: int
@@ -98,12 +98,12 @@ class DeviceUse(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPoint:
-    """The numbers of a logging point, over all ranks and the steps since the last one.
+    """The numbers of a logging point, over all ranks and all steps since the previous logging point.
 
     Attributes:
-        time_shares: share of the time in each span, the mean over the ranks.
+        time_shares: share of the time in each span, averaged over the ranks.
         data_wait_share: share of the time spent waiting for data.
-        cpu_utilization: by machine, the share of its cores that were busy, with this run or others.
+        cpu_utilization: for each machine, the share of its cores that were busy, with this run or anything else.
     """
 
     epoch: int
@@ -135,11 +135,11 @@ class EpochPoint:
     Attributes:
         train_loss: training loss over the applied steps, None if there were none.
         train_top1: training accuracy over the applied steps, None if there were none.
-        data_wait_share: mean over its logging points.
-        memory_bytes_per_rank: peak of every rank; see `DeviceUse.memory_bytes`.
-        diverged: why it counts as diverged, None if it does not.
-        best_by: the score that chooses the best epoch, one of `SCORE_NAMES`.
-        score: its value.
+        data_wait_share: share of the time spent waiting for data, averaged over the ranks.
+        memory_bytes_per_rank: peak memory of each rank; see `DeviceUse.memory_bytes`.
+        diverged: the reason why the epoch counts as diverged; None if it does not.
+        best_by: name of the score that determines the best epoch, one of `SCORE_NAMES`.
+        score: value of that score in this epoch.
         lowest_recall: lowest recall among the classes with validation images.
         lowest_recall_class: the first class with that recall.
     """
@@ -166,7 +166,7 @@ class EpochPoint:
 
 @dataclass(frozen=True)
 class RunPoint:
-    """The numbers of a run, over all steps since this process started; for the fields, see the other points."""
+    """The numbers of a run over all steps since this process started; see `StepPoint` and `EpochPoint` for fields."""
 
     step: int
     seconds: float
@@ -196,7 +196,7 @@ def epoch_line(point: EpochPoint) -> str:
     top5 = f"  top-5 {percent(scores.top5)}" if is_shown else ""
     loss = "" if point.train_loss is None else f"train loss {point.train_loss:.4f}  "
     speed = f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s"
-    if not point.images_per_second:  # a head that was solved for: no step was trained
+    if not point.images_per_second:  # a solver computed the head, without training steps
         speed = ""
     return (
         f"epoch {point.epoch}/{point.epochs}  {loss}val loss {scores.loss:.4f}  "
@@ -205,7 +205,7 @@ def epoch_line(point: EpochPoint) -> str:
 
 
 def step_line(point: StepPoint) -> str:
-    """Return the plain line of a logging point."""
+    """Return the plain-text line of a logging point."""
     return f"epoch {point.epoch}  step {point.step_of_epoch}/{point.steps_per_epoch}  {step_numbers(point)}"
 
 
@@ -235,19 +235,19 @@ def run_lines(point: RunPoint) -> list[str]:
 
 
 class RunLogger:
-    """One destination of a run's numbers; a subclass overrides what it writes."""
+    """A destination of a run's numbers; a subclass overrides the methods for what it writes."""
 
     def message(self, message: str) -> None:
         """Log a line of text for people."""
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
-        """Log an event (a checkpoint, a skipped step, a resume) as numbers for programs."""
+        """Log an event (a checkpoint, a skipped step, a resume) in machine-readable form."""
 
     def images(self, images: torch.Tensor) -> None:
         """Log a sample of augmented training images, float32 [N, 1 or 3, H, W] in 0..1."""
 
     def steps(self, point: StepPoint) -> None:
-        """Log a logging point."""
+        """Log the numbers of a logging point."""
 
     def epoch(self, point: EpochPoint) -> None:
         """Log the end of an epoch."""
@@ -256,7 +256,7 @@ class RunLogger:
         """Log the end of the run."""
 
     def delivered(self) -> None:
-        """Take the complete run folder; called last, after report, evaluation and weights are written."""
+        """Process the complete run folder; called last, after report, evaluation and weights are written."""
 
     def close(self) -> None:
         """Flush and release files."""
@@ -265,7 +265,7 @@ class RunLogger:
 class Loggers(RunLogger):
     """Passes every call to each logger in turn; only rank 0 has loggers.
 
-    If a logger cannot write (a full disk), one line goes to stderr, and training continues.
+    If a logger cannot write, for example on a full disk, one line is printed to stderr and training continues.
     """
 
     def __init__(self, loggers: Sequence[RunLogger]) -> None:
@@ -291,5 +291,5 @@ for _method in ("event", "images", "steps", "epoch", "end", "delivered", "close"
 
 
 def warn_cannot_write(name: str, error: OSError) -> None:
-    """Print that a destination of the run's numbers is lost."""
+    """Print that a destination of the run's numbers can no longer be written."""
     print(f"{name} cannot write ({error}): training continues without it", file=sys.stderr, flush=True)

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of a run.
+    """The position of a run, its best epoch, and its counts of failures.
 
     Attributes:
         epoch: the epoch to continue with, from 0.
         step: the optimizer step of that epoch to continue with, from 0; if only the evaluation is left, the number of
             steps per epoch.
-        best_score: the best validation score so far, more is better: see `zerovision.training.base.points.merit`.
-        best_epoch: the epoch with that score, from 1; if there are several, the one with the lowest validation loss; 0
+        best_score: the best validation score so far, where more is better; see `zerovision.training.base.points.merit`.
+        best_epoch: the epoch with that score, from 1; among several, the epoch with the lowest validation loss; 0
             before the first evaluation.
-        best_loss: the validation loss of that epoch; 0, the lowest possible, if it was not saved.
-        epochs_without_better: number of evaluations since the first with that score, for early stopping.
-        skipped_steps: optimizer steps skipped so far because a gradient was not finite.
-        bad_steps_in_row: how many of the latest steps were skipped.
-        diverged_epochs_in_row: how many of the latest epochs diverged; see `zerovision.training.epoch`.
+        best_loss: the validation loss of the best epoch; 0, the lowest possible loss, if it was not saved.
+        epochs_without_better: number of evaluations since the best score was first reached, for early stopping.
+        skipped_steps: number of optimizer steps skipped so far because a gradient was not finite.
+        bad_steps_in_row: number of steps skipped in a row up to now.
+        diverged_epochs_in_row: number of epochs in a row up to now that diverged; see `zerovision.training.epoch`.
     """
 
     epoch: int = 0
@@ -40,7 +40,7 @@ class Progress:
         return score > -math.inf and (not self.best_epoch or (score, -loss) > (self.best_score, -self.best_loss))
 
     def after_epoch(self, score: float, loss: float, *, is_best: bool, has_diverged: bool) -> Progress:
-        """Return the position at the start of the next epoch, given the merit and the loss of this one's validation."""
+        """Return the progress at the start of the next epoch, given this epoch's validation merit and loss."""
         return dataclasses.replace(
             self,
             epoch=self.epoch + 1,

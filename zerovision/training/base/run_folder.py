@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-# In a run's own folder.
+# Names in a run's own folder.
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 METRICS, WEIGHTS = "metrics.jsonl", "model.safetensors"
-CHOICE = "choice.txt"  # what `train` has chosen, and why
-LEARNING_RATE, BATCH_SIZE = "learning_rate.json", "batch_size.json"  # of searches for them
-IMAGES = "images.csv.gz"  # what was trained on
+CHOICE = "choice.txt"  # the settings that `train` chose, and why
+LEARNING_RATE, BATCH_SIZE = "learning_rate.json", "batch_size.json"  # results of the searches for them
+IMAGES = "images.csv.gz"  # the images of the run
 EVALUATION, TEST_EVALUATION = "evaluation", "evaluation-test"
 EXPORT, CHECKPOINTS = "export", "checkpoints"
-TRACKERS = "trackers"  # folder: of each tracker, the run's name there and what its library says
+TRACKERS = "trackers"  # folder: for each tracker, its name for the run and the output of its library
 REPORT, CARD = "report.html", "README.md"
-# In its folder of checkpoints.
-LAST = "last"  # names the newest
-# In its evaluation folder.
+# Names in the folder of checkpoints.
+LAST = "last"  # file with the name of the newest checkpoint
+# Names in the evaluation folder.
 SCORES = "scores.json"
-TYPICAL = "typical"  # folder of one sample of each class, as `WORST`
-WHY = "-why"  # after the number of a sample: what counted in its picture
-WORST = "worst"  # folder of the worst samples, one picture each
+TYPICAL = "typical"  # folder with a picture of one sample per class
+WHY = "-why"  # after the number of a sample: a picture of the parts that led to its predicted class
+WORST = "worst"  # folder with a picture of each of the worst samples
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunFolder:
     Attributes:
         log_dir: the log folder of all runs.
         name: the run's name.
-        made: the folders among these that this start created.
+        made: the folders that this start created.
         lock: on rank 0, the file that locks the run's own folder while it is open.
     """
 
@@ -56,22 +56,22 @@ class RunFolder:
 
     @property
     def tensorboard(self) -> Path:
-        """The run's TensorBoard event files."""
+        """The folder of the run's TensorBoard event files."""
         return self.log_dir / "tensorboard" / self.name
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per logging point and epoch."""
+        """The file with one JSON object per logging point and epoch."""
         return self.path / METRICS
 
     @property
     def weights(self) -> Path:
-        """The trained model: the best epoch's weights."""
+        """The file of the trained model, with the best epoch's weights."""
         return self.path / WEIGHTS
 
     @property
     def checkpoints(self) -> Path:
-        """The checkpoints that a resume reads."""
+        """The folder of the checkpoints that a resume reads."""
         return self.path / CHECKPOINTS
 
     @property
@@ -81,7 +81,7 @@ class RunFolder:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path relative to the current folder if it is inside."""
+    """Return a path as text, relative to the current folder for a path inside it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -94,17 +94,17 @@ def slug(name: str) -> str:
 
 
 PACKAGE = Path(__file__).absolute().parents[2]  # not resolved: models/ is a link
-# None: an installed copy.
+# None in an installed copy.
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "scripts" / "train_distributed.py").is_file() else None
-SHARED_MEMORY = Path("/dev/shm")  # of all processes of a machine
-REPO_ROOT = CHECKOUT or PACKAGE  # with requirements.txt and deepspeed_configs/
+SHARED_MEMORY = Path("/dev/shm")  # shared by all processes of a machine
+REPO_ROOT = CHECKOUT or PACKAGE  # contains requirements.txt and deepspeed_configs/
 ENTRIES = CHECKOUT / "scripts" if CHECKOUT else PACKAGE / "commands"
 LAUNCH = PACKAGE / "launch"
 PRESET_FOLDER = PACKAGE / "presets"
-TYPED = "ZEROVISION_COMMAND"  # set by the command `zerovision`, for its ranks too
-SCRIPTS = {"audit": "audit_data", "bisect": "bisect_runs"}  # of verbs with another name
+TYPED = "ZEROVISION_COMMAND"  # set by the `zerovision` command, also for its ranks
+SCRIPTS = {"audit": "audit_data", "bisect": "bisect_runs"}  # of subcommands with a different name
 VERBS = {script: verb for verb, script in SCRIPTS.items()}
-EXTRAS = {  # of pyproject.toml, and the modules in them that are imported where they are needed
+EXTRAS = {  # in pyproject.toml, with those of their modules that are imported only when needed
     "deepspeed": ("deepspeed",),
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "audit": ("sklearn",),
@@ -113,7 +113,7 @@ EXTRAS = {  # of pyproject.toml, and the modules in them that are imported where
     "remote": ("fsspec", "aiohttp"),
 }
 TRAINER = "-m zerovision.commands.train_distributed"
-AS_A_COMMAND: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # in a checkout, and otherwise
+AS_A_COMMAND: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # in a checkout, and in an installed copy
     (r"bash (?:scripts/)?(?:launch_distributed|launch_multi_node)\.sh", "zerovision launch"),
     (r"(deepspeed .*?)scripts/train_distributed\.py", r"\1--module zerovision.commands.train_distributed"),
     (r"((?:torchrun|accelerate launch) .*?)scripts/train_distributed\.py", rf"\1{TRAINER}"),
@@ -125,7 +125,7 @@ AS_A_COMMAND: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # in a
 
 
 def as_typed(text: str) -> str:
-    """Return a text with its commands in the form for this copy: `zerovision evaluate`, or a checkout's script."""
+    """Return a text with its commands as the user can type them: `zerovision evaluate`, or a script of the checkout."""
     if not CHECKOUT or os.environ.get(TYPED):
         for script, command in AS_A_COMMAND:
             text = re.sub(script, command, text)
@@ -133,7 +133,7 @@ def as_typed(text: str) -> str:
 
 
 def cure_of_missing(module: str) -> str:
-    """Return what to type if a module cannot be imported; for an installed copy, the extra that contains it."""
+    """Return what to type if a module is missing; in an installed copy, the command installs the module's extra."""
     if CHECKOUT:
         return "run 'make setup', and use .venv/bin/python instead of python"
     extra = next((name for name, modules in EXTRAS.items() if module.partition(".")[0] in modules), "")

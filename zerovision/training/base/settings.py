@@ -1,8 +1,8 @@
-"""The settings that all code may read, and what a training mode says about settings.
+"""The settings that all code may read, and the base class of training modes.
 
-Modes are what a run learns, `tasks.settings.TASKS`, and how ranks share the work, `engines.settings.WAYS`. Only these
-tables name a mode outside its folder. The module that defines a mode does not import torch, because launchers check the
-flags too.
+A mode is either a task that a run learns (`tasks.settings.TASKS`) or a way in which ranks share the work
+(`engines.settings.WAYS`). Outside a mode's folder, only these tables name it. The module that defines a mode does not
+import torch, because launchers also check the flags.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zerovision.training.base.plugins import USAGE as PLUGIN_USAGE
 from zerovision.training.base.run_folder import PRESET_FOLDER
 
 PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
-MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # that any command takes
-LARGEST_BATCH = 65_536  # images of one forward pass
+MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # the most that any command accepts
+LARGEST_BATCH = 65_536  # images in one forward pass
 TUNE_USAGE = "full, head, layers:N, lora:R"
 RATES = ", ".join(f"{name} {spec.learning_rate:g}" for name, spec in MODELS.items() if spec.learning_rate != USUAL_RATE)
-FEWEST_IMAGES = 8  # of a micro-batch that is chosen for the user: BatchNorm's statistics of fewer are poor
+FEWEST_IMAGES = 8  # in a micro-batch chosen for the user: BatchNorm's statistics of fewer images are poor
 
 
 Bound = float | None
@@ -32,26 +32,27 @@ def option(
     """Declare a field with its help text and its range.
 
     Args:
-        default: the value if neither file nor command line gives one.
-        help: one sentence with the unit.
+        default: the value if neither a file nor the command line sets one.
+        help: help text, a sentence that names the unit.
         low: smallest allowed value, inclusive.
         high: largest allowed value, inclusive.
         above: lower bound, exclusive.
-        part_of: an earlier field whose flag also gives this one, after a colon: with part_of="cache", `--cache ram:8`
-            does; with part_of="loss:bce", only `--loss bce:...` does. Values have no colon, except in the last.
+        part_of: an earlier field whose flag also sets this field, after a colon: part_of="cache" allows
+            `--cache ram:8`, and part_of="loss:bce" allows only `--loss bce:...`. Only the last part of a word may
+            contain a colon.
     """
     metadata = {"help": help, "low": low, "high": high, "above": above, "part_of": part_of.partition(":")[::2]}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def path_option(default: str, help: str) -> Any:
-    """Declare a field whose value may be a path of this machine."""
+    """Declare a field whose value may be a path on this machine."""
     return dataclasses.field(default=default, metadata=option(default, help).metadata | {"is_path": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What is trained, and settings that all parts need."""
+    """The settings for what is trained, and those that all parts of the code need."""
 
     preset: str = option("", f"Start from these values, which files and flags override: {', '.join(PRESETS)}.")
 
@@ -139,7 +140,7 @@ class RunSettings:
 
     @property
     def embedding(self) -> int:
-        """Number of outputs per image instead of one per class; 0 for a classifier."""
+        """Number of outputs per image of a network that computes embeddings; 0 for a classifier."""
         return 0
 
     @property
@@ -155,13 +156,13 @@ Values = Mapping[str, Sequence[object]]
 
 
 class Mode:
-    """A training mode that settings can turn on; methods that it does not override do what a run without it does.
+    """A training mode that settings can turn on; a method that it does not override acts as in a run without the mode.
 
     Attributes:
-        flag: the setting that turns it on.
-        goes_with: for other settings, the values that they may have with it, the usual one first.
-        own: settings that have no effect without it.
-        resumable: its settings that a resumed run may change.
+        flag: the setting that turns the mode on.
+        goes_with: for each other setting that the mode restricts, the allowed values, the usual one first.
+        own: settings that have no effect without the mode.
+        resumable: settings of the mode that a resumed run may change.
         config: the settings of a run.
     """
 
@@ -174,7 +175,7 @@ class Mode:
         self.config = config
 
     def is_asked(self) -> bool:
-        """Return whether the settings turn it on."""
+        """Return whether the settings turn the mode on."""
         return getattr(self.config, self.flag) > 1
 
     def uses_own(self) -> bool:
@@ -182,5 +183,5 @@ class Mode:
         return self.is_asked()
 
     def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
-        """Yield the mistakes in its settings, or raise the UserError of their parser."""
+        """Yield the mistakes in the mode's settings, or raise the UserError of their parser."""
         yield from ()

@@ -1,8 +1,8 @@
 """Where the time of a run goes: a clock that attributes every moment to the innermost open span.
 
 Spans nest: the time inside a collective counts as communication, not as part of the backward that called it, so the
-shares of all spans add to 1. On a CPU the clock is the host's. On a GPU it is the compute stream's: an event is
-recorded in the stream at each change of span, and read only at logging points, so that steps never wait.
+shares of all spans add up to 1. On a CPU, the clock is the host's. On a GPU, an event is recorded in the compute stream
+at each change of span, and events are read only at logging points, so that steps never wait.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 SPANS = ("data", "forward", "backward", "communication", "optimizer", "logging", "saving", "other", "evaluation")
-ABSORBING = ("saving", "evaluation")  # spans inside them count as theirs
+ABSORBING = ("saving", "evaluation")  # time in spans inside these counts toward these
 MOST_PENDING_EVENTS = 4096
-_clocks: list[SpanClock] = []  # of the runs that this process is in, the innermost last
+_clocks: list[SpanClock] = []  # clocks of this process's active runs, the innermost last
 
 
 class HostMarks:
@@ -36,7 +36,7 @@ class HostMarks:
         self._last = now
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each span so far; a sync on a GPU."""
+        """Return the seconds spent in each span so far; on a GPU, this synchronizes."""
         return dict(self._seconds)
 
 
@@ -44,8 +44,8 @@ class StreamMarks:
     """A timeline of a GPU stream: events that complete when the work before them is done.
 
     Args:
-        stream: the stream that computes.
-        new_event: creates an event with timing.
+        stream: the compute stream.
+        new_event: function that creates an event with timing enabled.
     """
 
     def __init__(self, stream: Any, new_event: Callable[[], Any]) -> None:
@@ -91,14 +91,14 @@ class SpanClock:
         self.saving, self.evaluation = Span(self, "saving"), Span(self, "evaluation")
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each span since the clock was created; a sync on a GPU."""
+        """Return the seconds spent in each span since the clock was created; on a GPU, this synchronizes."""
         self._marks.end(self._open[-1])
         return self._marks.seconds()
 
     def belongs_here(self) -> bool:
-        """Return whether to measure here: on the training thread, or on autograd's thread in its backward.
+        """Return whether to measure here: on the training thread, or on autograd's thread during backward.
 
-        The thread that writes checkpoints is not measured, nor is the recording of a CUDA graph.
+        The thread that writes checkpoints is not measured, nor is the capture of a CUDA graph.
         """
         is_training = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
         is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -145,7 +145,7 @@ def start_clock(device: torch.device) -> SpanClock:
 
 @contextmanager
 def measured_communication(clock: SpanClock) -> Iterator[None]:
-    """Let `communication` use this clock inside the block."""
+    """Make `communication` use this clock inside the block."""
     _clocks.append(clock)
     try:
         yield
@@ -156,21 +156,21 @@ def measured_communication(clock: SpanClock) -> Iterator[None]:
 def communication() -> AbstractContextManager[None]:
     """Return the span in which to start a collective and wait for it; outside a run it measures nothing.
 
-    On a CPU it measures the host's time. On a GPU it measures how long the compute stream waits: a collective that runs
-    beside the computation on another stream is hidden, and does not count.
+    On a CPU, the span measures the host's time. On a GPU, it measures how long the compute stream waits; a collective
+    that overlaps with computation on another stream does not count.
     """
     clock = _clocks[-1] if _clocks else None
     return clock.communication if clock is not None and clock.belongs_here() else nullcontext()
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return each span's share of the time without evaluation: they add up to 1."""
+    """Return each span's share of the time excluding evaluation; the shares add up to 1."""
     training = {name: value for name, value in seconds.items() if name != "evaluation"}
     total = max(sum(training.values()), 1e-9)
     return {name: value / total for name, value in training.items()}
 
 
 def mean_shares(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over the ranks of each span's share."""
+    """Return each span's share, averaged over the ranks."""
     by_rank = [shares(seconds) for seconds in ranks]
     return {name: sum(rank[name] for rank in by_rank) / len(by_rank) for name in by_rank[0]}

@@ -18,7 +18,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes with three digits and a prefix of powers of 1000: 999 B, 12.3 MB, 1.05 GB."""
+    """Format a number of bytes with three significant digits and a decimal prefix: 999 B, 12.3 MB, 1.05 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5:
             return f"{count:.3g} {unit}"
@@ -27,7 +27,7 @@ def format_bytes(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a score, a share in 0..1, as all commands show it: 97.50 %."""
+    """Format a score in 0..1 as a percentage, as in all commands: 97.50 %."""
     return f"{100 * share:.2f} %"
 
 

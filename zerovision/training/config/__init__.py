@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen dataclass that declares the command line, `--help` and the YAML file.
 
-This module does not import torch, so that `--help` and a launcher's check of the arguments cost a
+This module does not import torch, so that `--help` and a launcher's check of the arguments take a
 fraction of a second.
 """
 
@@ -19,13 +19,16 @@ __all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "MODES", "REPO_ROOT", "W
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(ObserveSettings):
-    """All settings of a run. Field `batch_size` is flag `--batch-size`, or a part of another flag's word: `WORDS`."""
+    """All settings of a run.
+
+    The field `batch_size` is the flag `--batch-size`; some fields are parts of another flag's word, see `WORDS`.
+    """
 
 
 MODES: tuple[type[Mode], ...] = (*TASKS, *WAYS)
 
 # What a resumed run may change; everything else is part of the recipe and must match the checkpoint. Accumulation
-# follows from the global batch, the data set is identified by its fingerprint, the starting weights no longer matter.
+# follows from the global batch, the data set is identified by its fingerprint, and the starting weights are not used.
 CHANGEABLE_ON_RESUME = frozenset(
     {
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
@@ -35,14 +38,14 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("pretrained", "weights", "early_stopping_patience", "epochs"),
         *("data", "data_root", "path_column", "label_column", "label_separator", "download"),
         *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images", "max_megapixels"),
-        "plugin",  # which the identity of the files decides
+        "plugin",  # the identity of the files must match instead
         *("preset", "run_name", "log_dir", "log_every_steps", "log_hashes", "audit", "progress"),
         *("loggers", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "on_oom", "hang_timeout"),
     }
 )
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
-WORDS: dict[str, list[str]] = {}  # by field with a flag of its own: this field and the further parts of its word
+WORDS: dict[str, list[str]] = {}  # by field with its own flag: this field and the other parts of the word
 for _name, _field in FIELDS.items():
     WORDS.setdefault(_field.metadata["part_of"][0] or _name, []).append(_name)
 

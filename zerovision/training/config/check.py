@@ -40,12 +40,12 @@ from zerovision.training.recipe.schedule import (
 )
 from zerovision.training.tasks.settings import LOSSES, asked_task
 
-OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
+OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces with another
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
 def check_launched_strategy(name: str) -> None:
-    """Raise UserError for an unknown launcher strategy."""
+    """Raise a UserError for a strategy that launchers do not support."""
     if name not in STRATEGIES and name not in OF_LAUNCHERS:
         raise unknown_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
 
@@ -63,7 +63,7 @@ def _answer_of(mode: type[Mode], question: Callable[[Any], bool]) -> Callable[[T
     return lambda config: question(mode(config))
 
 
-# By setting: when it restricts others, and the values that these may have then, the usual one first.
+# For each setting: when it restricts other settings, and the values that these may then have, the usual one first.
 GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
     **{mode.flag: (_answer_of(mode, mode.is_asked), mode.goes_with) for mode in MODES if mode.goes_with},
     "features": (
@@ -75,12 +75,12 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
     "solver": (
         lambda config: config.solver == "lbfgs",
         {"loss": ("cross_entropy",), "class_weights": ("none",), "sampling": ("uniform",)}
-        # Other replicas, as of --replicate-across nodes, have no parts to fill.
+        # Other replicas, such as those of --replicate-across nodes, have no parts to fill.
         | {"ema": (0,), "lookahead": (0,), "local_steps": (1,), "replicate_across": ("none",)},
     ),
     "compile": (
         lambda config: config.compile == "on",
-        {"progressive_size": ("",), "eval_image_size": (0,), "activation_checkpointing": (False,)},  # has one shape
+        {"progressive_size": ("",), "eval_image_size": (0,), "activation_checkpointing": (False,)},  # one input shape
     ),
     "weights": (lambda config: bool(config.weights), {"pretrained": (False,)}),
     "audit": (
@@ -93,19 +93,19 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
 
 
 def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
-    """Check what needs neither torch nor the data: types, ranges, names, and contradictions.
+    """Check everything that needs neither torch nor the data: types, ranges, names, and contradictions.
 
     Args:
         config: the configuration.
-        label_of: each field's name in messages: its flag, or file and key.
+        label_of: the name of each field in messages: its flag, or its file and key.
 
     Returns:
-        The configuration with its task's defaults and its plug-ins loaded.
+        The configuration with its task's defaults; its plug-ins are loaded.
 
     Raises:
         UserError: for the first value that is wrong.
     """
-    config = dataclasses.replace(config, plugin=load_plugins(config.plugin))  # names below may be theirs
+    config = dataclasses.replace(config, plugin=load_plugins(config.plugin))  # plug-ins may add names checked below
     usual = asked_task(config).usual.items()
     config = dataclasses.replace(config, **{n: value for n, value in usual if getattr(config, n) == FIELDS[n].default})
     for name, field in FIELDS.items():
@@ -119,10 +119,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
 
 
 def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> None:
-    """Check that frozen layers get weights, for a run that does not resume from a checkpoint.
+    """Check that frozen layers get trained weights, in a run that does not resume from a checkpoint.
 
     Raises:
-        UserError: if they would keep random weights.
+        UserError: if frozen layers would keep random weights.
     """
     has_weights = config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
     if read_tune(config.tune)[0] != "full" and not has_weights:
@@ -133,7 +133,7 @@ def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> 
 
 
 def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
-    """Yield mistakes in single values, or raise the UserError of their parser."""
+    """Yield mistakes in single values, or raise the UserError of a value's parser."""
     check_model_name(config.model_type)
     if config.loss not in LOSSES:
         raise unknown_name("loss", config.loss, LOSSES)
@@ -198,7 +198,7 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
 
 
 def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allowed_of: Values) -> Iterator[str]:
-    """Yield each value that cannot be combined with a setting, which is given in words."""
+    """Yield a mistake for each value that cannot be combined with `setting`, a text such as `--compile on`."""
     for name, allowed in allowed_of.items():
         if (value := getattr(config, name)) not in allowed:
             is_left_out = value is True or allowed == ("",)
@@ -207,15 +207,15 @@ def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allo
 
 
 def _rules_of(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the update rules of a run: the setting that gives each, its name, and its options as text."""
+    """Yield, for each update rule of a run, the setting that selects it, its name, and its options as text."""
     yield "optimizer", config.optimizer, config.optimizer_options
     if config.optimizer in MATRIX_RULES:
         yield "fallback_optimizer", *read_fallback(config.fallback_optimizer)[::2]
 
 
 def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
-    """Yield values that the update rules do not support."""
-    read_fallback(config.fallback_optimizer)  # also if it is not used
+    """Yield mistakes in the settings of the update rules."""
+    read_fallback(config.fallback_optimizer)  # checked even if it is not used
     options = read_options(of["optimizer_options"], config.optimizer_options)
     if config.optimizer in MATRIX_RULES and options.get("momentum", config.momentum) == 0:
         yield f"{of['optimizer']} {config.optimizer} needs a momentum above 0, such as {config.optimizer}:0.95."
@@ -247,7 +247,7 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
 
 
 def _mixes(config: TrainConfig) -> bool:
-    """Return whether images of a micro-batch are mixed with each other."""
+    """Return whether the images of a micro-batch are mixed with each other."""
     return config.batch_size != 1 and bool(config.mixup or config.cutmix)
 
 
@@ -268,7 +268,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "val_fraction": lambda config: not config.folds,
     "eval_crop": lambda config: config.fit in ("auto", "crop"),
     "momentum": _has_momentum,
-    # A rate has a final value that it reaches by its schedule's shape.
+    # The other schedules decay to a final rate.
     **dict.fromkeys(
         ("final_learning_rate_scale", "cooldown_epochs"),
         lambda config: config.schedule.partition(":")[0] not in ("step", "constant"),
@@ -284,13 +284,13 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
 
 
 def needing_torch(config: TrainConfig) -> str:
-    """Return the first setting, with its value, that only PyTorch's engine supports; '' if there is none."""
+    """Return the first setting, with its value, that only PyTorch's engine supports; '' if there is no such setting."""
     needing = (name for name, (_, allowed) in GOES_WITH.items() if TORCH in allowed.get("engine", ()))
     return next((f"{FLAG_OF[name]} {getattr(config, name)}" for name in needing if GOES_WITH[name][0](config)), "")
 
 
 def note_unused_flags(config: TrainConfig) -> list[str]:
-    """Return a note for the log that names the flags without effect in this run."""
+    """Return a note for the log that names the flags that have no effect in this run."""
     given = [name for name, field in FIELDS.items() if getattr(config, name) != field.default]
     unused = [FLAG_OF[name] for name in given if name in USED and not USED[name](config)]
     return [f"without effect in this run: {', '.join(unused)}"] if unused else []

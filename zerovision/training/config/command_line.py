@@ -1,7 +1,8 @@
 """The command lines of all scripts: argparse with one-line errors.
 
-The fields of `TrainConfig` declare the trainer's flags. Its values come from the defaults, then the preset, then the
-file, then the command line. Like `zerovision.training.config`, this module imports only the standard library.
+The fields of `TrainConfig` declare the trainer's flags. A value comes from the command line, the
+file, the preset or the defaults, in this order of precedence. Like `zerovision.training.config`, this module imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class JoinedAction(argparse.Action):
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are `UserError`s: what was given, what is allowed, and the nearest name, without usage.
 
-    Its help names the script `name`; '' for the command that was typed.
+    The help names the script `name`; with '', it names the command that was typed.
     """
 
     def __init__(self, name: str, description: str | None) -> None:
@@ -94,14 +95,14 @@ class OneLineParser(argparse.ArgumentParser):
 
         Args:
             flag: the flag, with its dashes.
-            read: converts the word; raises ValueError if it is not allowed.
+            read: function that converts the word, or raises ValueError if it is not allowed.
             expected: the allowed values, for the message.
-            names: allowed names; the nearest is suggested.
-            options: options of `add_argument`.
+            names: allowed names, the nearest of which is suggested.
+            options: further arguments of `add_argument`.
         """
 
         def convert(word: str) -> Any:
-            if word == options.get("default"):  # which argparse converts, too
+            if word == options.get("default"):  # argparse also converts the default
                 return word
             try:
                 return read(word)
@@ -112,7 +113,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.add_argument(flag, type=convert, **options)
 
     def add_number(self, flag: str, low: float, high: float, *, kind: str = "", **options: Any) -> None:
-        """Add a flag that takes a number (`kind` in messages) from `low` to `high`: a whole one if `low` is an int."""
+        """Add a flag that takes a number (`kind` in messages) from `low` to `high`, an integer if `low` is an int."""
         number = type(low)
 
         def read(word: str) -> float:
@@ -133,7 +134,7 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
     def add_local_rank(self) -> None:
-        """Add the flag that other launchers add to every rank's command line; the environment has the same number."""
+        """Add the flag that other launchers add to every rank's command line; the environment also has the number."""
         self.add_value("--local_rank", int, "a whole number", help=argparse.SUPPRESS)
 
     @property
@@ -142,7 +143,7 @@ class OneLineParser(argparse.ArgumentParser):
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
     def parse(self, words: Sequence[str], others: Iterable[str] = ()) -> argparse.Namespace:
-        """Return the parsed command line; a message may also name one of the `others`, flags of another parser.
+        """Return the parsed command line; a message may also suggest a flag of another parser, from `others`.
 
         Raises:
             UserError: for anything that cannot be parsed.
@@ -166,10 +167,10 @@ class OneLineParser(argparse.ArgumentParser):
         return [str(action.metavar or action.dest) for action in self._get_positional_actions()]
 
     def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the known values, and the other words; for the errors, see `parse`."""
+        """Return the values of known arguments, and the unknown words; for errors, see `parse`."""
         for name, equals, value in (word.partition("=") for word in words):
             action = self._option_string_actions.get(name)
-            if equals and value == "--" and action and action.nargs != 0:  # of which argparse makes an empty list
+            if equals and value == "--" and action and action.nargs != 0:  # argparse would make it an empty list
                 raise wrong_value(name, value, self.expected.get(name, "text"), ())
         try:
             return self.parse_known_args(words)
@@ -177,7 +178,7 @@ class OneLineParser(argparse.ArgumentParser):
             flag = error.argument_name
             if flag not in self.expected:
                 self.error(str(error))
-            # `convert` raises an error of its own: argparse's can only be that there is no value.
+            # `convert` raises its own error: argparse's can only mean that the value is missing.
             following = words[words.index(flag) + 1 :][:1] if flag in words else ()
             value = "".join(f" {shown(word)}" for word in following)
             raise UserError(f"{flag}{value}: expected {self.expected[flag]}.") from None
@@ -196,12 +197,12 @@ class OneLineParser(argparse.ArgumentParser):
             raise wrong_value(flag, value, self.expected[flag], ())
 
     def error(self, message: str) -> NoReturn:
-        """Raise the mistake, for `run_script` to print."""
+        """Raise a UserError with this message, which `run_script` prints."""
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help all` lists all flags.")
 
 
 def _as_data(word: str, flags: Sequence[str]) -> str:
-    """Return a hint for a stray argument that names data, '' for any other."""
+    """Return a hint for a stray argument that names data, or '' for any other argument."""
     path = os.path.expanduser(word)
     is_data = os.path.isdir(path) or (os.path.isfile(path) and path.lower().endswith(DATA_EXTENSIONS))
     flag = next((flag for flag in ("--check-data", "--data") if flag in flags), "")
@@ -214,15 +215,15 @@ def run_script(
 ) -> int:
     """Parse the command line, run the action, and return the exit code.
 
-    A user's mistake prints one line and returns exit code 2; a file server that does not answer, one line and 75.
+    After a user's mistake, print one line and return 2; if a file server does not respond, print a line and return 75.
 
     Args:
         name: name of the script, the prefix of its messages.
-        parse: turns the command line into values; may raise SystemExit.
-        action: does the work and returns the exit code.
-        writes_product: whether standard output is the script's only product, so that it ends with its reader.
+        parse: function that turns the command line into values; may raise SystemExit.
+        action: function that does the work and returns the exit code.
+        writes_product: whether standard output is the script's only product, so that the script ends with its reader.
     """
-    if sys.stdout is sys.__stdout__:  # the trainer's outlasts its reader
+    if sys.stdout is sys.__stdout__:  # the trainer has replaced it, to outlast its reader
         report_failed_output(is_product=writes_product)
     try:
         return action(parse(sys.argv[1:]))
@@ -256,13 +257,13 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
 
     Args:
         argv: the arguments.
-        others: other existing flags, for messages.
+        others: other existing flags, which messages may suggest.
 
     Returns:
         The configuration, and whether to only check it (`--check-config`).
 
     Raises:
-        UserError: for anything unknown, of the wrong type or out of range, in one line.
+        UserError: for anything unknown, of the wrong type or out of range; the message is one line.
         SystemExit: after `--help`.
     """
     given = vars(training_parser(hides_rare="all" not in argv).parse(argv, others))
@@ -284,7 +285,7 @@ def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainCo
 def settled(
     values: dict[str, Any], preset: Mapping[str, Any], label_of: Mapping[str, str], *, is_launched: bool = False
 ) -> TrainConfig:
-    """Return the checked configuration from the given values, the resumed run, and a preset.
+    """Return the checked configuration that results from the given values, the resumed run, and a preset.
 
     Args:
         values: the given values, by field.
@@ -309,11 +310,11 @@ def settled(
 
 
 def _named(values: Mapping[str, Any]) -> TrainConfig:
-    """Return a configuration in which a network from a hub repository becomes a named one with its weights."""
+    """Return a configuration in which a hub repository is replaced by its network's name and its weights."""
     config = TrainConfig(**values)
     if not config.model_type.startswith(HUB_PREFIX):
         return config
-    from zerovision.models.hub_models import of_hub  # takes a second
+    from zerovision.models.hub_models import of_hub  # the import takes a second
 
     name, weights = of_hub(config.model_type, config.weights, wants_weights=values.get("pretrained", True))
     return replace(config, model_type=name, weights=weights, pretrained=False)
@@ -322,13 +323,13 @@ def _named(values: Mapping[str, Any]) -> TrainConfig:
 def _override_hint(
     message: str, values: Mapping[str, Any], of_preset: Mapping[str, Any], label_of: Mapping[str, str]
 ) -> str:
-    """Return the flag that overrides the preset's value in a message, if that fixes the mistake."""
+    """Return a sentence with the flag that overrides a preset's value named in `message`, if that fixes the mistake."""
 
     def subject(text: str) -> str:
         return max((label for label in label_of.values() if text.startswith(label)), key=len, default=text)
 
     words = [word.rstrip(".,:;") for word in message.split()]
-    # The rates of a recipe are for its update rule: without that, it is another recipe.
+    # A preset's learning rates are for its optimizer: with another optimizer, it would be a different recipe.
     for name in [name for name in of_preset if FLAG_OF[name] in words and name != "optimizer"]:
         changed = {**of_preset, **values} | {part: FIELDS[part].default for part in WORDS[name]}
         try:
@@ -342,10 +343,10 @@ def _override_hint(
 
 
 def training_parser(*, hides_rare: bool = False) -> OneLineParser:
-    """Return the parser of the trainer's flags, which returns their words; those that are not given have no attribute.
+    """Return the parser of the trainer's flags; its result contains the words of the given flags, and no others.
 
     Args:
-        hides_rare: whether its help shows only the flags in `USUAL`.
+        hides_rare: whether the help shows only the flags in `USUAL`.
     """
     parser = OneLineParser("train_distributed", "Train an image classifier on any number of GPUs, or CPU ranks.")
     if hides_rare:
@@ -368,7 +369,7 @@ def training_parser(*, hides_rare: bool = False) -> OneLineParser:
 
 
 def _form(name: str) -> str:
-    """Return the form of a flag's word, such as ram|disk|off[:GB]."""
+    """Return the syntax of a flag's word, such as ram|disk|off[:GB]."""
     more = {bool: ["true", "false"], ImageSize: ["HxW"], str: ["TEXT"]}.get(field_types()[name], [])
     forms = dict.fromkeys([*["N"] * bool(number_type(FIELDS[name])), *allowed_names(FIELDS[name]), *more], "")
     for part in reversed(WORDS[name][1:]):
@@ -380,6 +381,6 @@ def _form(name: str) -> str:
 def _help_of(name: str) -> str:
     """Return the help of a field, with its range and its default."""
     field = FIELDS[name]
-    is_told = number_type(field) or (name not in WORDS and allowed_names(field))  # else by the form of the flag
+    is_told = number_type(field) or (name not in WORDS and allowed_names(field))  # else in the flag's syntax
     text = field.metadata["help"] + (f" Range: {allowed_values(field)}." if is_told else "")
     return f"{text} (default: {show_value(field.default)})" if field.default != "" else text

@@ -1,6 +1,6 @@
 """The settings of a command other than the trainer: a dataclass whose fields are flags and whose docstring is the help.
 
-The functions declare fields for `OneLineParser`; a field without a default must be given.
+The functions declare fields for `OneLineParser`; a field without a default is required.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.plugins import USAGE, files_in, load_plugins
 from zerovision.training.config.command_line import JoinedAction, OneLineParser, training_parser
 
-END_OF_FLAGS = "--"  # what follows is for another command
+END_OF_FLAGS = "--"  # the words after it are for another command
 
 
 def word(metavar: str, help: str, **options: Any) -> Any:
@@ -23,17 +23,17 @@ def word(metavar: str, help: str, **options: Any) -> Any:
 
 
 def text(help: str, default: Any = "", **options: Any) -> Any:
-    """Declare a flag with any text; the options are those of `add_argument`."""
+    """Declare a flag that takes any text; the options are those of `add_argument`."""
     return _declared("add_argument", default=default, help=help, **options)
 
 
 def number(default: float | None, low: float, high: float, help: str, kind: str = "") -> Any:
-    """Declare a flag with a number (`kind` in messages) from `low` to `high`; the default None makes it required."""
+    """Declare a flag that takes a number (`kind` in messages) from `low` to `high`; with None, it is required."""
     return _declared("add_number", low, high, kind=kind, help=help, **_given(default))
 
 
 def choice(default: str | None, names: Iterable[str], help: str) -> Any:
-    """Declare a flag with one of the names, which are read at the check; the default None makes it required."""
+    """Declare a flag that takes one of `names`, which are read when it is checked; with None, it is required."""
     return _declared("add_choice", names, help=help, **_given(default))
 
 
@@ -43,7 +43,7 @@ def switch(help: str) -> Any:
 
 
 def words_behind(*, takes_trainers: bool = False) -> Any:
-    """Declare the words after `--`, or the trainer's flags among the command's own."""
+    """Declare a field for the words after `--` and, if `takes_trainers`, the trainer's flags among the command's."""
     return dataclasses.field(default=(), metadata={"takes_trainers": takes_trainers})
 
 
@@ -93,7 +93,7 @@ class CommandSettings:
         fields = dataclasses.fields(cls)
         behind = [field for field in fields if "takes_trainers" in field.metadata]
         end = words.index(END_OF_FLAGS) if behind and END_OF_FLAGS in words else len(words)
-        load_plugins(files_in(words[:end]))  # first: the names that flags take may be theirs
+        load_plugins(files_in(words[:end]))  # first, because plug-ins may define names that flags take
         parser, others = cls.parser(), list[str]()
         takes_trainers = any(field.metadata["takes_trainers"] for field in behind)
         if takes_trainers:
@@ -115,7 +115,7 @@ class CommandSettings:
 
 
 def is_word(field: dataclasses.Field) -> bool:
-    """Whether a field is a positional argument."""
+    """Return whether a field is a positional argument."""
     return "method" in field.metadata and not {"default", "required"} & field.metadata["options"].keys()
 
 

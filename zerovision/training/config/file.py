@@ -16,15 +16,15 @@ from zerovision.training.base.settings import PRESET_FOLDER, PRESETS
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS
 from zerovision.training.config.values import allowed_values, read_words
 
-LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
+LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; a file with every flag has 3,000
 PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return the values of a preset, none for an empty name.
+    """Return the values of a preset, or {} for an empty name.
 
     Raises:
-        UserError: if there is no preset of this name.
+        UserError: if no preset has this name.
     """
     if not name:
         return {}
@@ -36,34 +36,34 @@ def read_preset(name: str) -> dict[str, Any]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read a YAML (or JSON) file of configuration values; its keys are flags (`batch-size`) or fields (`batch_size`).
 
-    Contradictions are found later, when flags have overridden some of the values: see `check_config`.
+    Contradictions are found later, after flags have overridden some of the values; see `check_config`.
 
     Raises:
-        UserError: if the file is missing or malformed, a key is unknown, or its value wrong.
+        UserError: if the file is missing or malformed, a key is unknown, or a value is wrong.
     """
     where = f"--config {path}"
     return read_values(_load_file(path, where), where)
 
 
 def labels_of(where: str) -> dict[str, str]:
-    """Return the name of each field of a file in messages."""
+    """Return the name that messages use for each field of a file."""
     return {name: f"{where}: {flag.replace('--', '')}" for name, flag in FLAG_OF.items()}
 
 
 def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
-    """Return what a file contains, by field.
+    """Return the values in a file, by field.
 
     Args:
-        content: the values by key.
-        where: the file, for messages.
+        content: the values in the file, by key.
+        where: name of the file in messages.
 
     Raises:
-        UserError: if a key is unknown, or its value wrong.
+        UserError: if a key is unknown, or a value is wrong.
     """
     label_of = labels_of(where)
     given: dict[str, Any] = {}
     names = {str(key).replace("-", "_") for key in content}
-    # The file of a run has the parts of a word, too.
+    # The configuration file of a run also has keys for the parts of a word.
     keys = {part for name, parts in WORDS.items() for part in (parts if name in names else [name])}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -80,7 +80,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def _load_file(path: Path, where: str) -> dict[Any, Any]:
-    """Read an untrusted JSON or YAML file: it is read whole at once, or rejected with one line."""
+    """Read an untrusted JSON or YAML file, or reject it with a one-line error."""
     try:
         text = read_small_text(path, LARGEST_FILE)
     except (OSError, ValueError) as error:
@@ -101,7 +101,7 @@ def _load_file(path: Path, where: str) -> dict[Any, Any]:
 
 
 def _parse_json_or_yaml(text: str) -> Any:
-    """Parse a configuration, as JSON if possible, because YAML takes JSON's surrogate pairs for two characters."""
+    """Parse a configuration, as JSON if possible, because YAML reads a surrogate pair in JSON as two characters."""
     if text.lstrip().startswith("{"):
         with contextlib.suppress(ValueError):
             return json.loads(text)
@@ -109,9 +109,9 @@ def _parse_json_or_yaml(text: str) -> Any:
 
 
 class _PlainLoader(yaml.BaseLoader):
-    """Reads one mapping of words, as on a command line.
+    """Reads a single mapping to words, as on a command line.
 
-    Deeper structures and aliases could grow without limit while they are read.
+    Nested structures and aliases are rejected, because they could grow without limit while they are read.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:

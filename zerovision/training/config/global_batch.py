@@ -1,6 +1,6 @@
-"""The images of an update over all ranks, and how they are divided: micro-batch x accumulation steps x ranks.
+"""The global batch, and its division into micro-batch x accumulation steps x ranks.
 
-This module does not import torch, because launchers use it too.
+This module does not import torch, because launchers also use it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from zerovision.training.tasks.settings import asked_task
 from zerovision.training.world.mesh_sizes import data_ranks
 
 # The global batch of `--batch-size auto` without `--global-batch`: the same on any hardware, so that a learning rate
-# keeps its meaning, and about what the default rate is for.
+# keeps its meaning, and about the size for which the default rate is chosen.
 USUAL_GLOBAL_BATCH = 256
-FEWEST_STEPS = 20  # of an epoch: few images have a smaller global batch, about a power of two
-# Of CPU ranks: a core is full with it (benchmarks/results/scaling_2cpu_2026-11-21.md), more takes memory alone.
+FEWEST_STEPS = 20  # per epoch: a small data set has a smaller global batch, about a power of two
+# On a CPU rank: this keeps a core busy (benchmarks/results/scaling_2cpu_2026-11-21.md), and more only takes memory.
 MOST_IMAGES_ON_CPU = 64
-MOST_RANKS = 100_000  # that a message suggests
+MOST_RANKS = 100_000  # largest number that a message suggests
 
 
 def usual_global_batch(ranks: int, training_images: int = 0) -> int:
-    """Return the multiple of 8 images per rank nearest to `USUAL_GLOBAL_BATCH`; a smaller one for few training images.
+    """Return the global batch nearest to `USUAL_GLOBAL_BATCH` with a multiple of 8 images per rank.
+
+    If there are few training images, the global batch is smaller.
 
     Args:
-        ranks: ranks that share it.
-        training_images: number of training images; an epoch should have `FEWEST_STEPS` batches, if 8 images per rank
-            allow it; 0 for any number.
+        ranks: number of ranks that share the global batch.
+        training_images: number of training images, of which an epoch should have at least `FEWEST_STEPS` batches if 8
+            images per rank allow it; 0 if the number does not matter.
     """
     unit = FEWEST_IMAGES * ranks
     most = (training_images - 1) // (FEWEST_STEPS - 1) if training_images else 2 * USUAL_GLOBAL_BATCH * ranks
@@ -38,7 +40,7 @@ def usual_global_batch(ranks: int, training_images: int = 0) -> int:
 
 
 def few_steps_note(global_batch: int, ranks: int, training_images: int) -> str:
-    """Return a note if an epoch has fewer than `FEWEST_STEPS` batches, with what to type; else ''."""
+    """Return a note that says what to type if an epoch has fewer than `FEWEST_STEPS` batches; otherwise ''."""
     steps = -(-training_images // global_batch)
     if steps >= FEWEST_STEPS:
         return ""
@@ -50,15 +52,15 @@ def few_steps_note(global_batch: int, ranks: int, training_images: int) -> str:
 
 
 def micro_batches(global_batch: int, ranks: int, most: int = 0) -> list[int]:
-    """Return the multiples of 8 that divide a rank's share of the global batch, ascending.
+    """Return the multiples of 8 that divide a rank's share of the global batch, in ascending order.
 
     Args:
-        global_batch: images of an update over all ranks.
-        ranks: ranks that share it.
-        most: the largest allowed; 0 for only the limit of `--batch-size`.
+        global_batch: number of images per update, over all ranks.
+        ranks: number of ranks that share the global batch.
+        most: largest allowed micro-batch; 0 for no limit other than that of `--batch-size`.
 
     Raises:
-        UserError: if there is none, with the nearest global batches that have one.
+        UserError: if there is no such multiple; the message suggests the nearest global batches that have one.
     """
     share, rest = divmod(global_batch, ranks)
     most_steps = FIELDS["gradient_accumulation_steps"].metadata["high"]
@@ -88,20 +90,20 @@ def largest_divisor(share: int, most: int) -> int:
 
 
 def divided(config: TrainConfig, batch_size: int, global_batch: int, ranks: int) -> TrainConfig:
-    """Return the configuration with a micro-batch that divides a rank's share, and its accumulation steps."""
+    """Return the configuration with this micro-batch, which must divide a rank's share, and its accumulation steps."""
     steps = global_batch // ranks // batch_size
     return dataclasses.replace(config, batch_size=batch_size, gradient_accumulation_steps=steps)
 
 
 def in_chunks(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the chunks of its task as micro-batches, if there are any.
+    """Return the configuration, with the chunks of its task as micro-batches if the task has chunks.
 
     Raises:
         UserError: if a chunk does not divide the images of a rank.
     """
     images = config.micro_batch * config.gradient_accumulation_steps
     for name, chunk in asked_task(config).chunks().items():
-        if config.global_batch:  # which gives the number of them
+        if config.global_batch:  # which determines the number of chunks
             return dataclasses.replace(config, batch_size=chunk, gradient_accumulation_steps=1)
         if images % chunk:
             raise UserError(
@@ -122,10 +124,10 @@ def check_division(config: TrainConfig, ranks: int) -> None:
 
 
 def divide_given(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the configuration of a new run with the accumulation steps for `--global-batch`, if that is given.
+    """Return the configuration of a new run with the accumulation steps for `--global-batch`, if it is given.
 
     Raises:
-        UserError: if the ranks and the batch size do not divide it, or different accumulation steps are given.
+        UserError: if ranks times batch size does not divide the global batch, or other accumulation steps are given.
     """
     if not config.global_batch:
         return config
@@ -146,13 +148,13 @@ def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure:
 
     Args:
         config: the configuration.
-        global_batch: images of an update over all ranks.
-        ranks: ranks that share it.
-        whose: whose global batch it is, for messages.
-        cure: what else to do about a global batch that the ranks do not divide, besides changing their number.
+        global_batch: number of images per update, over all ranks.
+        ranks: number of ranks that share the global batch.
+        whose: phrase for messages that says where the global batch comes from.
+        cure: further advice for messages, besides changing the number of ranks, if it does not divide the global batch.
 
     Raises:
-        UserError: if the ranks and the batch size do not divide it; the message has values that do.
+        UserError: if ranks times batch size does not divide the global batch; the message suggests values that do.
     """
     if global_batch % ranks:
         cures = f"use {_divisors(global_batch, MOST_RANKS)} ranks{cure}"
@@ -174,12 +176,12 @@ def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure:
 
 
 def _divisors(number: int, most: int) -> str:
-    """Return the divisors of a number up to `most`, in words."""
+    """Return the divisors of a number up to `most`, as text."""
     values = [str(divisor) for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
     return one_line(", ".join(values[:-1]) + f" or {values[-1]}" if len(values) > 1 else values[0])
 
 
 def nearest_multiples(number: int, unit: int) -> str:
-    """Return the multiples of a number of images just below and above another, in words."""
+    """Return the multiples of `unit` just below and above `number`, as text."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"

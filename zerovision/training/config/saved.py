@@ -1,4 +1,4 @@
-"""The settings of a resumed run: its own, except for what is given now."""
+"""The settings of a resumed run: those that it saved, unless new values are given."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from zerovision.training.config.values import is_allowed
 from zerovision.training.engines.settings import LEFT_OPEN
 from zerovision.training.observe.new_run import run_folder
 
-# How this start is made and watched: what is not given has its default.
+# Settings of a single start: those that are not given have their defaults.
 OF_ONE_START = frozenset(
     {"resume", "run_name", "log_dir", "preset", "progress", "profile", "audit", "log_hashes", "deterministic"}
 )
-PLUGIN = "plugin"  # which is code: it is asked for, never taken from a folder
-OF_THE_BEGINNING = ("weights", "pretrained")  # which a resume does not load
+PLUGIN = "plugin"  # a plug-in is code: the user must name it; it is never taken from a folder
+OF_THE_BEGINNING = ("weights", "pretrained")  # starting weights, which a resumed run does not load
 
 
 def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the resumed run, or of a preset for a new run, overridden by what is given.
+    """Return the settings of the resumed run, or of a preset for a new run, overridden by the given settings.
 
-    A run saves what "auto" became, so "auto" then means that; but `--batch-size auto` is limited to what the ranks of
-    this start can share.
+    A run saves the value that "auto" was resolved to, and a later "auto" means this value; but `--batch-size auto` is
+    limited to sizes that the ranks of this start can share.
 
     Raises:
         UserError: if the run was made with plug-ins that are not loaded.
@@ -42,7 +42,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     model = str(given.get("model_type", "")).partition("@")[0]
     is_of_hub = model.startswith(HUB_PREFIX) and hub_name_of(saved.get("weights", "")).partition("@")[0] == model
     left = {*OF_THE_BEGINNING, *(["model_type"] if is_of_hub else [])}
-    left |= {"minutes", "epochs"} if given.get("minutes") else set()  # which the run has found
+    left |= {"minutes", "epochs"} if given.get("minutes") else set()  # the run has already found them
     left |= {name for name in saved.keys() - {"batch_size"} if is_left_open(name, given.get(name, "auto"))}
     chosen = {name: value for name, value in given.items() if name not in left}
     if chosen.get("activation_checkpointing"):
@@ -57,7 +57,7 @@ def resumed(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
 
     Args:
         config: the configuration as given.
-        is_restart: whether the launcher restarted this run; its own checkpoints then come before `resume`.
+        is_restart: whether the launcher restarted this run, whose own checkpoints then take precedence over `resume`.
     """
     goes_on = is_restart and config.run_name and run_folder(config).has_checkpoint
     given = vars(config) | ({"resume": "auto"} if goes_on else {})
@@ -65,7 +65,7 @@ def resumed(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
 
 
 def is_left_open(name: str, value: Any) -> bool:
-    """Return whether a value leaves the setting to the run."""
+    """Return whether a value lets the run choose the setting."""
     return value in ("auto", LEFT_OPEN.get(name, "auto"))
 
 
@@ -78,7 +78,7 @@ def saved_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         folder, path = run_folder(place), Path(place.resume).expanduser()
         if place.resume in ("auto", "must"):
             folders = [folder.path] if place.run_name and folder.has_checkpoint else []
-        else:  # a run, its folder of checkpoints, or one of these
+        else:  # a run, its folder of checkpoints, or a checkpoint
             folders = [path, path.parent, path.parent.parent]
         for file in (folder / CONFIG for folder in folders):
             if file.is_file():

@@ -1,4 +1,4 @@
-"""The allowed values of a configuration field, from the command line or a file."""
+"""Converts, checks and shows the values of configuration fields, from the command line or a file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zerovision.training.base.run_folder import as_typed
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig
 from zerovision.training.data.settings import URL
 
-WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields that a launcher takes without a flag
-# Where a run's files go and how it is watched, which is no part of what is repeated; and its preset, whose values are
-# given one by one, because those that were overridden may be the defaults, which are left out.
+WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields that a launcher takes by position
+# Settings that a repetition of a run does not need: where its files are and how it is watched; also its preset, whose
+# values are listed one by one, because a value that overrides it may be a default, and defaults are omitted.
 OF_ONE_RUN = ("preset", "run_name", "log_dir", "progress", "resume", "profile")
-NO_PATHS = ("hf:", "torchvision:", "timm:")  # how values of a path's field begin that are none
+NO_PATHS = ("hf:", "torchvision:", "timm:")  # how values of a path field begin that are not paths
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -38,7 +38,7 @@ def number_type(field: dataclasses.Field) -> type | None:
 
 
 def allowed_names(field: dataclasses.Field) -> list[str]:
-    """Return the names that a field accepts: of a `Literal`, or besides a number."""
+    """Return the names that a field accepts: the values of a `Literal`, or alternatives to a number."""
     annotation = field_types()[field.name]
     parts = [annotation, *get_args(annotation)]
     return [name for part in parts for name in get_args(part) if isinstance(name, str)]
@@ -48,12 +48,12 @@ def read_value(field: dataclasses.Field, value: Any) -> Any:
     """Convert a word, or a value of JSON or Python, to the field's type; ranges are checked later.
 
     Raises:
-        ValueError: if it cannot be a value of the field.
+        ValueError: if the field cannot have this value.
     """
     kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
     text = str(value)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        os.fsencode(text)  # raises a ValueError for half a character
+        os.fsencode(text)  # raises a ValueError for a lone surrogate
         if "\0" in text:
             raise ValueError
         return text
@@ -84,10 +84,10 @@ def parts_after(name: str, value: Any) -> list[str]:
 def read_words(words: Mapping[str, Any], label_of: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of fields from the words of a command line or a file, or from the arguments of a call.
 
-    Parts of a word that are left out, or empty, have their defaults.
+    Parts of a word that are omitted or empty have their defaults.
 
     Args:
-        words: by field, its flag's word; a part of a word that has a key of its own wins.
+        words: the word of each field's flag; a part that has its own key takes precedence over the part in the word.
         label_of: each field's name in messages.
 
     Raises:
@@ -107,10 +107,10 @@ def read_words(words: Mapping[str, Any], label_of: Mapping[str, str]) -> dict[st
 
 
 def checked(name: str, label: str, value: Any) -> Any:
-    """Return a value as its field's type.
+    """Return a value converted to its field's type.
 
     Raises:
-        UserError: if it cannot be one, or is out of range; it begins with the label.
+        UserError: if the value cannot be converted, or is out of range; the message begins with the label.
     """
     field = FIELDS[name]
     with contextlib.suppress(ValueError):
@@ -121,7 +121,7 @@ def checked(name: str, label: str, value: Any) -> Any:
 
 
 def word_of(values: Mapping[str, Any], name: str) -> str:
-    """Return the word that a flag takes for the values of its field and the parts of it."""
+    """Return the word of a flag for the values of its field and of the field's parts."""
     texts = [show_value(values[name])]
     for part in parts_after(name, values[name]):
         texts.append("" if values[part] == FIELDS[part].default else show_value(values[part]))
@@ -131,7 +131,7 @@ def word_of(values: Mapping[str, Any], name: str) -> str:
 
 
 def changed_flags(config: TrainConfig, start: TrainConfig, left_out: Collection[str] = ()) -> list[str]:
-    """Return `--flag=value` for each value that differs from another configuration, without launcher arguments."""
+    """Return `--flag=value` for each value that differs from `start`, except the launcher's positional arguments."""
     own, others = vars(config), vars(start)
     changed = [name for name, parts in WORDS.items() if any(own[part] != others[part] for part in parts)]
     return [f"{FLAG_OF[name]}={word_of(own, name)}" for name in changed if name not in (*WORDS_OF_LAUNCH, *left_out)]
@@ -144,10 +144,10 @@ def as_given(config: TrainConfig) -> TrainConfig:
 
 
 def without_folders(config: TrainConfig) -> TrainConfig:
-    """Return a configuration with only the names of files and folders, for readers on other machines."""
+    """Return a configuration with paths shortened to the names of files and folders, for readers on other machines."""
     paths = {one.name: one.default for one in dataclasses.fields(config) if one.metadata.get("is_path")}
     if not config.class_weights.lower().endswith(".csv"):
-        del paths["class_weights"]  # which are given themselves, by names of classes
+        del paths["class_weights"]  # the value is then the weights themselves, by class name
     values = vars(config)
     changed = {name: name_alone(values[name]) for name, default in paths.items() if values[name] != default}
     return TrainConfig(**values | changed | {"plugin": ",".join(names_of(config.plugin))})
@@ -169,7 +169,7 @@ def launch_command(
     Args:
         config: settings of the training.
         ranks: number of ranks over all machines.
-        ranks_per_machine: ranks on each machine; there are several machines if this is fewer.
+        ranks_per_machine: number of ranks on each machine; if it is less than `ranks`, there are several machines.
         left_out: fields to leave out.
     """
     config, machines = as_given(config), ranks // max(ranks_per_machine, 1)
@@ -192,7 +192,7 @@ def is_allowed(value: Any, field: dataclasses.Field) -> bool:
     if isinstance(numbers[0], (str, bool)):
         return True
     low, high, above = (field.metadata[key] for key in ("low", "high", "above"))
-    # Written so that nan is in no range.
+    # Written so that NaN is outside every range.
     return all(
         (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
         for number in numbers
@@ -214,6 +214,6 @@ def allowed_values(field: dataclasses.Field) -> str:
 def wrong_value(label: str, value: object, allowed: str, names: Collection[str]) -> UserError:
     """Build the error for a value that a flag or a key in a file does not accept."""
     kind = plain(label.rpartition(" ")[2]).replace("-", "_")
-    word = value if isinstance(value, str) else shown(value)  # shown: Python formats no number of 5000 digits
+    word = value if isinstance(value, str) else shown(value)  # shown: Python does not format a number of 5000 digits
     hint = ours(word, names, kind) or (nearest(value, names) if isinstance(value, str) else "")
     return UserError(f"{label} {shown(value)}: expected {allowed}.{hint}")
