@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: position and configuration of the run, and a hash of every file.
 
-A folder without a manifest is not a checkpoint, and a manifest counts only if its own sha256 matches. The file may be
-damaged or malicious: it is JSON, its size is bounded, and no file names are taken from it.
+A folder without a manifest is not a checkpoint, and a manifest is valid only if its own sha256 matches. Because the
+file may be damaged or malicious, it is JSON, its size is limited, and no file names are taken from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zerovision.training.base.files import sync_to_disk
 from zerovision.training.base.progress import Progress
 
 MANIFEST_FILE = "manifest.json"
-FROZEN = "frozen.safetensors"  # weights that are not trained
+FROZEN = "frozen.safetensors"  # the frozen weights
 FORMAT = "zerovision checkpoint 3"
 LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
 MOST_SHARDS = 100_000
@@ -28,7 +28,7 @@ LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be used; the message is the reason in one line."""
+    """Raised for a checkpoint that cannot be used; the message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Manifest:
 
     Attributes:
         progress: position of the run.
-        identity: what a resuming run must have in common, by a readable name: model, classes, data, global batch.
-        config: the configuration of the run that saved it.
+        identity: what a resuming run must have in common with this run: model, classes, data and global batch, by name.
+        config: configuration of the run that saved the checkpoint.
         applied_steps: number of updates that the optimizer has applied, for Adam's bias correction.
         loss_scale: state of the dynamic loss scale; None if the precision is not fp16.
         parameters: shape of every parameter.
         shards: one entry per rank.
         data_ranks: number of ranks with their own images.
-        frozen: the file of weights that are not trained, None if they are in the shards.
+        frozen: size and hash of the file of frozen weights; None if all weights are in the shards.
     """
 
     progress: Progress
@@ -72,7 +72,7 @@ def shard_name(rank: int) -> str:
 
 
 def file_names(manifest: Manifest) -> dict[str, ShardFacts]:
-    """Return the names of a checkpoint's files besides the manifest."""
+    """Return size and hash of each file of a checkpoint except the manifest, by file name."""
     files = {shard_name(rank): facts for rank, facts in enumerate(manifest.shards)}
     return files | ({FROZEN: manifest.frozen} if manifest.frozen else {})
 
@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a manifest, without the shards.
 
     Raises:
-        DamagedCheckpoint: if it is missing, damaged or not ours.
+        DamagedCheckpoint: if the manifest is missing, damaged or in another format.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -116,8 +116,8 @@ def file_size(path: Path) -> int:
     """Return the size of a regular file in bytes; reading a named pipe would block forever.
 
     Raises:
-        DamagedCheckpoint: if it is something else.
-        OSError: if it is missing.
+        DamagedCheckpoint: if the path is not a regular file.
+        OSError: if the file is missing.
     """
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
@@ -168,5 +168,5 @@ def _count(value: Any, name: str) -> int:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the sha256 of the content, independent of its order and layout."""
+    """Return the sha256 of the content, independent of the order of keys and of white space."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=vars).encode()).hexdigest()

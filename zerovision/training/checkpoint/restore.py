@@ -1,4 +1,4 @@
-"""The training state, its restoration from a checkpoint, and the file of the weights that are not trained."""
+"""The training state, its restoration from a checkpoint, and the file of frozen weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class TrainState:
     """Everything that changes from step to step.
 
-    Dropout, sample order and augmentation are functions of the seed and the position, so no generator is part of it.
+    Dropout, sample order and augmentation are functions of the seed and the position, so no generator state is stored.
 
     Attributes:
         engine: parameters, buffers, optimizer state, number of applied updates and fp16's loss scale.
@@ -49,7 +49,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     """Fill a fresh state from a verified checkpoint; a collective.
 
     Raises:
-        UserError: if its content does not fit this model.
+        UserError: if the checkpoint's content does not fit this model.
     """
     manifest, engine, sums = found.manifest, state.engine, state.sums
     try:
@@ -75,7 +75,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
 def _check_content(
     own: EngineState, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, torch.Tensor]
 ) -> None:
-    """Raise an error if the parameters, buffers or moments are not the engine's."""
+    """Raise an error if the checkpoint's parameters, buffers or moments differ from the engine's."""
     ours, theirs = of_first_group(own.shapes), of_first_group(manifest.parameters)
     if ours != theirs:
         other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
@@ -95,7 +95,7 @@ def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
     if (found.shape, found.dtype) != (own.shape, own.dtype):
         raise DamagedCheckpoint("its epoch sums have another shape or dtype")
     loss, top1, top5, samples = found.tolist()
-    if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # nan is in no range
+    if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # NaN is outside every range
         raise DamagedCheckpoint("its epoch sums cannot be those of losses and images")
 
 
@@ -106,7 +106,7 @@ class FrozenWeights:
     Attributes:
         names: names of the parameters in it.
         path: path to the file.
-        facts: its size and hash; None on ranks other than 0, which write no manifest.
+        facts: size and hash of the file; None on ranks other than 0, which do not write the manifest.
     """
 
     names: frozenset[str]
@@ -114,7 +114,7 @@ class FrozenWeights:
     facts: ShardFacts | None
 
     def link_into(self, folder: Path) -> None:
-        """Put the file into a folder, by a hard link if possible."""
+        """Put the file into a folder, as a hard link if possible."""
         try:
             os.link(self.path, folder / FROZEN)
         except OSError:
@@ -125,16 +125,16 @@ class FrozenWeights:
 def keep_frozen(
     folder: Path, parameters: Mapping[str, torch.Tensor], found: FoundCheckpoint | None, *, is_main: bool
 ) -> FrozenWeights:
-    """Write the frozen weights into a run's checkpoints folder; only on rank 0.
+    """Return the file of frozen weights, which rank 0 writes to a run's checkpoints folder.
 
     Args:
         folder: the checkpoints folder.
-        parameters: the whole frozen weights by name.
+        parameters: the full frozen weights, by name.
         found: the checkpoint to resume from, whose frozen weights are used instead; None for a fresh start.
         is_main: whether this is rank 0.
 
     Raises:
-        UserError: if they cannot be written, or the checkpoint has none.
+        UserError: if the file cannot be written, or the checkpoint has no frozen weights.
     """
     names, path, facts = frozenset(parameters), folder / FROZEN, None
     if is_main:

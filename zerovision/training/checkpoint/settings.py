@@ -11,7 +11,7 @@ from zerovision.training.recipe.settings import RecipeSettings
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings(RecipeSettings):
-    """Checkpoints, resuming, and what ends a run."""
+    """The settings for checkpoints, for resuming, and for what ends a run."""
 
     resume: str = option(
         "never", "never, auto (newest good checkpoint of --run-name, if any), must, or a checkpoint folder."

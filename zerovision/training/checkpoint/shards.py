@@ -1,10 +1,11 @@
-"""One rank's file of a checkpoint: copies the state, writes it, and reads boxes of tensors from all files.
+"""A rank's shard of a checkpoint: copies the state, writes it, and reads boxes of tensors from all shards.
 
-A file has one tensor per box, a part of a whole tensor, under the key `<kind>/<name>@<offsets>`: `weights` and the
-optimizer's moments of a parameter in fp32, in the usual order of dimensions; `buffer` [leaves, ...], as BatchNorm's
-statistics differ between the leaves of a step; `epoch_sums` [ranks with images of their own, 4]. A rank stores its part
-without any communication, and any engine, strategy and number of ranks can read it. A frozen parameter has no moments;
-a fine-tuning run writes frozen parameters once, into a file of the same kind that is linked into its checkpoints.
+A shard contains a tensor for each box, which is a part of a whole tensor; its key is `<kind>/<name>@<offsets>`. The
+kinds are `weights` and the optimizer's moments, contiguous and in fp32; `buffer` [leaves, ...], because BatchNorm's
+statistics differ between the leaves of a step; and `epoch_sums` [ranks with images of their own, 4]. A rank writes its
+shard without any communication, and any engine, strategy and number of ranks can read it. A frozen parameter has no
+moments; a fine-tuning run writes frozen parameters once, to a file of the same format that is linked into its
+checkpoints.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from zerovision.training.base.files import replacing_by_library, sha256_of
 from zerovision.training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_names, file_size
 from zerovision.training.engines.parameter_shards import WEIGHTS, EngineState, TakeBox, index_of
 
-BUFFER, EPOCH_SUMS = "buffer", "epoch_sums"  # kinds, beside the weights and the moments
-ALIGNMENT = 64  # bytes, of each tensor in a block
-BLOCK = 2**27  # bytes; a larger tensor has its own
+BUFFER, EPOCH_SUMS = "buffer", "epoch_sums"  # kinds besides the weights and the moments
+ALIGNMENT = 64  # of each tensor in a block, in bytes
+BLOCK = 2**27  # bytes; a larger tensor has its own block
 
 
 class Snapshot:
-    """A copy of this rank's part of the training state in CPU memory, in tensors that are reused.
+    """A copy of this rank's part of the training state, in CPU tensors that are reused.
 
     Attributes:
-        tensors: the copy, by key.
-        copied: the end of the copies queued on a GPU; anything that changes their source must wait for it.
+        tensors: the copied tensors, by key.
+        copied: event at the end of the copies queued on a GPU; anything that changes their sources must wait for it.
     """
 
     def __init__(self) -> None:
@@ -47,16 +48,17 @@ class Snapshot:
     def take(
         self, state: EngineState, epoch_sums: torch.Tensor | None, left_out: Collection[str] = (), rank: int = 0
     ) -> None:
-        """Copy the current state; on a GPU the copies are queued on a separate stream, and run during the next step.
+        """Copy the current state; on a GPU, the copies are queued on a separate stream, and run during the next step.
 
-        Buffers and sums, which the next forward pass changes, are copied before it; for the others see `copied`.
+        Buffers and sums, which the next forward pass changes, are copied before that pass; for weights and moments, see
+        `copied`.
 
         Args:
             state: state of the engine.
             epoch_sums: the result of `ScoreSums.state`, float64 [4]; None if another rank with the same images saves
                 them.
             left_out: names of the parameters in the file of frozen weights.
-            rank: index among the ranks with their own images.
+            rank: index of this rank among the ranks with their own images.
         """
         first, then = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, versions in state.buffers.items():
@@ -70,7 +72,7 @@ class Snapshot:
         sources = first | then
         kinds = {name: (source.device.type, source.dtype, source.shape) for name, source in sources.items()}
         if kinds != self._kinds:
-            self.tensors = {}  # frees them first
+            self.tensors = {}  # frees the old tensors first
             self._kinds, self.tensors = kinds, _memory_for(sources)
         self._copy(first)
         gpu = next((source.device for source in sources.values() if source.device.type == "cuda"), None)
@@ -83,7 +85,7 @@ class Snapshot:
             self._copy(then)
         for source in then.values():
             if source.is_cuda:
-                source.record_stream(self._stream)  # its memory stays until then, whoever releases it
+                source.record_stream(self._stream)  # its memory stays until the copy is done, even if it is released
         self.copied = self._stream.record_event()
 
     def _copy(self, sources: Mapping[str, torch.Tensor]) -> None:
@@ -97,10 +99,10 @@ class Snapshot:
 
 
 def _memory_for(sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return empty tensors for copies: parts of a few blocks, pinned for tensors on a GPU.
+    """Return empty tensors for copies: views into a few blocks, which are pinned if the sources are on a GPU.
 
-    Pinning each tensor separately would take long enough to stop the steps, and PyTorch rounds each size up to a power
-    of 2.
+    Pinning each tensor separately would take long enough to interrupt training, and PyTorch would round each size up to
+    a power of 2.
     """
     copies: dict[str, torch.Tensor] = {}
     for on_gpu in (True, False):
@@ -123,9 +125,9 @@ def _memory_for(sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _empty(size: int, *, is_pinned: bool) -> torch.Tensor:
-    """Return uint8 [size] in its own pages.
+    """Return an uninitialized uint8 tensor [size] in its own memory pages.
 
-    malloc would put the permanent copy where a step's activations were, and fragment the heap.
+    malloc would place this permanent copy where a step's activations were, and fragment the heap.
     """
     if is_pinned or not size:
         return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
@@ -144,20 +146,20 @@ def _parse_key(key: str) -> tuple[str, str, tuple[int, ...]]:
 
 
 def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
-    """Write a rank's file, and wait until it is on disk.
+    """Write a rank's shard, and wait until it is on disk.
 
     Raises:
-        OSError, SafetensorError: if that fails, for example on a full disk.
+        OSError, SafetensorError: if writing fails, for example on a full disk.
     """
     snapshot.wait()
     return _write(path, snapshot.tensors)
 
 
 def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFacts:
-    """Write frozen weights, on any device, as shards without moments, and wait until they are on disk.
+    """Write frozen weights, from any device, as a shard without moments, and wait until the file is on disk.
 
     Raises:
-        OSError, SafetensorError: if that fails.
+        OSError, SafetensorError: if writing fails.
     """
     return _write(
         path,
@@ -178,7 +180,7 @@ def verify_shard(path: Path, facts: ShardFacts) -> None:
     """Compare a file with its entry in the manifest.
 
     Raises:
-        DamagedCheckpoint: if it is missing, or has another size or sha256.
+        DamagedCheckpoint: if the file is missing, or has another size or sha256.
     """
     try:
         size = file_size(path)
@@ -193,7 +195,7 @@ def verify_shard(path: Path, facts: ShardFacts) -> None:
 
 
 class _Box(NamedTuple):
-    """A part of a tensor in a file that is not read yet."""
+    """A part of a tensor that is stored in a file and not read yet."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -208,11 +210,11 @@ class CheckpointReader:
     """The training state in a verified checkpoint; a rank reads only what it needs.
 
     Args:
-        folder: the checkpoint.
-        manifest: its manifest.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Attributes:
-        shapes: shapes of every parameter, by name.
+        shapes: shape of every parameter, by name.
         moment_kinds: names of the optimizer's moments.
         frozen: names of the parameters without moments.
 
@@ -252,14 +254,14 @@ class CheckpointReader:
             boxes, weights = found.get(name, []), self._boxes[WEIGHTS].get(name, [])
             if any(box.stored.get_dtype() != "F32" for box in boxes):
                 raise ValueError(f"{kind} of {one_line(name)} are not fp32")
-            # Moments lie as their weights do, which need not be compared with the shape again.
+            # Moments must have the same boxes as their weights, which are already compared with the shape.
             is_whole = _are_whole(self.shapes[name], boxes) if kind == WEIGHTS else _places(boxes) == _places(weights)
             if not is_whole:
                 raise ValueError(f"parameter {one_line(name)} is not complete: {kind}")
 
     @property
     def tensors(self) -> dict[str, TakeBox]:
-        """Weights and moments: kind -> function that returns a box of a named parameter, fp32 on the CPU."""
+        """For weights and each kind of moment, a function that returns a box of a named parameter, fp32 on the CPU."""
         return {kind: partial(self._read, kind) for kind in (WEIGHTS, *self.moment_kinds)}
 
     def _read(self, kind: str, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -271,18 +273,18 @@ class CheckpointReader:
         return part
 
     def buffers(self, leaves: Sequence[int], total: int) -> dict[str, torch.Tensor]:
-        """Return buffers, name -> [versions, ...]: the saved ones, or their mean if their number differs.
+        """Return the buffers by name, each [leaves, ...]: as saved, or averaged if the total number of leaves differs.
 
         Args:
-            leaves: the leaves to which the versions belong.
-            total: number of leaves with versions.
+            leaves: leaves of this rank.
+            total: number of leaves of all ranks.
         """
         result = {}
         for name, boxes in self._boxes[BUFFER].items():
             is_alike, rows = len(boxes) == total, _in_order(boxes)
             saved = torch.stack([row.stored[0] for row in ([rows[leaf] for leaf in leaves] if is_alike else rows)])
             if not is_alike:
-                # Counters and the statistics of frozen layers are the same on all ranks: no mean may round them.
+                # Counters and the statistics of frozen layers are the same on all ranks: a mean must not round them.
                 mean = saved.mean(0) if saved.is_floating_point() else saved[0]
                 mean = torch.where((saved == saved[0]).all(0), saved[0], mean)
                 saved = mean.expand(len(leaves), *mean.shape)
@@ -290,9 +292,11 @@ class CheckpointReader:
         return result
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
-        """Return a rank's share of the epoch's sums so far: its own, or all of them on rank 0.
+        """Return a rank's share of the epoch's sums so far: its own or, if the number of ranks differs, all on rank 0.
 
-        For the arguments, see `buffers`.
+        Args:
+            rank: index of this rank among the ranks with their own images.
+            world_size: number of ranks with their own images.
         """
         sums = [box.stored[0] for box in _in_order(self._boxes[EPOCH_SUMS][""])]
         if world_size == self._ranks:
@@ -314,7 +318,7 @@ def _places(boxes: Sequence[_Box]) -> list[tuple[tuple[int, ...], tuple[int, ...
 
 
 def _are_whole(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
-    """Return whether boxes contain every element of a shape once: right count, all inside, no overlap."""
+    """Return whether boxes contain every element of a shape exactly once: right count, all inside, no overlap."""
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     seen = torch.zeros(tuple(shape), dtype=torch.bool)
@@ -329,5 +333,5 @@ def _are_whole(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
 
 
 def _within(box: Sequence[slice], common: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Return the position of a part, given by its low and high indices, within the box."""
+    """Return the slices, relative to `box`, of the part with the low and high indices in `common`."""
     return tuple(slice(low - a.start, high - a.start) for a, (low, high) in zip(box, common, strict=True))

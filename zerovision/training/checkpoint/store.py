@@ -1,4 +1,4 @@
-"""The checkpoints folder of a run: a checkpoint appears there complete or not at all; damaged ones are skipped."""
+"""The checkpoints folder of a run: a checkpoint appears in it complete or not at all, and damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint whose files are verified."""
+    """A checkpoint whose files have been verified."""
 
     path: Path
     manifest: Manifest
 
 
 def checkpoint_name(progress: Progress) -> str:
-    """Return the folder's name of a checkpoint, which sorts by the position in the run."""
+    """Return the name of a checkpoint's folder; names sort by position in the run."""
     return f"step-{progress.epoch:05d}-{progress.step:07d}"
 
 
@@ -50,25 +50,25 @@ def temporary_folder(folder: Path, name: str) -> Path:
 
 
 def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_last: int, kept: str = "") -> None:
-    """Name a checkpoint whose shards are on disk, then point at it, then remove old ones; only on rank 0.
+    """Name a checkpoint whose shards are on disk, update `last` and `best`, and remove old ones; only on rank 0.
 
-    A kill at any moment leaves the previous checkpoint or this one.
+    If the process is killed at any moment, the previous checkpoint or this one remains.
 
     Args:
         folder: the run's checkpoints folder.
         name: name of the checkpoint.
         manifest: manifest of the checkpoint.
-        is_best: whether it is the best epoch's.
+        is_best: whether the checkpoint is the best epoch's.
         keep_last: number of newest checkpoints to keep besides the best epoch's.
         kept: name of another checkpoint to keep.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if a file cannot be written.
     """
     temporary, path = temporary_folder(folder, name), folder / name
     write_manifest(temporary, manifest)
     sync_to_disk(temporary)
-    if path.exists():  # of the same step, from before a resume; until the next line, `last` means the one set aside
+    if path.exists():  # of the same step, from before a resume; `last` means the one set aside until the rename
         _set_aside(path)
     temporary.rename(path)
     sync_to_disk(folder)
@@ -89,10 +89,10 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
     Args:
         resume: 'never', 'auto', 'must' or a folder: a checkpoint, a run's folder or its checkpoints folder.
         folder: this run's checkpoints folder.
-        is_restart: whether the launcher restarted this run; its own checkpoints then come before `resume`.
+        is_restart: whether the launcher restarted this run, whose own checkpoints then take precedence over `resume`.
 
     Raises:
-        UserError: if `must`, or a folder, has no checkpoint, or a folder cannot be read.
+        UserError: if 'must' or a folder finds no checkpoint, or if a folder cannot be read.
     """
     try:
         own, notes = _newest_first(folder)
@@ -118,7 +118,7 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
 
 
 def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None, dict[Path, str]]:
-    """Return the first undamaged checkpoint, and the damage of those before it; a collective.
+    """Return the first undamaged checkpoint, and what is wrong with those before it; a collective.
 
     The ranks share the work of hashing; all must see the same folder.
     """
@@ -140,23 +140,23 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
 
 
 def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
-    """Rename a run's own damaged checkpoints, so that they do not count for `--keep-last`; only on rank 0.
+    """Rename a run's own damaged checkpoints, so that they do not count toward `--keep-last`; only on rank 0.
 
     They stay hidden in the folder until the next checkpoint is complete.
     """
     for path in damaged:
         if path.parent == folder:
-            with contextlib.suppress(OSError):  # those that cannot be renamed are merely found again
+            with contextlib.suppress(OSError):  # a checkpoint that cannot be renamed is only found again
                 path.rename(path.with_name(f".{path.name}.damaged"))
 
 
 def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
-    """List the checkpoints backwards from the one that `last` names; all of them if that leaves none."""
+    """Return the checkpoints, newest first, from the one that `last` names, or all if that leaves none; and notes."""
     if not folder.is_dir():
         return [], []
     names = _names(folder)
     pointed, problem = _read_pointer(folder / LAST)
-    # Later ones are left from before a resume that went back, or were not pointed at yet.
+    # Later ones predate a resume that went back, or `last` does not name them yet.
     kept = [name for name in names if not pointed or _position(name) <= _position(pointed)] or names
     candidates = [folder / name for name in reversed(kept)]
     if pointed and pointed not in names:
@@ -169,7 +169,7 @@ def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _read_pointer(pointer: Path) -> tuple[str, str]:
-    """Return the name in a pointer file and '', or '' and the problem."""
+    """Return the name in a pointer file and '', or '' and what is wrong with the file."""
     try:
         file_size(pointer)
         with pointer.open("rb") as file:
@@ -189,7 +189,7 @@ def _position(name: str) -> tuple[int, int]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names of a folder's checkpoints by position."""
+    """Return the names of a folder's checkpoints, sorted by position."""
     return sorted((path.name for path in folder.iterdir() if NAME_PATTERN.fullmatch(path.name)), key=_position)
 
 
@@ -199,13 +199,13 @@ def _point(pointer: Path, name: str) -> None:
 
 
 def _remove_old(folder: Path, current: str, keep_last: int, kept: str) -> None:
-    """Keep the best, and the newest up to the current one; later ones predate a resume."""
+    """Remove all but the best, `kept`, and the newest up to the current checkpoint; later ones predate a resume."""
     names = _names(folder)
     up_to_now = [name for name in names if _position(name) <= _position(current)]
     stay = {*up_to_now[-keep_last:], _read_pointer(folder / BEST)[0], *({kept} & {*up_to_now})}
     for name in names:
         if name not in stay:
-            # Renamed first: a kill while files are removed leaves nothing that looks like a checkpoint.
+            # Renamed first: a kill during the removal then leaves nothing that looks like a checkpoint.
             shutil.rmtree(_set_aside(folder / name), ignore_errors=True)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)

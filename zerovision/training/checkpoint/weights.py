@@ -1,8 +1,8 @@
-"""The trained weights: one safetensors file that describes itself, and loads in plain PyTorch.
+"""The trained weights: a self-describing safetensors file that can be loaded in plain PyTorch.
 
-The file's metadata (safetensors keeps text only) contains one JSON object with `description` (enough to rebuild the
-network), `class_names`, `preprocessing` and `extra`. Tensor names are the network's own, so that timm loads a
-`timm:` model too.
+The file's metadata (safetensors stores only text) contains one JSON object with `description` (enough to rebuild the
+network), `class_names`, `preprocessing` and `extra`. Tensor names are the network's own, so that timm can
+load a `timm:` model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.world.preserved_process import preserved_generators
 
-CLASS_MAP = "class_map.txt"  # the classes in the order of the logits, a name a line, for timm's --class-map
+CLASS_MAP = "class_map.txt"  # the classes in the order of the logits, one name per line, for timm's --class-map
 
 
 def save_weights(
@@ -53,7 +53,7 @@ def save_weights(
     preprocessing: Preprocessing,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write weights with their description into one safetensors file; a crash leaves the old file or the new one.
+    """Write weights with their description into one safetensors file; a crash leaves either the old or the new file.
 
     Args:
         path: the file; its folder must exist.
@@ -73,10 +73,10 @@ def save_weights(
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return CPU tensors in the usual order of dimensions, without shared memory, which safetensors rejects.
+    """Return contiguous CPU tensors that do not share memory, because safetensors rejects shared memory.
 
-    Only tensors that share memory, such as views into a flat buffer, or have another order are copied: there may be no
-    memory for a copy of the whole network.
+    Only tensors that share memory, such as views into a flat buffer, or are not contiguous are copied, because memory
+    may not suffice for a copy of the whole network.
     """
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
 
@@ -117,7 +117,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
         The network (images `[B, C, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
 
     Raises:
-        UserError: for a file that is missing, broken or contradicts itself, has no classifier, or contains NaN or
+        UserError: for a file that is missing, broken or self-contradictory, has no classifier, contains NaN or
             infinity, or was made with plug-ins that are not loaded.
     """
     metadata = read_metadata(path)
@@ -143,7 +143,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
 
 
 def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn.Module:
-    """Build the network for a file's tensors, and check that it works with its image size.
+    """Build the network for a file's tensors, and check that it works with the file's image size.
 
     Raises:
         UserError: if description, tensors and image size contradict each other.
@@ -161,12 +161,12 @@ def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn
 
 
 def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
-    """Return the function that turns a PIL image into the network's input, float32 `[1, 3 or 4, H, W]`, as `predict`.
+    """Return a function that converts a PIL image to the network's input, float32 `[1, 3 or 4, H, W]`, as in `predict`.
 
-    The image is turned upright (EXIF), made gray, RGB or RGBA, resized (the shorter side to resize_size, then a center
-    crop of image_size; or straight to image_size if resize_size is null), and normalized with mean and std. An image
-    from `Image.open` gets the pixels that `predict` reads from the file, provided that it has not been used yet. A JPEG
-    that is already decoded is averaged from full size.
+    The image is rotated upright (EXIF), converted to gray, RGB or RGBA, resized (the shorter side to resize_size, then
+    a center crop of image_size; or directly to image_size if resize_size is null), and normalized with mean and std. An
+    image from `Image.open` that Pillow has not decoded yet yields the pixels that `predict` reads from the file; a JPEG
+    that is already decoded is reduced from full size by averaging.
 
     Args:
         metadata: the result of `read_metadata` or `load_model`.
@@ -184,22 +184,23 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
 
 
 def class_map(class_names: Sequence[str]) -> bytes | None:
-    """Return the content of `CLASS_MAP`; None if timm, which strips lines and accepts only UTF-8, would read other
-    names.
+    """Return the content of `CLASS_MAP`, or None if timm would read other names from it.
+
+    timm strips each line, and accepts only UTF-8.
     """
     content = "".join(f"{name}\n" for name in class_names)
     if [line.strip() for line in io.StringIO(content, newline=None)] != [*class_names]:
         return None
     try:
         return content.encode()
-    except UnicodeEncodeError:  # bytes of a folder's name that are no text
+    except UnicodeEncodeError:  # a folder's name with bytes that are not text
         return None
 
 
 def write_class_map(folder: Path, class_names: Sequence[str]) -> None:
     """Write `CLASS_MAP` into a folder, or remove an old one if the names cannot be written.
 
-    Without it, timm numbers folders in natural order (1, 2, 10); here they are sorted as text (1, 10, 2).
+    Without this file, timm numbers folders in natural order (1, 2, 10); here they are sorted as text (1, 10, 2).
     """
     content, path = class_map(class_names), folder / CLASS_MAP
     if content is None:
