@@ -1,8 +1,8 @@
 """`--batch-size auto`: finds the largest micro-batch that fits on every rank; the global batch stays the same.
 
 The result is a multiple of 8 that divides a rank's share of the global batch and has passed a short trial on the run's
-own ranks. The search starts with the smallest candidate, and chooses each further one from the measured memory and the
-planner's predictions. The training is bit-identical to one with this number as `--batch-size`. If one of several ranks
+own ranks. The search starts with the smallest candidate, and uses the measured memory and the planner's predictions to
+choose the next one. The training is bit-identical to one with this number as `--batch-size`. If one of several ranks
 runs out of memory in a trial, the run exits; its folder records the trial, and the next start continues the search.
 """
 

@@ -38,7 +38,7 @@ def cache_features(run: Run) -> int:
 
     Raises:
         UserError: on all ranks, if the model has several heads, or a head whose input is not a vector; if the backbone
-            computes something else in training than in evaluation; if an image on any rank cannot be read.
+            computes different features in training and evaluation; if an image on any rank cannot be read.
     """
     config, engine, world, begin = run.config, run.state.engine, run.world.data, time.perf_counter()
     heads = {name.rpartition(".")[0] for name in run.model.built.head_parameter_names}

@@ -37,7 +37,7 @@ def before_decay(
     """Return the checkpoint to resume from, and a note for the log if its number of epochs differs; a collective.
 
     If the number of epochs has increased, the run goes back to the start of the decay, provided that the schedule up to
-    there does not depend on the number of epochs. A checkpoint that the user named is kept.
+    that point does not depend on the number of epochs. A checkpoint that the user named is kept.
     """
     epochs = found.manifest.config.get("epochs") if found else None
     if found is None or type(epochs) is not int or not 1 <= epochs <= FIELDS["epochs"].metadata["high"]:

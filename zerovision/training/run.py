@@ -72,14 +72,14 @@ def run(
         gpus: number of ranks to start on this machine; these write the same files as with
             scripts/launch_distributed.sh, and `start` and `deliver` are ignored. With None, the training runs in this
             process, which may be a launcher's rank.
-        raises: whether to raise a user's mistake that is found in this process, instead of printing it.
+        raises: whether to raise a user error that is found in this process, instead of printing it.
 
     Returns:
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
-        user's mistake; 65, 70, 71, 74, 75 and 78 as in `zerovision.training.base.errors`; 1 for anything else.
+        user error; 65, 70, 71, 74, 75 and 78 as in `zerovision.training.base.errors`; 1 for anything else.
 
     Raises:
-        UserError: for a value that a flag would reject; with `raises`, for every user's mistake.
+        UserError: for a value that a flag would reject; with `raises`, for every user error.
     """
     if gpus is not None:
         return run_launched(config, gpus)

@@ -1,4 +1,4 @@
-"""Prepares a run, then builds each of its parts once, in the order that reports mistakes at the lowest cost."""
+"""Prepares a run, then builds each of its parts once, in the order that reports mistakes as early as possible."""
 
 from __future__ import annotations
 

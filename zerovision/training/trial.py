@@ -42,7 +42,7 @@ from zerovision.training.steps.watch import every_step, guard_of
 from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
 
-MOST_BAD_STEPS = 10  # in a row, after which a trial ends
+MOST_BAD_STEPS = 10  # non-finite steps in a row after which a trial ends
 
 
 def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def trial(run: Run, name: str) -> Iterator[Run]:
 
 
 def free_memory(world: World) -> None:
-    """Free a trial's memory before the next model is moved to the device; nothing may refer to the trial."""
+    """Free a trial's memory before the next model is moved to the device; nothing may still refer to the trial."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -25,10 +25,10 @@ from zerovision.training.base.errors import UserError
 
 # name, owner, kind: .model.safetensors.node01+4026531836+4711+99887766.tmp
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
-# safetensors 0.8 writes to such a name next to its target, then renames the file; a killed program leaves it behind.
+# safetensors 0.8 writes to a name like this next to its target, then renames the file, which a kill leaves behind.
 _OF_SAFETENSORS = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 SECONDS_OF_OTHERS = 86400.0  # after this long without a change, another machine's files count as abandoned
-NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # fsync of folders on CIFS and some FUSE servers
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # fsync errors: folders on CIFS, some FUSE servers
 LOOK_SECONDS = 0.1
 
 

@@ -1,6 +1,6 @@
 """The ranks' side of the heartbeats: small files in a temporary folder, which zerovision/launch/process_tree.py reads.
 
-The launcher makes the folder and passes its path in `FOLDER_VARIABLE`. It contains:
+The launcher creates the folder and passes its path in `FOLDER_VARIABLE`. The folder contains:
 
     rank-<r>.json     the last heartbeat of rank r: one record of `RECORD_BYTES` bytes, overwritten in place
     stack-<r>.txt     the Python stacks of rank r, written on SIGUSR2
@@ -43,7 +43,7 @@ CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
 LONGEST_NAME = 80  # characters of a phase or a host, so that a record fits into its bytes
 PR_SET_PDEATHSIG = 1
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
-LEAVE_SECONDS = 60.0  # for which a rank that has ended may wait for the reader of its output
+LEAVE_SECONDS = 60.0  # how long a rank that has ended may wait for the reader of its output
 SLOW_IMPORT_S = 300.0  # for a thousand ranks that import torch from one network disk at the same time
 
 

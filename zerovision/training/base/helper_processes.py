@@ -53,7 +53,7 @@ def socket_place(subfolder: str = "") -> str:
 
 
 def is_as_asked(place: str) -> bool:
-    """Return whether a folder for temporary files is the folder that TMPDIR names, or TMPDIR is not set."""
+    """Return whether a folder for temporary files is the one that TMPDIR names; also true if TMPDIR is not set."""
     return os.path.abspath(os.environ.get("TMPDIR") or place) == place
 
 

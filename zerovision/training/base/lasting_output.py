@@ -129,7 +129,7 @@ def finish_output(seconds: float | None) -> None:
 def report_failed_output(*, is_product: bool) -> None:
     """Make standard output raise `UserError` if it cannot be written, or `ReaderGone` if its reader is gone.
 
-    A script for which standard output is not the product continues without a reader.
+    If standard output is not the product of the script, the script continues without a reader instead.
     """
 
     class Reporting(_LastingFile):

@@ -1,4 +1,4 @@
-"""Assigns the micro-batches of a step to ranks: they are the leaves of the tree along which gradients are added.
+"""Assigns micro-batches to ranks; a step's micro-batches are the leaves of the tree along which gradients are added.
 
 A step has R x A leaves, on R ranks with A micro-steps each. The assignment does not change a bit of the sum, so the
 most efficient one is used. If a rank keeps whole gradients, its leaves are neighbors: the rank adds their gradients and

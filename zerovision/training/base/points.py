@@ -133,8 +133,8 @@ class EpochPoint:
     """The numbers of an epoch.
 
     Attributes:
-        train_loss: training loss over the applied steps, None if there were none.
-        train_top1: training accuracy over the applied steps, None if there were none.
+        train_loss: training loss over the applied steps; None if no step was applied.
+        train_top1: training accuracy over the applied steps; None if no step was applied.
         data_wait_share: share of the time spent waiting for data, averaged over the ranks.
         memory_bytes_per_rank: peak memory of each rank; see `DeviceUse.memory_bytes`.
         diverged: the reason why the epoch counts as diverged; None if it does not.

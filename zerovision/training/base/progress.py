@@ -16,7 +16,7 @@ class Progress:
         step: the optimizer step of that epoch to continue with, from 0; if only the evaluation is left, the number of
             steps per epoch.
         best_score: the best validation score so far, where more is better; see `zerovision.training.base.points.merit`.
-        best_epoch: the epoch with that score, from 1; among several, the epoch with the lowest validation loss; 0
+        best_epoch: the epoch with the best score, from 1; among several, the epoch with the lowest validation loss; 0
             before the first evaluation.
         best_loss: the validation loss of the best epoch; 0, the lowest possible loss, if it was not saved.
         epochs_without_better: number of evaluations since the best score was first reached, for early stopping.

@@ -102,7 +102,7 @@ ENTRIES = CHECKOUT / "scripts" if CHECKOUT else PACKAGE / "commands"
 LAUNCH = PACKAGE / "launch"
 PRESET_FOLDER = PACKAGE / "presets"
 TYPED = "ZEROVISION_COMMAND"  # set by the `zerovision` command, also for its ranks
-SCRIPTS = {"audit": "audit_data", "bisect": "bisect_runs"}  # of subcommands with a different name
+SCRIPTS = {"audit": "audit_data", "bisect": "bisect_runs"}  # scripts whose subcommand has a different name
 VERBS = {script: verb for verb, script in SCRIPTS.items()}
 EXTRAS = {  # in pyproject.toml, with those of their modules that are imported only when needed
     "deepspeed": ("deepspeed",),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 SPANS = ("data", "forward", "backward", "communication", "optimizer", "logging", "saving", "other", "evaluation")
-ABSORBING = ("saving", "evaluation")  # time in spans inside these counts toward these
+ABSORBING = ("saving", "evaluation")  # time in nested spans counts toward these
 MOST_PENDING_EVENTS = 4096
 _clocks: list[SpanClock] = []  # clocks of this process's active runs, the innermost last
 

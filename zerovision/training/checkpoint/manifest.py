@@ -45,7 +45,7 @@ class Manifest:
 
     Attributes:
         progress: position of the run.
-        identity: what a resuming run must have in common with this run: model, classes, data and global batch, by name.
+        identity: what a resuming run must have in common with the saved run: model, classes, data, global batch.
         config: configuration of the run that saved the checkpoint.
         applied_steps: number of updates that the optimizer has applied, for Adam's bias correction.
         loss_scale: state of the dynamic loss scale; None if the precision is not fp16.

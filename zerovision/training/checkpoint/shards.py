@@ -1,4 +1,4 @@
-"""A rank's shard of a checkpoint: copies the state, writes it, and reads boxes of tensors from all shards.
+"""The shards of a checkpoint: copies a rank's state, writes its shard, and reads boxes of tensors from all shards.
 
 A shard contains a tensor for each box, which is a part of a whole tensor; its key is `<kind>/<name>@<offsets>`. The
 kinds are `weights` and the optimizer's moments, contiguous and in fp32; `buffer` [leaves, ...], because BatchNorm's

@@ -68,7 +68,7 @@ def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_l
     temporary, path = temporary_folder(folder, name), folder / name
     write_manifest(temporary, manifest)
     sync_to_disk(temporary)
-    if path.exists():  # of the same step, from before a resume; `last` means the one set aside until the rename
+    if path.exists():  # of the same step, from before a resume; until the rename, `last` means the one set aside
         _set_aside(path)
     temporary.rename(path)
     sync_to_disk(folder)
@@ -92,7 +92,7 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
         is_restart: whether the launcher restarted this run, whose own checkpoints then take precedence over `resume`.
 
     Raises:
-        UserError: if 'must' or a folder finds no checkpoint, or if a folder cannot be read.
+        UserError: if there is no checkpoint for 'must' or in the given folder, or if a folder cannot be read.
     """
     try:
         own, notes = _newest_first(folder)
@@ -120,7 +120,7 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
 def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None, dict[Path, str]]:
     """Return the first undamaged checkpoint, and what is wrong with those before it; a collective.
 
-    The ranks share the work of hashing; all must see the same folder.
+    The ranks share the work of hashing; all ranks must see the same folder.
     """
     paths = broadcast_object([str(path) for path in candidates], world)
     refused: dict[Path, str] = {}
@@ -146,12 +146,15 @@ def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
     """
     for path in damaged:
         if path.parent == folder:
-            with contextlib.suppress(OSError):  # a checkpoint that cannot be renamed is only found again
+            with contextlib.suppress(OSError):  # a checkpoint that cannot be renamed is skipped again
                 path.rename(path.with_name(f".{path.name}.damaged"))
 
 
 def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints, newest first, from the one that `last` names, or all if that leaves none; and notes."""
+    """Return the checkpoints, newest first, and notes for the log.
+
+    Checkpoints newer than the one that `last` names are left out, unless no other checkpoint exists.
+    """
     if not folder.is_dir():
         return [], []
     names = _names(folder)

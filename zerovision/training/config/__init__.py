@@ -21,7 +21,7 @@ __all__ = ["CHANGEABLE_ON_RESUME", "FIELDS", "FLAG_OF", "MODES", "REPO_ROOT", "W
 class TrainConfig(ObserveSettings):
     """All settings of a run.
 
-    The field `batch_size` is the flag `--batch-size`; some fields are parts of another flag's word, see `WORDS`.
+    The flag `--batch-size` sets the field `batch_size`. Some fields are parts of another flag's word; see `WORDS`.
     """
 
 

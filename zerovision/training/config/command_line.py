@@ -1,8 +1,8 @@
 """The command lines of all scripts: argparse with one-line errors.
 
-The fields of `TrainConfig` declare the trainer's flags. A value comes from the command line, the
-file, the preset or the defaults, in this order of precedence. Like `zerovision.training.config`, this module imports
-only the standard library.
+The fields of `TrainConfig` declare the trainer's flags. A value comes from the command line, the file, the
+preset or the defaults, in this order of precedence. Like `zerovision.training.config`, this module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -184,14 +184,14 @@ class OneLineParser(argparse.ArgumentParser):
             raise UserError(f"{flag}{value}: expected {self.expected[flag]}.") from None
 
     def check(self, **values: object) -> None:
-        """Check a function's arguments by name, like the values of flags.
+        """Check a function's arguments, by name, in the same way as the values of flags.
 
         Raises:
             UserError: for the first value that is wrong.
         """
         for name, value in values.items():
             flag = f"--{name.replace('_', '-')}"
-            with contextlib.suppress(UserError, ValueError):  # Python formats no whole number of more than 4300 digits
+            with contextlib.suppress(UserError, ValueError):  # Python does not format integers of 4301 digits
                 if self.convert[flag](str(value)) == value:
                     continue
             raise wrong_value(flag, value, self.expected[flag], ())
@@ -215,7 +215,7 @@ def run_script(
 ) -> int:
     """Parse the command line, run the action, and return the exit code.
 
-    After a user's mistake, print one line and return 2; if a file server does not respond, print a line and return 75.
+    After a user error, print one line and return 2; if a file server does not respond, print a line and return 75.
 
     Args:
         name: name of the script, the prefix of its messages.
@@ -381,6 +381,6 @@ def _form(name: str) -> str:
 def _help_of(name: str) -> str:
     """Return the help of a field, with its range and its default."""
     field = FIELDS[name]
-    is_told = number_type(field) or (name not in WORDS and allowed_names(field))  # else in the flag's syntax
+    is_told = number_type(field) or (name not in WORDS and allowed_names(field))  # else the flag's syntax shows them
     text = field.metadata["help"] + (f" Range: {allowed_values(field)}." if is_told else "")
     return f"{text} (default: {show_value(field.default)})" if field.default != "" else text

@@ -28,12 +28,12 @@ def text(help: str, default: Any = "", **options: Any) -> Any:
 
 
 def number(default: float | None, low: float, high: float, help: str, kind: str = "") -> Any:
-    """Declare a flag that takes a number (`kind` in messages) from `low` to `high`; with None, it is required."""
+    """Declare a flag that takes a number (`kind` in messages) from `low` to `high`; required if `default` is None."""
     return _declared("add_number", low, high, kind=kind, help=help, **_given(default))
 
 
 def choice(default: str | None, names: Iterable[str], help: str) -> Any:
-    """Declare a flag that takes one of `names`, which are read when it is checked; with None, it is required."""
+    """Declare a flag that takes one of `names`, which are read when it is checked; required if `default` is None."""
     return _declared("add_choice", names, help=help, **_given(default))
 
 
@@ -43,7 +43,7 @@ def switch(help: str) -> Any:
 
 
 def words_behind(*, takes_trainers: bool = False) -> Any:
-    """Declare a field for the words after `--` and, if `takes_trainers`, the trainer's flags among the command's."""
+    """Declare a field for the words after `--`, and for the trainer's flags if `takes_trainers` is true."""
     return dataclasses.field(default=(), metadata={"takes_trainers": takes_trainers})
 
 

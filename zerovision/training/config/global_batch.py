@@ -29,8 +29,8 @@ def usual_global_batch(ranks: int, training_images: int = 0) -> int:
 
     Args:
         ranks: number of ranks that share the global batch.
-        training_images: number of training images, of which an epoch should have at least `FEWEST_STEPS` batches if 8
-            images per rank allow it; 0 if the number does not matter.
+        training_images: number of training images, which should fill at least `FEWEST_STEPS` batches if 8 images per
+            rank allow it; 0 if the number does not matter.
     """
     unit = FEWEST_IMAGES * ranks
     most = (training_images - 1) // (FEWEST_STEPS - 1) if training_images else 2 * USUAL_GLOBAL_BATCH * ranks
